@@ -93,7 +93,7 @@ class Service:
             return Answer(response.status, response.read(MAX_BYTES).decode(errors="replace"))
 
 
-# --- the providers: each returns the notice, or None; raises OSError, HTTPException or ValueError --------------------
+# --- the providers. Each function returns the notice or None, and raises OSError, HTTPException or ValueError. -------
 
 
 def ask_aws(service: Service) -> Notice | None:

@@ -224,8 +224,8 @@ FINISHES = {"the end": None, "the next save": 6}
 
 
 @pytest.mark.parametrize("moment", FINISHES)
-def test_a_rank_that_cannot_write_tells_why_and_no_checkpoint_is_lost(tmp_path: Path, moment: str) -> None:
-    """Its thread fails, so the rank tells it when it waits for the thread."""
+def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path: Path, moment: str) -> None:
+    """The rank's thread fails, so the error comes when the rank waits for the thread."""
     save(tmp_path, 4)
     folder = checkpoint.folder_of(tmp_path, 5)
     (checkpoint.temporary_of(folder) / "model-00001.safetensors").mkdir(parents=True)

@@ -79,7 +79,7 @@ def save(
 
     A thread of each rank writes the rank's files, and then its entry of the manifest in a file beside them. Rank 0's
     thread waits for the entries of all ranks, writes the manifest, renames the folder and deletes old checkpoints, as
-    in `checkpoint.save`. The ranks exchange entries by files, because a collective of a thread would mix with those of
+    in `checkpoint.save`. The ranks exchange entries by files, because a collective of a thread could overtake one of
     training.
 
     Args:
