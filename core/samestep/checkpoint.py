@@ -98,6 +98,7 @@ def save(
     keep: int,
     protected_step: int | None = None,
     report: Report = None,
+    before_commit: Callable[[], object] = lambda: None,
 ) -> Path:
     """Write the checkpoint of ``step`` and delete older ones.
 
@@ -115,6 +116,7 @@ def save(
         keep: how many of the newest checkpoints to keep, at least 1.
         protected_step: a step whose checkpoint is kept as well.
         report: see `wait_for_previous`.
+        before_commit: called by the thread before the checkpoint gets its name, to sync what the checkpoint relies on.
 
     Raises:
         NonRetryableError: a value cannot be kept in a checkpoint, or the previous checkpoint could not be written;
@@ -138,6 +140,7 @@ def save(
             Root(run_dir).make_folder(temporary_name(folder), exist_ok=False)
             for name, content in snapshot.contents.items():
                 body["files"][name] = write_file(folder, name, content)
+            before_commit()
             commit(folder, body, keep, protected_step)
 
     submit(write)

@@ -60,8 +60,10 @@ class Replicas:
         """Compare the replicas, and write a checkpoint on rank 0. Raises as `Run.save`."""
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
-            state = run.checkpoint_state(run.metrics)
-            checkpoint.save(run.options.run_dir, run.app, run.step, groups, *state, report=log.warning)
+            state = run.checkpoint_state()
+            folder = run.options.run_dir
+            settings: dict[str, Any] = {"report": log.warning, "before_commit": run.metrics.sync}
+            checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
 
     def finish(self, run: StoredRun) -> None:
         """Wait on rank 0 until the last checkpoint is on the disk. Raises NonRetryableError if that fails."""

@@ -454,9 +454,8 @@ class Run:
             is_final=not totals.launcher_died,
         )
 
-    def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
+    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
         """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
-        metrics.sync()
         values = self._state_to_save()
         return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
 

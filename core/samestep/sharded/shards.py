@@ -148,11 +148,12 @@ class Shards:
         """Copy this rank's shards, and let a thread write them. Collective. Raises as `Run.save`."""
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
         body, kept = None, tuple[Any, ...]()
+        settings: dict[str, Any] = {}
         if run.metrics:
-            state, invariants, *kept = run.checkpoint_state(run.metrics)  # type: ignore[assignment]
+            state, invariants, *kept = run.checkpoint_state()  # type: ignore[assignment]
+            settings = {"report": log.warning, "before_commit": run.metrics.sync}
             body = {"app": run.app, "step": run.step, "state": state, "arithmetic": invariants}
-        report = log.warning if run.world.rank == 0 else None
-        storage.save(run.collectives, run.world.rank, folder, groups, body, *kept, report=report)  # collective
+        storage.save(run.collectives, run.world.rank, folder, groups, body, *kept, **settings)  # collective
         self._current_checkpoint = folder
 
     def finish(self, run: Run) -> None:

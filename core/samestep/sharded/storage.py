@@ -74,6 +74,7 @@ def save(
     keep: int = 1,
     protected_step: int | None = None,
     report: checkpoint.Report = None,
+    before_commit: Callable[[], object] = lambda: None,
 ) -> None:
     """Write the checkpoint ``folder``. Every rank calls this, and returns when all ranks have copied their shards.
 
@@ -92,6 +93,7 @@ def save(
         keep: number of checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
         report: see `checkpoint.wait_for_previous`.
+        before_commit: see `checkpoint.save`; rank 0's thread calls it.
 
     Raises:
         NonRetryableError: this rank cannot save, or could not write the checkpoint before. Earlier ones are untouched.
@@ -110,7 +112,10 @@ def save(
         if sealed is None:
             part.report(outcome)
         else:
-            _commit(folder, parts, sealed, outcome=outcome, keep=keep, protected_step=protected_step)
+            with checkpoint.writing(f"checkpoint {folder}", folder):
+                if _collect(folder, parts, sealed, outcome):
+                    before_commit()
+                    checkpoint.commit(folder, sealed, keep, protected_step)
         if part.failure:
             raise part.failure
 
@@ -280,46 +285,40 @@ def _seal(
     return sealed
 
 
-def _commit(
-    folder: Path,
-    parts: Sequence[Mapping[str, Any]],
-    body: dict[str, Any],
-    outcome: Mapping[str, Any],
-    keep: int,
-    protected_step: int | None,
-) -> None:
-    """Wait until all ranks have written, and give the checkpoint its name. A thread of rank 0 calls this.
-
-    If this process fails meanwhile, the checkpoint is given up, because other ranks may have ended.
+def _collect(
+    folder: Path, parts: Sequence[Mapping[str, Any]], body: dict[str, Any], outcome: Mapping[str, Any]
+) -> bool:
+    """Wait until all ranks have written, and put the digests into the manifest ``body``. A thread of rank 0 calls this.
 
     Args:
         folder: final name of the checkpoint.
         parts: all ranks' entries.
-        body: the manifest, which gets the digests.
+        body: the manifest.
         outcome: rank 0's own report.
-        keep: number of checkpoints to keep.
-        protected_step: step of a checkpoint that is never deleted, or None.
+
+    Returns:
+        Whether the checkpoint is complete. If a rank could not write, its files are deleted. If this process fails
+        meanwhile, the checkpoint is given up, because other ranks may have ended.
 
     Raises:
         RemoteRankError: another rank could not write.
-        NonRetryableError: a rank does not report, or the disk fails.
+        NonRetryableError: a rank does not report.
     """
     reports = _wait_for_reports(folder, parts, outcome)
     if reports is None:
-        return
+        return False
     root = Root(folder.parents[1])
     temporary = checkpoint.temporary_name(folder)
-    with checkpoint.writing(f"checkpoint {folder}", folder):
-        if all("digests" in report for report in reports):
-            for rank, report in enumerate(reports):
-                root.unlink(f"{temporary}/{_report_name(rank)}")
-                for name, sha256 in report["digests"].items():
-                    body["files"][name]["sha256"] = sha256
-            checkpoint.commit(folder, body, keep, protected_step)
-            return
+    if not all("digests" in report for report in reports):
         root.delete(temporary)
-    if "digests" in outcome:
-        raise RemoteRankError(1)
+        if "digests" in outcome:
+            raise RemoteRankError(1)
+        return False
+    for rank, report in enumerate(reports):
+        root.unlink(f"{temporary}/{_report_name(rank)}")
+        for name, sha256 in report["digests"].items():
+            body["files"][name]["sha256"] = sha256
+    return True
 
 
 def _wait_for_reports(
