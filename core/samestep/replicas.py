@@ -62,7 +62,7 @@ class Replicas:
         if run.metrics:
             state = run.checkpoint_state()
             folder = run.options.run_dir
-            settings: dict[str, Any] = {"report": log.warning, "before_commit": run.metrics.sync}
+            settings: dict[str, Any] = {"report": log.info, "before_commit": run.metrics.sync}
             checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
 
     def finish(self, run: StoredRun) -> None:

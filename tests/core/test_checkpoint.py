@@ -639,7 +639,7 @@ def test_a_wait_for_the_checkpoint_before_is_reported_once(tmp_path: Path, monke
     original = checkpoint.write_file
 
     def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
-        time.sleep(0.2)
+        time.sleep(0.6)
         return original(folder, name, content)
 
     monkeypatch.setattr(checkpoint, "write_file", write_file)

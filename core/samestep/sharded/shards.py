@@ -151,7 +151,7 @@ class Shards:
         settings: dict[str, Any] = {}
         if run.metrics:
             state, invariants, *kept = run.checkpoint_state()  # type: ignore[assignment]
-            settings = {"report": log.warning, "before_commit": run.metrics.sync}
+            settings = {"report": log.info, "before_commit": run.metrics.sync}
             body = {"app": run.app, "step": run.step, "state": state, "arithmetic": invariants}
         storage.save(run.collectives, run.world.rank, folder, groups, body, *kept, **settings)  # collective
         self._current_checkpoint = folder
