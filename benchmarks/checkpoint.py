@@ -4,17 +4,18 @@
 
 Three contestants, in interleaved rounds, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. It copies
-  model and optimizer to arrays, sums the bits of each, and calls `checkpoint.save`. This call makes the checksums and
-  hands the bytes to the operating system. A thread then waits for the disk, renames the folder and deletes the oldest
-  of three checkpoints. Training continues meanwhile; *whole* is the time until the thread is done.
+- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. It turns
+  model and optimizer into arrays, sums the bits of each, and calls `checkpoint.save`, which copies them. A thread then
+  hashes, writes and syncs the files, renames the folder and deletes the oldest of three checkpoints. Training continues
+  meanwhile; *whole* is the time until the thread is done.
 
 - plain: as many files of the same sizes, each written and synced, without folder, rename, checksum or deletion.
 
 - torch.save: one file of the same tensors, synced.
 
 The script times two models: mnist_ddp's with SGD's momentum, and one of 200 MB without optimizer state. The ratios are
-of save. Run it with a Python that has apps/mnist_ddp's requirements.
+of save, in each round. Each cell has the median and the quartiles. Run it with a Python that has apps/mnist_ddp's
+requirements. To compare with another commit, run its script in its checkout in turns with this one.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
 
 
 def shown(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    """Return the median and the quartiles."""
+    first, median, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
+    return f"{median:,.{digits}f} ({first:,.{digits}f} to {third:,.{digits}f})"
 
 
 def main() -> None:

@@ -5,14 +5,14 @@
 
 The contestants take turns, on the same disk (--dir; by default a temporary folder under runs/), all ranks at once:
 
-- save: the work of `ShardedRun.save` between two steps. It makes arrays of the parts of model and optimizer and their
-  digests, writes each rank's files to the disk, and exchanges the lists of their contents. Rank 0's thread then writes
-  the manifest, renames the folder and deletes the oldest of two. Training continues meanwhile; *whole* is the time
-  until the thread is done.
+- save: the work of `Shards.save` between two steps. It copies the rank's parts of model and optimizer, and exchanges
+  the lists of their contents. A thread of each rank then hashes, writes and syncs the rank's files. Rank 0's thread
+  waits for all ranks, writes the manifest, renames the folder and deletes the oldest of two. Training continues
+  meanwhile; *whole* is the time until the thread is done.
 
 - plain: each rank writes and syncs as many files of the same sizes, without an exchange.
 
-Times are milliseconds of the slowest rank, as medians and the range. Ratios are of each round.
+Times are milliseconds of the slowest rank, as medians and quartiles. Ratios are of each round.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
 
 
 def shown(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    """Return the median and the quartiles."""
+    first, median, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
+    return f"{median:,.{digits}f} ({first:,.{digits}f} to {third:,.{digits}f})"
 
 
 def main() -> None:

@@ -12,16 +12,19 @@ checkpoints from each rank's shard.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hashlib
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Optional
+from typing import IO, Any, Optional, Union
 
 import numpy as np
 import safetensors.numpy
@@ -30,14 +33,17 @@ from safetensors import SafetensorError
 
 from samestep import ConfigError, NonRetryableError, manifest, untrusted
 from samestep.root import LinkError, Root
+from samestep.snapshot import Snapshot
 from samestep.untrusted import shown
 
 Arrays = dict[str, NDArray[Any]]
 _SURROGATE = re.compile("[\ud800-\udfff]")  # no UTF-8 has one
 FORMAT = manifest.FORMAT
 _MANIFEST = "manifest.json"
-_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-_pending: Future[None] | None = None  # of the checkpoint that is being written
+REPORTED_WAIT = 0.5  # seconds from which `wait_for_previous` reports a wait
+_pending: dict[int, Future[None]] = {}  # the checkpoint that is being written, by the rank that writes
+_is_wait_reported = False
+process_fails = threading.Event()  # `samestep.log.run` sets it: other ranks may have ended, so no thread waits for them
 
 
 class CorruptCheckpoint(Exception):
@@ -76,6 +82,8 @@ class Checkpoint:
 
 GroupNames = Iterable[str]  # such as "model" and "optimizer"
 Reader = Optional[Callable[..., Checkpoint]]  # takes the place of `read`
+Report = Optional[Callable[[str], None]]  # takes one line for the log
+Content = Union[bytes, memoryview]
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -89,11 +97,14 @@ def save(
     resume_invariants: Mapping[str, Any],
     keep: int,
     protected_step: int | None = None,
+    report: Report = None,
+    before_commit: Callable[[], object] = lambda: None,
 ) -> Path:
     """Write the checkpoint of ``step`` and delete older ones.
 
-    Returns as soon as all values are checked and copied, so they may change. A thread writes the files; `finish`, which
-    the next call begins with, waits for it.
+    Returns as soon as all values are checked and copied, so they may change. A thread hashes and writes the files;
+    `finish`, which the next call begins with, waits for it. So at most one checkpoint is lost by a kill, and the copies
+    take the memory of one checkpoint, which stays for later saves.
 
     Args:
         run_dir: the run's folder.
@@ -104,26 +115,32 @@ def save(
         resume_invariants: options that a resume must repeat, as JSON values.
         keep: how many of the newest checkpoints to keep, at least 1.
         protected_step: a step whose checkpoint is kept as well.
+        report: see `wait_for_previous`.
+        before_commit: called by the thread before the checkpoint gets its name, to sync what the checkpoint relies on.
 
     Raises:
         NonRetryableError: a value cannot be kept in a checkpoint, or the previous checkpoint could not be written;
             earlier ones are untouched.
     """
-    finish()
+    folder = folder_of(run_dir, step)
+    wait_for_previous(folder, report)
     if keep < 1:
         raise NonRetryableError(f"cannot save a checkpoint with keep={keep}: keep at least 1")
-    contents = {f"{group}.safetensors": serialize(arrays) for group, arrays in groups.items()}
-    files = {name: {"size": len(content), "sha256": "0" * 64} for name, content in contents.items()}
+    for arrays in groups.values():
+        check_arrays(arrays)
+    snapshot = Snapshot({f"{group}.safetensors": arrays for group, arrays in groups.items()})
+    files = {name: {"size": size, "sha256": "0" * 64} for name, size in snapshot.sizes.items()}
     values = {"app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
     body = manifest.seal({**values, "files": files})
-    folder = folder_of(run_dir, step)
+    snapshot.copy()
 
     def write() -> None:
-        with writing(f"checkpoint {folder}", folder):
+        with contextlib.closing(snapshot), writing(f"checkpoint {folder}", folder):
             clear(run_dir)
             Root(run_dir).make_folder(temporary_name(folder), exist_ok=False)
-            for name, content in contents.items():
+            for name, content in snapshot.contents.items():
                 body["files"][name] = write_file(folder, name, content)
+            before_commit()
             commit(folder, body, keep, protected_step)
 
     submit(write)
@@ -132,10 +149,15 @@ def save(
 
 def serialize(arrays: Arrays) -> bytes:
     """Return the content of a safetensors file. Raises NonRetryableError for an array that it cannot hold."""
-    for name, array in arrays.items():
-        check_array(name, array)
+    check_arrays(arrays)
     # Its writer takes an array's memory as it lies.
     return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+
+
+def check_arrays(arrays: Arrays) -> None:
+    """Raise NonRetryableError as `check_array` for each array."""
+    for name, array in arrays.items():
+        check_array(name, array)
 
 
 def check_array(name: Any, array: Any) -> None:
@@ -151,19 +173,69 @@ def check_array(name: Any, array: Any) -> None:
         raise NonRetryableError(f"{shown(name)} is {shown(dtype)}, which no safetensors file can hold: convert it")
 
 
-def submit(write: Callable[[], None]) -> None:
-    """Let the writer thread call ``write``; `finish` waits for it and raises its exception."""
-    global _pending
-    _pending = _writer.submit(write)
+def submit(write: Callable[[], None], writer: int = 0) -> None:
+    """Let a thread call ``write``; `finish` waits for it and raises its exception. ``writer`` is the rank."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    _pending[writer] = future
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
 
-def finish() -> None:
-    """Wait until the last checkpoint is on the disk under its name. Raises NonRetryableError if that fails."""
-    global _pending
-    pending = _pending
-    _pending = None
-    if pending:
-        pending.result()
+def finish(writer: int | None = None) -> None:
+    """Wait until the last checkpoint is on the disk under its name.
+
+    ``writer`` names a rank, if several are threads of this process; None waits for all.
+
+    Raises:
+        NonRetryableError: the checkpoint could not be written.
+    """
+    writers = list(_pending) if writer is None else [writer]
+    for each in writers:
+        pending = _pending.pop(each, None)
+        if pending:
+            pending.result()
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    """Finish at the end of a program that does not. Other ranks may have ended, so no thread waits long for them."""
+    process_fails.set()
+    with contextlib.suppress(Exception):
+        finish()
+
+
+os.register_at_fork(after_in_child=_pending.clear)  # a child has no thread that writes
+
+
+def wait_for_previous(folder: Path, report: Report = None, writer: int = 0) -> None:
+    """Wait as `finish` before a save, because one checkpoint at a time is written.
+
+    Args:
+        folder: final name of the checkpoint that waits.
+        report: called with one line if training waited; once in a process.
+        writer: the rank that writes.
+
+    Raises:
+        NonRetryableError: the checkpoint before could not be written.
+    """
+    global _is_wait_reported
+    begun = time.monotonic()
+    finish(writer)
+    seconds = time.monotonic() - begun
+    if report and seconds >= REPORTED_WAIT and not _is_wait_reported:
+        _is_wait_reported = True
+        report(
+            f"training waited {seconds:.1f} s before {folder.name}, until the checkpoint before was on the disk: "
+            "save less often, or to a faster disk"
+        )
 
 
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
@@ -212,7 +284,7 @@ def writing(what: object, folder: Path | None = None) -> Iterator[None]:
         raise NonRetryableError(f"cannot write {what}: {os_error_message(error)}") from error
 
 
-def write_file(folder: Path, name: str, content: bytes) -> dict[str, Any]:
+def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
     """Write and sync a file of the checkpoint ``folder``, under the folder's temporary name.
 
     Returns its entry in a manifest: size and SHA-256. Raises OSError.
@@ -243,7 +315,7 @@ def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> 
             root.unlink(temporary)
 
 
-def _write_synced(file: IO[bytes], content: bytes | Callable[[IO[bytes]], object]) -> None:
+def _write_synced(file: IO[bytes], content: Content | Callable[[IO[bytes]], object]) -> None:
     if callable(content):
         content(file)
     else:
@@ -477,7 +549,7 @@ def _entries(run_dir: Path) -> list[str]:
         raise ConfigError(f"cannot use --run-dir {run_dir}: {os_error_message(error)}") from error
 
 
-def _sha256(content: bytes) -> str:
+def _sha256(content: Content) -> str:
     return hashlib.sha256(content).hexdigest()
 
 

@@ -147,6 +147,9 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
     try:
         try:
             main()
+        except BaseException:
+            checkpoint.process_fails.set()
+            raise
         finally:
             checkpoint.finish()  # also after a failure
         _flush(sys.stdout, sys.stderr, _console, _console_errors)

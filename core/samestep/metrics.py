@@ -66,7 +66,7 @@ class Metrics:
             self._file.write(json.dumps(values) + "\n")
 
     def sync(self) -> None:
-        """Make the lines survive a crash of the machine. A checkpoint relies on them, so call this before it."""
+        """Make the lines survive a crash of the machine. A checkpoint relies on them: its thread calls this before."""
         os.fsync(self._file.fileno())
 
 

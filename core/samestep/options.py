@@ -33,6 +33,7 @@ SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
 FORK = "fork"
 EXEC = "exec"
 START_METHODS = (FORK, EXEC)
+NOTICE_SOURCES = ("aws", "gcp", "azure", "auto")  # of --preemption-notice, beside file:PATH
 # The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
 BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
 
@@ -57,6 +58,7 @@ class Options(argparse.Namespace):
     first_step_timeout: float | None = None
     global_batch_size: int = 0  # of programs whose batches have a number of tokens
     log_format: str = "plain"
+    preemption_notice: str | None = None
     share_gpu: bool = False
     threads: int | None = None
     virtual_ranks: int | None = None
@@ -318,6 +320,24 @@ def start_method_option(default: str | None = None) -> Any:
     return option(default, help, group=FAULT_TOLERANCE, may_change=True, choices=START_METHODS)
 
 
+def notice_source(text: str) -> str:
+    """Convert the value of --preemption-notice. The launch script checks the path of ``file:PATH``."""
+    kind, _, path = text.partition(":")
+    is_file = kind == "file" and path != ""
+    if text in NOTICE_SOURCES or is_file:
+        return text
+    raise argparse.ArgumentTypeError(f"{text[:60]!r} is none of {', '.join(NOTICE_SOURCES)} and file:PATH")
+
+
+def preemption_notice_option() -> Any:
+    """Declare --preemption-notice."""
+    help = (
+        "stop as at TERM when the provider takes this machine back: aws, gcp, azure, auto (the one that the machine's "
+        "DMI strings name), or file:PATH, where something puts a file as the notice (default: none)"
+    )
+    return option(None, help, group=FAULT_TOLERANCE, may_change=True, type=notice_source, metavar="SOURCE")
+
+
 def virtual_ranks_option(default: int | None = None, refusal: str = "") -> Any:
     """Declare --virtual-ranks; an app with a ``refusal``, its reason, refuses the option."""
 
@@ -437,6 +457,7 @@ class CommonOptions(Options):
         type=seconds,
         metavar="T",
     )
+    preemption_notice: str | None = preemption_notice_option()
     straggler: float = option(
         1.5,
         "report a rank X times slower than the others' median; 0 disables",
@@ -580,6 +601,11 @@ def _add(parser: Parser, name: str, declared: Any) -> None:
 def add_start_method(parser: Parser, default: str | None = None) -> None:
     """Add --start-method, as `start_method_option` declares it."""
     _add(parser, "start_method", start_method_option(default))
+
+
+def add_preemption_notice(parser: Parser) -> None:
+    """Add --preemption-notice."""
+    _add(parser, "preemption_notice", preemption_notice_option())
 
 
 def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:

@@ -78,7 +78,7 @@ class StoredRun(Protocol):
     def required_groups(self) -> set[str]:
         """The groups without which a checkpoint counts as corrupt."""
 
-    def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
+    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
         """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:

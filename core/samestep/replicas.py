@@ -8,7 +8,7 @@ from typing import Any
 
 import safetensors.numpy
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log
 from samestep.parts import Groups, StoredRun
 
 
@@ -60,8 +60,15 @@ class Replicas:
         """Compare the replicas, and write a checkpoint on rank 0. Raises as `Run.save`."""
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
-            state = run.checkpoint_state(run.metrics)
-            checkpoint.save(run.options.run_dir, run.app, run.step, groups, *state)
+            state = run.checkpoint_state()
+            folder = run.options.run_dir
+            settings: dict[str, Any] = {"report": log.info, "before_commit": run.metrics.sync}
+            checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
+
+    def finish(self, run: StoredRun) -> None:
+        """Wait on rank 0 until the last checkpoint is on the disk. Raises NonRetryableError if that fails."""
+        if run.world.rank == 0:
+            checkpoint.finish()
 
     def write_final(self, run: StoredRun, groups: Groups) -> tuple[str, dict[str, Any]]:
         """Compare the replicas' digests, and write model.safetensors and model-<group>.safetensors on rank 0."""

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsFloat, TypeVar
 
-from samestep import ConfigError, NonRetryableError, checkpoint, events, log, manifest, stop
+from samestep import ConfigError, NonRetryableError, events, log, manifest, stop
 from samestep.arithmetic import Arithmetic
 from samestep.cadence import Cadence, StepActions
 from samestep.env import World
@@ -52,7 +52,10 @@ class Storage(Protocol):
         """Load what rank 0 finds into the parts, on all ranks; return rank 0's message about it. Collective."""
 
     def save(self, run: Run, groups: Any) -> None:
-        """Write a checkpoint. Collective."""
+        """Copy the arrays, and let a thread write the checkpoint. Collective."""
+
+    def finish(self, run: Run) -> None:
+        """Wait until the last checkpoint is on the disk, at least on rank 0. May be collective."""
 
     def write_final(self, run: Run, groups: Any) -> tuple[str, dict[str, Any]]:
         """Write the files of weights; return the digest and the result's fields of the best evaluation. Collective."""
@@ -423,11 +426,13 @@ class Run:
         return "  ".join(texts)
 
     def save(self) -> None:
-        """Write a checkpoint of the last logged updates, after all ranks have compared their arrays. Collective.
+        """Save the last logged updates, after all ranks have compared their arrays. Collective.
+
+        Training continues while a thread writes the checkpoint. The next save reports a failure of this thread.
 
         Raises:
             RetryableError: an array's bits differ between ranks; nothing is saved.
-            NonRetryableError: weights are NaN or infinite.
+            NonRetryableError: weights are NaN or infinite, or the checkpoint before could not be written.
             Stopped: a rank received a stop signal.
         """
         groups = self.parts.groups()
@@ -439,8 +444,7 @@ class Run:
         totals = self.step_sync.totals
         if not totals.stop_signal:
             return
-        if self.world.rank == 0:
-            checkpoint.finish()
+        self.storage.finish(self)
         # collective: a rank that ends makes the launcher end the others, so rank 0 must write first
         self.collectives.broadcast(b"")
         name = signal.Signals(totals.stop_signal).name
@@ -450,9 +454,8 @@ class Run:
             is_final=not totals.launcher_died,
         )
 
-    def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
+    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
         """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
-        metrics.sync()
         values = self._state_to_save()
         return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
 

@@ -95,7 +95,8 @@ environment:
 """
 STOP_HELP = """\
 signals: TERM, USR1 or Ctrl-C, to this script or to any rank, stops all ranks at
-one step and saves it. A second signal, or the end of --grace, kills them.
+one step and saves it. A second signal, or the end of --grace, kills them. With
+--preemption-notice, the notice of a cloud provider does the same as TERM.
 
 """
 
@@ -195,6 +196,7 @@ def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
     check_interface(os.environ)
     check_share_gpu(options, nodes.count)
     _check_paths(options)
+    check_notice(options)
     _tracker_names(options)
     return Job(
         name=app.name,
@@ -333,6 +335,28 @@ def check_share_gpu(options: Options, machines: int) -> None:
         raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
     if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # another interpreter may use another GPU
         raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")
+
+
+def check_notice(options: Options) -> None:
+    """Raise ConfigError if --preemption-notice cannot be watched for: its file, or the metadata service's address."""
+    source = options.preemption_notice
+    if source is None:
+        return
+    from samestep_launch import preemption  # other jobs do not load it
+
+    preemption.metadata_url(os.environ)
+    path = preemption.notice_file(source)
+    if path is None:
+        return
+    what = "--preemption-notice"
+    status = look_up(what, path)
+    folder = look_up(what, path.absolute().parent)
+    if folder is None or not stat.S_ISDIR(folder.st_mode):
+        raise ConfigError(f"{what} {source}: its folder is missing: make the folder, or name another file")
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{what} {source} is not a file: name a file")
+    if status is not None and not os.access(path, os.R_OK):
+        raise ConfigError(f"{what} {source} cannot be read: name another file")
 
 
 def _check_imports(folder: Path) -> None:

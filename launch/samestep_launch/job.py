@@ -36,7 +36,7 @@ from samestep_launch.trackers import TrackerProcess
 if TYPE_CHECKING:
     from samestep_launch.preflight import NodeInfo, Rendezvous
 
-MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
+MAY_DIFFER = ("data_dir", "init_from", "preemption_notice", "quiet", "requested_dataset", "run_dir")  # between machines
 TORCHRUN = "torch.distributed.run"  # module
 RANK_FORKER = "samestep_launch.rank_forker"
 # Seconds in which a machine that will not restart reports it to the others.
@@ -313,7 +313,8 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
     is_new = job.options.run_dir is None
     code = 1
     try:
-        code = _run_and_report(job, node, state, trackers)
+        with _watch_for_preemption(job):
+            code = _run_and_report(job, node, state, trackers)
         return code
     except supervise.Stopped as stopped:
         code = 128 + stopped.number
@@ -323,6 +324,20 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if trackers:
             trackers.finish(stopped=code > 128)
+
+
+def _watch_for_preemption(job: Job) -> AbstractContextManager[None]:
+    """Stop the job as TERM does if the provider takes this machine back, for --preemption-notice."""
+    source = job.options.preemption_notice
+    if source is None:
+        return contextlib.nullcontext()
+    from samestep_launch import preemption  # other jobs do not load it
+
+    def record(text: str) -> None:
+        if job.options.run_dir:
+            events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
+
+    return preemption.watch(source, record)
 
 
 def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:

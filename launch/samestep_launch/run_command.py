@@ -15,7 +15,8 @@ environment of PROGRAM:
   share a secret by SAMESTEP_SECRET or the file SAMESTEP_SECRET_FILE.
 
 signals: TERM, USR1 or Ctrl-C stops the job and all its processes. The ranks
-receive the same signal. A program that uses samestep.run.Run saves first.
+receive the same signal. A program that uses samestep.run.Run saves first. With
+--preemption-notice, the notice of a cloud provider does the same as TERM.
 
 exit codes: 0 done, 1 a failure, 2 a mistake in the call,
 128 + n stopped by signal n
@@ -35,10 +36,19 @@ from typing import Any
 
 from samestep import ConfigError, __version__
 from samestep.env import Launcher, startable_launchers
-from samestep.options import EXEC, FORK, GROUPS, Parser, add_start_method, bounded_int, seconds
+from samestep.options import (
+    EXEC,
+    FORK,
+    GROUPS,
+    Parser,
+    add_preemption_notice,
+    add_start_method,
+    bounded_int,
+    seconds,
+)
 
 from samestep_launch import program as programs
-from samestep_launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
+from samestep_launch.app import MAX_RANKS, check_arguments, check_notice, check_run_dir, look_up, run_safely
 from samestep_launch.imports import check_imports
 from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
 from samestep_launch.machine import check_interface
@@ -55,6 +65,7 @@ def _main(arguments: Sequence[str]) -> int:
     check_arguments(arguments)
     options = build_parser().parse(arguments)
     check_run_dir(options.run_dir)
+    check_notice(options)
     status = look_up("PROGRAM", Path(options.program))
     program = Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
@@ -111,6 +122,7 @@ def build_parser() -> Parser:
     add("--timeout", type=seconds, default=300.0, metavar="T", help=limit)
     limit = "seconds from a stop signal until the job is killed (default: 30)"
     add("--grace", type=seconds, default=30.0, metavar="T", help=limit)
+    add_preemption_notice(parser)
     add = parser.add_argument
     add("program", metavar="PROGRAM", help="Python program; the words after it are its arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import select
 import shutil
@@ -27,7 +28,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from samestep import ConfigError, NonRetryableError, checkpoint, rundir
+from samestep import ConfigError, NonRetryableError, checkpoint, rundir, snapshot
 from samestep.checkpoint import Arrays, Checkpoint, CorruptCheckpoint
 from samestep.recovery import replica_check
 
@@ -620,6 +621,48 @@ def test_what_was_given_may_change_while_the_disk_is_waited_for(tmp_path: Path) 
     for step in (3, 4, 5):
         found = checkpoint.read(tmp_path / "checkpoints" / f"step-{step:08d}").arrays("model")
         assert all((array == step).all() for array in found.values())
+
+
+def test_saves_reuse_one_copy(tmp_path: Path) -> None:
+    snapshot._free.clear()
+    for step in range(1, 4):
+        checkpoint.save(tmp_path, "toy", step, {"model": {"w": np.full(1000, step)}}, {}, {}, keep=3)
+    checkpoint.finish()
+    (memory,) = snapshot._free
+    assert 8000 < len(memory) < 9000
+    checkpoint.save(
+        tmp_path, "toy", 4, {"model": {"w": np.zeros(500)}, "optimizer": {"m": np.zeros(3)}}, {}, {}, keep=3
+    )
+    checkpoint.finish()
+    assert snapshot._free[0] is memory
+
+
+def test_a_wait_for_the_checkpoint_before_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.write_file
+
+    def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
+        time.sleep(0.6)
+        return original(folder, name, content)
+
+    monkeypatch.setattr(checkpoint, "write_file", write_file)
+    monkeypatch.setattr(checkpoint, "_is_wait_reported", False)
+    lines: list[str] = []
+    for step in range(1, 4):
+        checkpoint.save(tmp_path, "toy", step, {"model": {"w": np.ones(3)}}, {}, {}, keep=3, report=lines.append)
+    checkpoint.finish()
+    (line,) = lines
+    assert re.fullmatch(
+        r"training waited 0\.\d s before step-00000002, until the checkpoint before was on the disk: "
+        "save less often, or to a faster disk",
+        line,
+    )
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_program_that_forgets_to_finish_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+    done = python(SAVE + "save(1, 10**6)\n", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps(tmp_path) == [1]
 
 
 def test_a_disk_that_fails_later_is_told_by_the_next_call(tmp_path: Path) -> None:

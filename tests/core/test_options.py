@@ -56,6 +56,7 @@ NOT_REAL = ("", "x", "0", "-0.0", "-1", "nan", "-nan", "inf", "-inf", "1e400", "
         *((option, value) for option in REAL for value in NOT_REAL),
         *(("--dataset", value) for value in ("", "MNIST", "cifar10", "mnist,mnist-5k", "a\nb")),
         *(("--device", value) for value in ("", "tpu", "cuda:0", "gpu")),
+        *(("--preemption-notice", value) for value in ("", "AWS", "aws,gcp", "file", "file:", "a\nb")),
     ],
 )
 @pytest.mark.parametrize("form", ["two words", "one word"])
@@ -126,6 +127,7 @@ def test_the_defaults() -> None:
         "max_restarts": 3,
         "timeout": 300.0,
         "grace": 30.0,
+        "preemption_notice": None,
         "straggler": 1.5,
         "track": None,
         "quiet": False,
@@ -151,6 +153,8 @@ def test_the_defaults() -> None:
         (["--run-dir", "a folder"], "run_dir", Path("a folder")),
         (["--data-dir=/data"], "data_dir", Path("/data")),
         (["--epochs", "1", "--epochs", "2"], "epochs", 2),
+        (["--preemption-notice=auto"], "preemption_notice", "auto"),
+        (["--preemption-notice", "file:a b"], "preemption_notice", "file:a b"),
     ],
 )
 def test_a_good_value_is_taken(arguments: list[str], name: str, value: Any) -> None:
@@ -223,6 +227,7 @@ CHANGED: dict[str, Any] = {
     "max_restarts": 9,
     "timeout": 9.0,
     "grace": 9.0,
+    "preemption_notice": "aws",
     "straggler": 9.0,
     "track": "wandb",
     "quiet": True,

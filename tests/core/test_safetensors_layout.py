@@ -9,8 +9,9 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
-from samestep.checkpoint import Arrays
-from samestep.sharded.safetensors_layout import layout
+from samestep.checkpoint import Arrays, serialize
+from samestep.safetensors_layout import layout
+from samestep.snapshot import Snapshot
 
 DTYPES = "uint64 int64 float64 complex64 float32 uint32 int32 float16 uint16 int16 int8 uint8 bool".split()
 
@@ -30,6 +31,26 @@ def test_a_file_is_byte_by_byte_what_the_safetensors_library_writes(shapes: dict
     for name, place in places.items():
         content[place : place + arrays[name].nbytes] = arrays[name].tobytes()
     assert bytes(content) == safetensors.numpy.save(arrays)
+
+
+def test_a_snapshot_is_the_file_of_the_arrays_as_they_were() -> None:
+    """Of any strides, and also of NumPy's scalars; they change before the file is written."""
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    model: Arrays = {"turned": whole.T, "part": whole[1:3, ::2], "none": np.empty((0, 3)), "flag": np.array(True)}
+    optimizer: Arrays = {"step": np.int64(7), "bytes": np.arange(5, dtype=np.uint8)}
+    files = {"model.safetensors": model, "optimizer.safetensors": optimizer, "empty.safetensors": {}}
+    expected = {name: serialize(arrays) for name, arrays in files.items()}
+    for _ in range(2):  # the second takes the memory of the first
+        snapshot = Snapshot(files)
+        snapshot.copy()
+        before = whole.copy()
+        whole[...] = -1
+        assert {name: bytes(content) for name, content in snapshot.contents.items()} == expected
+        assert snapshot.sizes == {name: len(content) for name, content in expected.items()}
+        np.testing.assert_array_equal(snapshot.arrays["model.safetensors"]["turned"], before.T)
+        snapshot.close()
+        whole[...] = before
+        assert not snapshot.contents
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "M8[s]", "U3", "O"])

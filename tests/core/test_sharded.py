@@ -223,14 +223,24 @@ def test_pieces_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path, print, reader=storage.read) is None
 
 
-def test_a_rank_that_cannot_write_tells_why_and_no_checkpoint_is_lost(tmp_path: Path) -> None:
+FINISHES = {"the end": None, "the next save": 6}
+
+
+@pytest.mark.parametrize("moment", FINISHES)
+def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path: Path, moment: str) -> None:
+    """The rank's thread fails, so the error comes when the rank waits for the thread."""
     save(tmp_path, 4)
     folder = checkpoint.folder_of(tmp_path, 5)
     (checkpoint.temporary_of(folder) / "model-00001.safetensors").mkdir(parents=True)
+    next_step = FINISHES[moment]
 
     def write(ranks: Collectives, rank: int) -> None:
         groups = {"model": {name: cut(whole_array(name), name, rank, 3) for name in LAYOUT}}
         storage.save(ranks, rank, folder, groups, {**BODY, "step": 5})
+        if next_step is None:
+            storage.finish(ranks, rank)
+        else:
+            storage.save(ranks, rank, checkpoint.folder_of(tmp_path, next_step), groups, {**BODY, "step": next_step})
 
     ends = on_each(3, write)
     assert [type(each) for each in ends] == [RemoteRankError, NonRetryableError, RemoteRankError]
@@ -238,6 +248,80 @@ def test_a_rank_that_cannot_write_tells_why_and_no_checkpoint_is_lost(tmp_path: 
     assert "model-00001.safetensors" in str(ends[1])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
     assert storage.read(folder.with_name("step-00000004")).step == 4
+
+
+def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> None:
+    """A value that no file can hold is found before anything is written."""
+    save(tmp_path, 4)
+
+    def write(ranks: Collectives, rank: int) -> None:
+        values = np.zeros((1, 2), np.float32 if rank else np.complex128)
+        groups = {"model": {"w": TensorShard(values, (rank, 0), (3, 2))}}
+        storage.save(ranks, rank, checkpoint.folder_of(tmp_path, 5), groups, {**BODY, "step": 5})
+
+    ends = on_each(3, write)
+    assert [type(each) for each in ends] == [NonRetryableError, RemoteRankError, RemoteRankError]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def save_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> Path:
+    """Begin a save of two ranks whose files of these names take so long."""
+    original = checkpoint.write_file
+
+    def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
+        time.sleep(seconds.get(name, 0.0))
+        return original(folder, name, content)
+
+    monkeypatch.setattr(checkpoint, "write_file", write_file)
+    folder = checkpoint.folder_of(tmp_path, 5)
+
+    def write(ranks: Collectives, rank: int) -> None:
+        groups = {"model": {"w": TensorShard(np.zeros((1, 2), np.float32), (rank, 0), (2, 2))}}
+        storage.save(ranks, rank, folder, groups, {**BODY, "step": 5})
+
+    assert on_each(2, write) == [None, None]
+    return folder
+
+
+def test_a_checkpoint_gets_its_name_when_the_slowest_rank_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_slowly(tmp_path, monkeypatch, {"model-00001.safetensors": 0.5})
+    assert not folder.exists()
+    checkpoint.finish()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "model-00000.safetensors",
+        "model-00001.safetensors",
+    ]
+    assert storage.read(folder).step == 5
+
+
+def test_rank_0_gives_a_checkpoint_up_if_others_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 ends before it has written, and this process fails: the next start resumes from the checkpoint before."""
+    save(tmp_path, 4)
+    monkeypatch.setattr(storage, "GIVE_UP", 0.1)
+    monkeypatch.setattr(storage._Part, "report", lambda part, outcome: None)
+    folder = save_slowly(tmp_path, monkeypatch, {})
+    checkpoint.process_fails.set()
+    try:
+        checkpoint.finish()
+    finally:
+        checkpoint.process_fails.clear()
+    assert not folder.exists()
+    found = checkpoint.newest(tmp_path, pytest.fail, reader=storage.read)
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_rank_that_never_reports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SILENCE", 0.1)
+    monkeypatch.setattr(storage._Part, "report", lambda part, outcome: None)
+    folder = save_slowly(tmp_path, monkeypatch, {})
+    with pytest.raises(
+        NonRetryableError, match=f"cannot write checkpoint {folder}: rank 1 has written nothing for 0.1 s"
+    ):
+        checkpoint.finish()
 
 
 def test_contents_of_any_length_are_exchanged() -> None:
@@ -384,9 +468,9 @@ def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy, 
             found.setdefault(rank, []).append(newest.step)
             if count == 3:  # the rest of the life of one
                 assert toy.done(2, "--max-steps=4")["weights_sha256"] == reference
-    assert all(found[rank] == [2, 2, 2] for rank in [*found][1:])  # the folder and two files
-    assert found[0][:6] == [2, 2, 2, 2, 2, 4]  # and the manifest and the name, before an old one is deleted
-    assert {*found[0][5:]} == {4}
+    assert all(found[rank] == [2, 2, 2, 2] for rank in [*found][1:])  # the folder, the report and two files
+    assert found[0][:7] == [2, 2, 2, 2, 2, 2, 4]  # and the manifest and the name, before an old one is deleted
+    assert {*found[0][6:]} == {4}
 
 
 def test_a_run_dir_that_a_rank_does_not_see_is_refused(toy: Toy) -> None:

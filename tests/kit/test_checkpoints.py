@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit_programs import LIMIT, environment
@@ -43,6 +44,23 @@ def test_parts_come_back_in_place_and_wrappers_do_not_count(tmp_path: Path) -> N
     assert torch.equal(fresh.weight, model.weight)
     assert other == numbers
     assert checkpoints.steps == 7
+
+
+def test_values_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    before = model.weight.detach().clone()
+    numbers: dict[str, Any] = {"counts": np.arange(3), "turned": torch.ones(2, 3).t()}
+    checkpoints = made(tmp_path, model=model, numbers=numbers)
+    checkpoints.save()
+    with torch.no_grad():
+        model.weight.zero_()
+    numbers["counts"][...] = -1
+    numbers["turned"].zero_()
+    checkpoints.finish()
+    checkpoints.restore()
+    assert torch.equal(model.weight, before)
+    assert numbers["counts"].tolist() == [0, 1, 2]
+    assert torch.equal(numbers["turned"], torch.ones(3, 2))
 
 
 def test_nothing_is_restored_from_an_empty_folder(tmp_path: Path) -> None:

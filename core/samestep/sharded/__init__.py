@@ -3,5 +3,4 @@
 * ``tensors``: a rank's shard of an array, and a stored array that can be read in parts.
 * ``storage``: checkpoints, a shard from each rank.
 * ``run``: a `Run` of such a model.
-* ``safetensors_layout``: the places of arrays in a safetensors file.
 """

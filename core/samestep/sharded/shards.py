@@ -145,14 +145,20 @@ class Shards:
             raise rundir.shape_mismatch_error(folder, init_from, error) from error
 
     def save(self, run: Run, groups: ShardGroups) -> None:
-        """Write a checkpoint; every rank calls this, and writes its shards. Raises as `Run.save`."""
+        """Copy this rank's shards, and let a thread write them. Collective. Raises as `Run.save`."""
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
         body, kept = None, tuple[Any, ...]()
+        settings: dict[str, Any] = {}
         if run.metrics:
-            state, invariants, *kept = run.checkpoint_state(run.metrics)  # type: ignore[assignment]
+            state, invariants, *kept = run.checkpoint_state()  # type: ignore[assignment]
+            settings = {"report": log.info, "before_commit": run.metrics.sync}
             body = {"app": run.app, "step": run.step, "state": state, "arithmetic": invariants}
-        storage.save(run.collectives, run.world.rank, folder, groups, body, *kept)  # collective
+        storage.save(run.collectives, run.world.rank, folder, groups, body, *kept, **settings)  # collective
         self._current_checkpoint = folder
+
+    def finish(self, run: Run) -> None:
+        """Wait until the last checkpoint is on the disk. Collective. Raises as `Run.save`."""
+        storage.finish(run.collectives, run.world.rank)  # collective
 
     def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:
         """Consolidate, on rank 0, the checkpoint that holds the weights, while the others receive heartbeats.
@@ -164,6 +170,7 @@ class Shards:
         new_folder = checkpoint.folder_of(run.options.run_dir, run.last_step)
         if folder is None:  # nothing was restored, and nothing trained
             files, pieces = storage.write(collectives, run.world.rank, new_folder, groups)
+        self.finish(run)  # collective
         if run.world.rank != 0:
             while (content := collectives.broadcast(b"")) == b".":
                 run.monitor.beat()
@@ -176,7 +183,6 @@ class Shards:
         def copy_best(saved: Path, path: Path) -> None:
             storage.consolidate(storage.stored_groups(storage.read(saved))[run.evaluated], path, tick)
 
-        checkpoint.finish()
         if folder:
             stored = storage.stored_groups(checkpoint.read(folder, verify=False))
         else:

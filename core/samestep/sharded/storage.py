@@ -7,19 +7,21 @@ such as ``model-00003.safetensors``, and its manifest names the pieces of each a
                                "pieces": [[0, [0, 0], [3, 4]], [1, [3, 0], [3, 4]]]}}}
 
 A piece is the rank that wrote it, its offset in the whole array, and its shape. All ranks' files are on the disk before
-rank 0 writes the manifest and gives the folder its name, so a checkpoint is atomic over all ranks. A reader asks for
-the parts that it needs, at any number of ranks. Reading holds no more than these, or a block of 16 MB.
+rank 0's thread writes the manifest and gives the folder its name, so a checkpoint is atomic over all ranks. A reader
+asks for the parts that it needs, at any number of ranks. Reading holds no more than these, or a block of 16 MB.
 
 All ranks write into one folder: on one machine, or in a directory that all machines share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -27,12 +29,27 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, manifest, untrusted
+from samestep import (
+    ConfigError,
+    NonRetryableError,
+    RemoteRankError,
+    checkpoint,
+    manifest,
+    safetensors_layout,
+    untrusted,
+)
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
 from samestep.root import Root
-from samestep.sharded import safetensors_layout, tensors
+from samestep.sharded import tensors
 from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
+from samestep.snapshot import Snapshot
 
+MIN_PAUSE = 0.01  # seconds between looks for the reports of other ranks
+MAX_PAUSE = 0.5
+SILENCE = 300.0  # seconds in which nothing is written, after which a rank counts as lost
+GIVE_UP = 1.0  # the same, once this process fails
+Failures = (ConfigError, NonRetryableError, RemoteRankError)
+_DIGESTS = untrusted.mapping(untrusted.text(64))  # SHA-256 by file
 _LENGTH = untrusted.integer(0, 2**48)  # of an array's axis
 
 _NO_STATE = {"app": "", "step": 0, "state": {}, "arithmetic": {}}  # of a rank that writes no manifest
@@ -56,74 +73,307 @@ def save(
     body: Mapping[str, Any] | None,
     keep: int = 1,
     protected_step: int | None = None,
+    report: checkpoint.Report = None,
+    before_commit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the checkpoint ``folder``; every rank calls this, and returns when all ranks' files are on the disk.
+    """Write the checkpoint ``folder``. Every rank calls this, and returns when all ranks have copied their shards.
 
-    Rank 0's ``body`` has the app, the step, the state and the resume invariants (arithmetic), with the values that
-    `manifest.seal` allows. A thread writes the manifest, renames the folder and deletes old checkpoints, as in
-    `checkpoint.save`; `checkpoint.finish` waits for it. Raises NonRetryableError on a rank that cannot write, and
-    RemoteRankError on all others; earlier ones are then untouched.
+    A thread of each rank writes the rank's files, and then its entry of the manifest in a file beside them. Rank 0's
+    thread waits for the entries of all ranks, writes the manifest, renames the folder and deletes old checkpoints, as
+    in `checkpoint.save`. The ranks exchange entries by files, because a collective of a thread could overtake one of
+    training.
+
+    Args:
+        collectives: exchange what the ranks hold.
+        rank: rank of this process.
+        folder: final name of the checkpoint.
+        groups: this rank's shards.
+        body: on rank 0 the app, the step, the state and the resume invariants (arithmetic), with the values that
+            `manifest.seal` allows.
+        keep: number of checkpoints to keep.
+        protected_step: step of a checkpoint that is never deleted, or None.
+        report: see `checkpoint.wait_for_previous`.
+        before_commit: see `checkpoint.save`; rank 0's thread calls it.
+
+    Raises:
+        NonRetryableError: this rank cannot save, or could not write the checkpoint before. Earlier ones are untouched.
+        RemoteRankError: the same happened on another rank.
     """
-    checkpoint.finish()
-    files, pieces = write(collectives, rank, folder, groups, body)
-    if rank != 0:
-        return
-    if lacking := [name for name in files if not (checkpoint.temporary_of(folder) / name).exists()]:
-        raise not_shared_error(folder.parents[1], f"{lacking[0]}, which a rank wrote, is not there for rank 0")
+    part, parts = _begin(collectives, rank, folder, groups, body, report)  # collective
+    pieces = _pieces_of(parts)
+    sealed = None
+    if rank == 0:
+        _check_shared(folder, parts)
+        sealed = _seal(folder, body, _files_of(parts), pieces)
+    part.copy()
+
+    def write() -> None:
+        outcome = part.write()
+        if sealed is None:
+            part.report(outcome)
+        else:
+            with checkpoint.writing(f"checkpoint {folder}", folder):
+                if _collect(folder, parts, sealed, outcome):
+                    before_commit()
+                    checkpoint.commit(folder, sealed, keep, protected_step)
+        if part.failure:
+            raise part.failure
+
+    checkpoint.submit(write, writer=rank)
+
+
+def finish(collectives: Collectives, rank: int) -> None:
+    """Wait until the last checkpoint is on the disk. Collective. Raises as `save`."""
+    failure: Exception | None = None
+    try:
+        checkpoint.finish(writer=rank)
+    except Failures as error:
+        failure = error
+    _agree(collectives, failure)
+
+
+def write(
+    collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write each rank's files in the temporary folder of ``folder``, and wait until all ranks have done so. Collective.
+
+    Returns the files and the pieces of a manifest. Raises as `save`.
+    """
+    part, parts = _begin(collectives, rank, folder, groups)  # collective
+    part.copy()
+    part.write()
+    _agree(collectives, part.failure)
+    return _files_of(parts), _pieces_of(parts)
+
+
+class _Part:
+    """This rank's part of a checkpoint.
+
+    Attributes:
+        entry: JSON values for the other ranks: the size of each file, the pieces of each array, and a token by which
+            rank 0 recognizes this save's report.
+        failure: the reason why the files could not be written.
+    """
+
+    def __init__(self, rank: int, folder: Path, groups: ShardGroups, body: Mapping[str, Any] | None) -> None:
+        """Check and lay out the shards, and begin the temporary folder.
+
+        Raises:
+            NonRetryableError: a value cannot be kept in a checkpoint, or the folder cannot be made.
+        """
+        names = {_file_name(group, rank): {"size": 0, "sha256": ""} for group in groups}
+        manifest.seal({**(body or _NO_STATE), "files": names})
+        files = {}
+        for group, shards in groups.items():
+            for name, shard in shards.items():
+                checkpoint.check_array(name, shard.values)
+            files[_file_name(group, rank)] = _written_by_this_rank(shards)
+        self._rank = rank
+        self._folder = folder
+        self._snapshot = Snapshot(files)
+        self._token = os.urandom(8).hex()
+        self.failure: Exception | None = None
+        self.entry = {
+            "files": self._snapshot.sizes,
+            "pieces": {group: _describe(shards) for group, shards in groups.items()},
+            "token": self._token,
+        }
+        temporary = checkpoint.temporary_name(folder)
+        root = Root(folder.parents[1])
+        with checkpoint.writing(f"checkpoint {folder}"):
+            root.make_folder(temporary)
+            root.create(f"{temporary}/{_report_name(rank)}").close()  # rank 0 looks for it
+
+    def copy(self) -> None:
+        """Copy the shards, which may change afterwards."""
+        self._snapshot.copy()
+
+    def write(self) -> dict[str, Any]:
+        """Write the files. Returns the report for rank 0, or its like without digests after a failure."""
+        try:
+            digests = self._write_files()
+        except Exception as error:  # rank 0 waits for a report
+            self.failure = error
+            return {"token": self._token}
+        return {"token": self._token, "digests": digests}
+
+    def _write_files(self) -> dict[str, str]:
+        digests = {}
+        with contextlib.closing(self._snapshot), checkpoint.writing(f"checkpoint {self._folder}"):
+            for name, content in self._snapshot.contents.items():
+                digests[name] = checkpoint.write_file(self._folder, name, content)["sha256"]
+            Root(self._folder.parents[1]).sync(checkpoint.temporary_name(self._folder))
+        return digests
+
+    def report(self, outcome: Mapping[str, Any]) -> None:
+        """Write a report for rank 0 beside the files."""
+        untrusted.write_json(checkpoint.temporary_of(self._folder), _report_name(self._rank), outcome, self._rank)
+
+
+def _begin(
+    collectives: Collectives,
+    rank: int,
+    folder: Path,
+    groups: ShardGroups,
+    body: Mapping[str, Any] | None = None,
+    report: checkpoint.Report = None,
+) -> tuple[_Part, list[dict[str, Any]]]:
+    """Wait for the checkpoint before, and return this rank's part and all ranks' entries. Collective. Raises as `save`.
+
+    All ranks have checked their values before any of them copies.
+    """
+    try:
+        checkpoint.wait_for_previous(folder, report, writer=rank)
+        part = _Part(rank, folder, groups, body)
+    except Failures:
+        _exchange(collectives, {})  # collective: the other ranks must not wait
+        with contextlib.suppress(OSError):
+            Root(folder.parents[1]).delete(checkpoint.temporary_name(folder))
+        raise
+    parts = _exchange(collectives, part.entry)  # collective
+    if not all(parts):
+        raise RemoteRankError(1)
+    return part, parts
+
+
+def _exchange(collectives: Collectives, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all ranks' entries, in rank order; {} of a rank that failed. Collective."""
+    return [json.loads(each) for each in all_gather_bytes(collectives, json.dumps(entry).encode())]
+
+
+def _agree(collectives: Collectives, failure: Exception | None) -> None:
+    """Raise ``failure``, or RemoteRankError if another rank failed. Collective."""
+    failures = collectives.all_gather(np.array([failure is not None], np.int64))  # collective
+    if failure:
+        raise failure
+    if failures.any():
+        raise RemoteRankError(1)
+
+
+def _files_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a manifest's entries of all ranks' files, with zeros in place of digests."""
+    files = {}
+    for part in parts:
+        for name, size in part["files"].items():
+            files[name] = {"size": size, "sha256": "0" * 64}
+    return files
+
+
+def _pieces_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a manifest's pieces of all arrays, by group. Raises ValueError for a gap."""
+    return {group: _merge([part["pieces"][group] for part in parts]) for group in parts[0]["pieces"]}
+
+
+def _check_shared(folder: Path, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if rank 0 does not see the file that each rank has begun."""
+    sizes = _sizes(checkpoint.temporary_of(folder))
+    for rank in range(len(parts)):
+        if _report_name(rank) not in sizes:
+            raise not_shared_error(folder.parents[1], f"rank 0 does not see the files of rank {rank}")
+
+
+def _seal(
+    folder: Path, body: Mapping[str, Any] | None, files: Mapping[str, Any], pieces: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the manifest, with zeros in place of digests. Raises NonRetryableError if no reader would accept it."""
     sealed = manifest.seal({**(body or _NO_STATE), "files": files, "pieces": pieces})
     try:
         stored_in(folder, sealed["pieces"], files)
     except ValueError as error:
         reason = untrusted.shown(error, limit=200)
         raise NonRetryableError(f"cannot save checkpoint {folder}: {reason}: save arrays of numbers") from error
-
-    def commit() -> None:
-        with checkpoint.writing(f"checkpoint {folder}", folder):
-            checkpoint.commit(folder, sealed, keep, protected_step)
-
-    checkpoint.submit(commit)
+    return sealed
 
 
-def write(
-    collectives: Collectives, rank: int, folder: Path, groups: ShardGroups, body: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write each rank's files in the temporary folder of ``folder``; return all ranks' entries of the manifest.
+def _collect(
+    folder: Path, parts: Sequence[Mapping[str, Any]], body: dict[str, Any], outcome: Mapping[str, Any]
+) -> bool:
+    """Wait until all ranks have written, and put the digests into the manifest ``body``. A thread of rank 0 calls this.
 
-    Rank 0 checks ``body``, and each rank the names of groups, before any rank waits for another. Raises as `save`.
+    Args:
+        folder: final name of the checkpoint.
+        parts: all ranks' entries.
+        body: the manifest.
+        outcome: rank 0's own report.
+
+    Returns:
+        Whether the checkpoint is complete. If a rank could not write, its files are deleted. If this process fails
+        meanwhile, the checkpoint is given up, because other ranks may have ended.
+
+    Raises:
+        RemoteRankError: another rank could not write.
+        NonRetryableError: a rank does not report.
     """
-    failed: OSError | NonRetryableError | None = None
-    entries: dict[str, Any] = {}
-    try:
-        names = {_file_name(group, rank): {"size": 0, "sha256": ""} for group in groups}
-        manifest.seal({**(body or _NO_STATE), "files": names})
-        for shards in groups.values():
-            for name, shard in shards.items():
-                checkpoint.check_array(name, shard.values)
-        files = _write_files(rank, folder, groups)
-        entries = {"files": files, "pieces": {group: _describe(shards) for group, shards in groups.items()}}
-    except (OSError, NonRetryableError) as error:
-        failed = error
-    # No rank returns, or deletes anything, before all have written.
-    gathered = [json.loads(entry) for entry in all_gather_bytes(collectives, json.dumps(entries).encode())]
-    if failed:
-        with checkpoint.writing(f"checkpoint {folder}", folder):
-            raise failed
-    if not all(gathered):
-        raise RemoteRankError(1)
-    all_files = {name: entry for rank_entries in gathered for name, entry in rank_entries["files"].items()}
-    return all_files, {group: _merge([rank_entries["pieces"][group] for rank_entries in gathered]) for group in groups}
+    reports = _wait_for_reports(folder, parts, outcome)
+    if reports is None:
+        return False
+    root = Root(folder.parents[1])
+    temporary = checkpoint.temporary_name(folder)
+    if not all("digests" in report for report in reports):
+        root.delete(temporary)
+        if "digests" in outcome:
+            raise RemoteRankError(1)
+        return False
+    for rank, report in enumerate(reports):
+        root.unlink(f"{temporary}/{_report_name(rank)}")
+        for name, sha256 in report["digests"].items():
+            body["files"][name]["sha256"] = sha256
+    return True
 
 
-def _write_files(rank: int, folder: Path, groups: ShardGroups) -> dict[str, Any]:
-    """Write this rank's files; return their entries of the manifest. Raises OSError or NonRetryableError."""
-    root, temporary = Root(folder.parents[1]), checkpoint.temporary_name(folder)
-    root.make_folder(temporary)
-    files = {}
-    for group, shards in groups.items():
-        content = checkpoint.serialize(_written_by_this_rank(shards))
-        files[_file_name(group, rank)] = checkpoint.write_file(folder, _file_name(group, rank), content)
-    root.sync(temporary)
-    return files
+def _wait_for_reports(
+    folder: Path, parts: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]
+) -> list[Mapping[str, Any]] | None:
+    """Return all ranks' reports, in rank order; None if this process fails before they are there.
+
+    Raises NonRetryableError if nothing is written for `SILENCE` seconds.
+    """
+    reports: dict[int, Mapping[str, Any]] = {0: outcome}
+    sizes: dict[str, int] = {}
+    changed_at = time.monotonic()
+    pause = MIN_PAUSE
+    while True:
+        previous_sizes = sizes
+        sizes = _sizes(checkpoint.temporary_of(folder))
+        _read_reports(folder, parts, reports)
+        if len(reports) == len(parts):
+            return [reports[rank] for rank in range(len(parts))]
+        if sizes != previous_sizes:
+            changed_at = time.monotonic()
+        silent = time.monotonic() - changed_at
+        if silent > GIVE_UP and checkpoint.process_fails.is_set():
+            return None
+        if silent > SILENCE:
+            missing = min(set(range(len(parts))) - reports.keys())
+            why = f"rank {missing} has written nothing for {SILENCE:g} s"
+            raise NonRetryableError(f"cannot write checkpoint {folder}: {why}: read its log")
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the size of each file of a folder that ranks write to; those that cannot be read are left out."""
+    sizes = {}
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # a file may be renamed meanwhile
+        for entry in entries:
+            sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
+
+
+def _read_reports(folder: Path, parts: Sequence[Mapping[str, Any]], reports: dict[int, Mapping[str, Any]]) -> None:
+    """Add the reports that are there, and are of this save, to ``reports``."""
+    temporary = checkpoint.temporary_of(folder)
+    for rank, part in enumerate(parts):
+        if rank not in reports:
+            report = untrusted.read_object(temporary / _report_name(rank))
+            digests = report.get("digests", {})
+            is_complete = _DIGESTS(digests) and digests.keys() == part["files"].keys()
+            if report.get("token") == part["token"] and (is_complete or "digests" not in report):
+                reports[rank] = report
+
+
+def _report_name(rank: int) -> str:
+    return f"report-{rank:05d}.json"
 
 
 def _written_by_this_rank(shards: Mapping[str, TensorShard]) -> checkpoint.Arrays:

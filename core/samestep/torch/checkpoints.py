@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,20 +180,19 @@ class Checkpoints:
         if any(is_sharded(value) for arrays in groups.values() for value in arrays.values()):
             self._save_shards(groups, state)  # collective
         elif rank == 0:
-            checkpoint.save(self.folder, _APP, self.steps, groups, state, {}, keep=self.keep)
+            checkpoint.save(self.folder, _APP, self.steps, groups, state, {}, keep=self.keep, report=print_warning)
 
     def _save_shards(self, groups: dict[str, Arrays], state: dict[str, Any]) -> None:
-        """Save with each rank's part of the sharded tensors. Collective; returns when all ranks have written."""
+        """Save with each rank's part of the sharded tensors. Collective."""
         rank, _ = place()
         shards = {}
         for group, arrays in groups.items():
             shards[group] = {name: shard_of(value, rank) for name, value in arrays.items()}
         body = {"app": _APP, "step": self.steps, "state": state, "arithmetic": {}}
         folder = checkpoint.folder_of(self.folder, self.steps)
-        try:
-            storage.save(ranks, rank, folder, shards, body, keep=self.keep)  # collective
-        except RemoteRankError as error:
-            raise NonRetryableError(f"another rank could not write its part of {folder}: read its error") from error
+        report = print_warning if rank == 0 else None
+        with remote_failures(self.folder):
+            storage.save(ranks, rank, folder, shards, body, keep=self.keep, report=report)  # collective
 
     def _encode(self, with_values: bool) -> tuple[dict[str, Any], dict[str, Arrays]]:
         """Return the structure of each part, and the arrays of each part that has some."""
@@ -207,8 +206,21 @@ class Checkpoints:
         return structures, groups
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises NonRetryableError if it could not be written."""
-        checkpoint.finish()
+        """Wait until the last checkpoint is on the disk. Raises NonRetryableError if it could not be written.
+
+        Other ranks than rank 0 wait for the files that they write themselves.
+        """
+        with remote_failures(self.folder):
+            checkpoint.finish()
+
+
+@contextlib.contextmanager
+def remote_failures(folder: Path) -> Iterator[None]:
+    """Turn the RemoteRankError of the context, which has no message, into a NonRetryableError."""
+    try:
+        yield
+    except RemoteRankError as error:
+        raise NonRetryableError(f"another rank could not write its part of {folder}: read its error") from error
 
 
 def checked_part(name: str, part: Any) -> Any:

@@ -81,8 +81,8 @@ def part_of(tensor: Any) -> Part:
 
 
 def to_array(value: Tensor) -> NDArray[Any]:
-    """Return a copy of a tensor's values: unsigned integers for a dtype that NumPy lacks."""
-    flat = value.detach().to("cpu", copy=True).contiguous()
+    """Return a tensor's values: unsigned integers for a dtype that NumPy lacks. On the CPU it may be a view."""
+    flat = value.detach().cpu().contiguous().resolve_neg()
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat.resolve_conj())
     try:

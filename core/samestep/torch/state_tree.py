@@ -48,7 +48,10 @@ def encode(tree: Any, name: str, with_values: bool = True) -> tuple[Any, Arrays]
             defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device. A DTensor is returned
             among the arrays as it is.
         name: begins the paths in messages.
-        with_values: False to check the tree without copying its arrays, which are then empty.
+        with_values: False to check the tree without reading its arrays, which are then empty.
+
+    Returns:
+        The structure, and the arrays by path. They may be views of the tree's values, so copy what must not change.
 
     Raises:
         TypeError: `decode` could not restore a value; the message has its path.
@@ -136,7 +139,7 @@ class _Encoder:
         if not is_plain or dtype.kind not in _NUMPY_KINDS or dtype.itemsize > 8 or not dtype.isnative:
             what = f"numpy {dtype}" if is_plain else _describe(type(value))
             raise TypeError(f"{self._show(path)} is a {what}, which a checkpoint cannot hold")
-        array = np.array(value) if self._with_values else np.empty(0)
+        array = np.asarray(value) if self._with_values else np.empty(0)
         tag = "scalar" if isinstance(value, np.generic) else "array"
         return {tag: self._store(array, path), "shape": list(value.shape)}
 

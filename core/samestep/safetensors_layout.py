@@ -41,10 +41,13 @@ def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
         if dtype not in DTYPES:
             raise TypeError(f"{name} is {arrays[name].dtype}, which no safetensors file can hold")
     order = list(DTYPES).index
-    header, places, end = {}, {}, 0
+    header = {}
+    places = {}
+    end = 0
     for name in sorted(arrays, key=lambda name: (order(dtypes[name]), name)):
         shape = arrays[name].shape
-        places[name], end = end, end + math.prod(shape) * arrays[name].dtype.itemsize
+        places[name] = end
+        end += math.prod(shape) * arrays[name].dtype.itemsize
         header[name] = {"dtype": DTYPES[dtypes[name]], "shape": shape, "data_offsets": [places[name], end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
