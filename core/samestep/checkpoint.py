@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,7 +114,11 @@ def save(
     if keep < 1:
         raise NonRetryableError(f"cannot save a checkpoint with keep={keep}: keep at least 1")
     contents = {f"{group}.safetensors": serialize(arrays) for group, arrays in groups.items()}
-    files = {name: {"size": len(content), "sha256": "0" * 64} for name, content in contents.items()}
+    files = {}
+    for group, arrays in groups.items():
+        name = f"{group}.safetensors"
+        tensors = dict.fromkeys(arrays, "0" * 16)
+        files[name] = {"size": len(contents[name]), "sha256": "0" * 64, "tensors": tensors}
     values = {"app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
     body = manifest.seal({**values, "files": files})
     folder = folder_of(run_dir, step)
@@ -123,7 +128,7 @@ def save(
             clear(run_dir)
             Root(run_dir).make_folder(temporary_name(folder), exist_ok=False)
             for name, content in contents.items():
-                body["files"][name] = write_file(folder, name, content)
+                body["files"][name] = {**write_file(folder, name, content), "tensors": tensor_digests(content)}
             commit(folder, body, keep, protected_step)
 
     submit(write)
@@ -225,6 +230,24 @@ def write_file(folder: Path, name: str, content: bytes) -> dict[str, Any]:
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)
     return {"size": len(content), "sha256": _sha256(content)}
+
+
+def tensor_digests(content: bytes) -> dict[str, str]:
+    """Return a 64-bit digest of each tensor in a safetensors file: 16 hexadecimal digits of the bytes' SHA-256.
+
+    The digests name the tensor in which two checkpoints differ, or that is damaged.
+
+    Args:
+        content: the file.
+    """
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header.pop("__metadata__", None)
+    digests = {}
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        digests[name] = hashlib.sha256(memoryview(content)[begin + first : begin + end]).hexdigest()[:16]
+    return digests
 
 
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
