@@ -144,7 +144,9 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
             "records": str(records),
             "export": plan.export,
         }
-        words += overrides(plan, run_dir)
+        if program is not None:
+            words += ["--max-restarts=0", f"--run-dir={run_dir}", str(program.resolve())]
+        words += [*kept_arguments(command.arguments), *overrides(plan, run_dir)]
         with (folder / "output").open("w+b") as output:
             code = run_to_end(words, command, config=config, output=output)
             output.seek(0)
@@ -153,6 +155,7 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
             raise ConfigError(failure(text, code).replace(str(run_dir), str(plan.run.folder)))
         metrics = MetricsReader(run_dir)
         metrics.read()
+        check_data(plan.run, metrics.header)
         yield Replayed(
             plan,
             folder=run_dir,
@@ -178,7 +181,7 @@ def copy_start(plan: Plan, run_dir: Path) -> None:
 
 
 def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]:
-    """Return the command that starts the run's program, up to its own arguments.
+    """Return the first words of the command that starts the run's program.
 
     A file of a run dir never names the program to start: it is the launch script of the run's app in this project, or
     the user's ``program``.
@@ -188,8 +191,7 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
     """
     app = plan.run.app
     if program is not None:
-        arguments = kept_arguments(command.arguments)
-        return [sys.executable, "-m", "samestep", "run", f"-n{plan.ranks}", "--max-restarts=0", str(program), *arguments]
+        return [sys.executable, "-m", "samestep", "run", f"-n{plan.ranks}"]
     if app in NOT_REPLAYED:
         raise ConfigError(f"{plan.run.folder} is a run of {app}, whose steps samestep replay cannot run again")
     script = find_script(app)
@@ -198,7 +200,7 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
         raise ConfigError(
             f"{plan.run.folder} is a run of {name}, not of an app of this project: name it by --program {name}"
         )
-    return ["bash", str(script), str(plan.ranks), *kept_arguments(command.arguments)]
+    return ["bash", str(script), str(plan.ranks)]
 
 
 def find_script(app: str) -> Path | None:
@@ -289,6 +291,17 @@ def failure(output: str, code: int) -> str:
         return f"the replay failed: {shown(lines[0].removeprefix('error: '), limit=MAX_LINE)}"
     last = shown(output.strip().rpartition("\n")[2], limit=200)
     return f"the replay ended with code {code}: {last}"
+
+
+def check_data(run: RecordedRun, header: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a replay has read other data. A start from the seed has no checkpoint that shows it."""
+    now = header.get("dataset_fingerprint")
+    if run.fingerprint is not None and now != run.fingerprint:
+        before = shown(run.fingerprint[:12])
+        raise ConfigError(
+            f"{run.folder} was trained on other data: the files have changed since "
+            f"(SHA-256 {before} in metrics.jsonl, {shown(str(now)[:12])} now): put the former files back"
+        )
 
 
 # --- what the ranks recorded -----------------------------------------------------------------------------------------
