@@ -125,12 +125,12 @@ def _compare_checkpoints(one: RecordedRun, other: RecordedRun, comparison: Compa
     """Compare the checkpoints of runs with equal losses, and return the exit code."""
     common = common_checkpoints(one, other)
     for step in common:
-        problem = next(unlike_tensors(checkpoint.folder_of(one.folder, step), checkpoint.folder_of(other.folder, step)), "")
+        folders = [checkpoint.folder_of(run.folder, step) for run in (one, other)]
+        problem = next(unlike_tensors(*folders), "")
         if problem:
             print(printable(f"different: {problem}, after equal losses"))
             return 1
-    counted = f"{count_of(comparison.count, 'loss').replace('losss', 'losses')}, {count_of(len(common), 'checkpoint')}"
-    print(f"identical: {counted} with equal bits")
+    print(f"identical: the losses of {count_of(comparison.count, 'step')} and {count_of(len(common), 'checkpoint')}")
     return 0
 
 

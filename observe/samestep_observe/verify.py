@@ -67,7 +67,7 @@ def _run(options: Options) -> int:
         print(printable(describe(finding)), flush=True)
         problems += bool(finding.problem)
     if problems:
-        print(f"different: {count_of(problems, 'stretch')} of {run.folder} cannot be made again".replace("chs", "ches"))
+        print(f"different: {problems} of {len(chosen)} stretches of {run.folder} differ when run again")
         return 1
     if options.steps and not chosen:
         print(f"cannot tell: no stretch of {run.folder} has at most {MOST_STEPS} steps: add --yes")
@@ -96,7 +96,7 @@ def stretches(run: RecordedRun, is_long_allowed: bool = False) -> list[Stretch]:
 
 def choose(found: Sequence[Stretch], count: int) -> list[Stretch]:
     """Return at most ``count`` of the stretches, chosen at random, in their order."""
-    return sorted(random.sample(found, min(count, len(found))))  # noqa: S311  # no secret
+    return sorted(random.sample(found, min(count, len(found))))
 
 
 def verify_stretch(run_dir: Path, stretch: Stretch, program: Path | None) -> Finding:

@@ -216,7 +216,8 @@ def foreign(run: RecordedRun, saved: Checkpoint) -> Iterator[str]:
         yield f"it is of {shown(saved.app)}, not of {run.app}"
     for name, value in saved.resume_invariants.items():
         if name in run.options and run.options[name] != value:
-            yield f"its --{shown(name).replace('_', '-')} is {shown(value)}, and {shown(run.options[name])} in {METRICS}"
+            option = f"--{shown(name).replace('_', '-')}"
+            yield f"its {option} is {shown(value)}, and {shown(run.options[name])} in {METRICS}"
     fingerprint = saved.state.get("dataset_fingerprint")
     if run.fingerprint is not None and fingerprint != run.fingerprint:
         yield f"it was trained on other data than {METRICS} names"
