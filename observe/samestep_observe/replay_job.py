@@ -30,7 +30,7 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 INSIDE = Path(__file__).with_name("inside")
 # Their step is no function of (seed, step, weights) alone, or no Run takes it.
 NOT_REPLAYED = ("collectives_lab", "llm_finetune", "mnist_elastic", "resnet50_mindspore")
-DROPPED = ("--track",)  # options, with a value, that a replay leaves out
+DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
 STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
 Record = dict[str, Any]
 

@@ -48,11 +48,6 @@ def killed_run(harness: Harness, *options: str) -> Path:
     return job.run_dir
 
 
-def printed_samples(text: str) -> list[int]:
-    """Return the samples that a replay printed, in order."""
-    return [int(word.partition(":")[0]) for word in text.split() if word.partition(":")[0].isdigit() and ":" in word]
-
-
 @pytest.mark.parametrize("virtual_ranks", [True, False])
 def test_replayed_steps_of_a_killed_run_have_the_recorded_bits(harness: Harness, virtual_ranks: bool) -> None:
     """With virtual ranks on one rank, else on three; the files and the samples are those of the run."""

@@ -149,7 +149,7 @@ def test_a_run_that_cannot_be_replayed_is_one_line(
 def test_a_long_replay_from_the_seed_asks_for_yes(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_STEPS", 2)
     plan = make_plan(RecordedRun(made["whole"]), 3, last=3)
-    with pytest.raises(ConfigError, match="step 3 needs 3 steps from the seed.*add --yes"):
+    with pytest.raises(ConfigError, match=r"step 3 needs 3 steps from the seed.*add --yes"):
         replay.check_length(plan, is_allowed=False)
     replay.check_length(plan, is_allowed=True)
 

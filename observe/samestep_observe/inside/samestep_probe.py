@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -151,6 +150,8 @@ def _record(run: Any, step: int) -> None:
 
 def indices(batches: Any, step: int) -> list[int]:
     """Return the samples of a rank at ``step``, from 0, in the order in which it computes them."""
+    from dataclasses import replace  # it takes milliseconds, in every Python of the launch script
+
     batches = replace(batches)  # a copy with a cache of its own
     if batches.virtual_ranks is None and batches.accumulate == 1:
         return [int(sample) for sample in batches.indices(step)]
@@ -165,6 +166,8 @@ def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
 
     Ranks of a tensor-parallel group share their samples, so that there are fewer shards than ranks.
     """
+    from dataclasses import replace
+
     count = batches.world_size
     if count == world_size:
         count = config["ranks"]

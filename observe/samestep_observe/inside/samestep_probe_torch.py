@@ -82,7 +82,7 @@ class Torch(Framework):
             "clip": self.clip,
             "tensors": tensors,
             "activations": _by_name(self.activations, self.roots),
-            "inputs": self.inputs,
+            "inputs": self.inputs if len(self.inputs) == rows else [],
         }
         if config.get("export"):
             _write_gradients(self.before, names)
@@ -215,25 +215,37 @@ def _watch_optimizers(module: ModuleType) -> None:
 
 
 @guarded
-def _before_update(optimizer: Any, *_: Any) -> None:
+def _before_update(optimizer: Any, arguments: Any, named: Any) -> None:
+    """Copy weights and gradients. A closure, as Lightning passes, computes the gradients later."""
     if not probe.is_wanted:
         return
+    has_closure = any(map(callable, [*arguments, *named.values()]))
     seen.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                gradient = _local(parameter.grad.detach()).clone()
-                seen.before[id(parameter)] = (_local(parameter.detach()).clone(), gradient)
+    for parameter in _parameters(optimizer):
+        gradient = None
+        if parameter.grad is not None and not has_closure:  # some optimizers change it
+            gradient = _local(parameter.grad.detach()).clone()
+        seen.before[id(parameter)] = (_local(parameter.detach()).clone(), gradient)
 
 
 @guarded
 def _after_update(optimizer: Any, *_: Any) -> None:
     if not probe.is_wanted:
         return
+    for parameter in _parameters(optimizer):
+        weight, gradient = seen.before[id(parameter)]
+        if gradient is None and parameter.grad is not None:
+            gradient = _local(parameter.grad.detach()).clone()
+            seen.before[id(parameter)] = (weight, gradient)
+        if gradient is not None:
+            seen.tensors[id(parameter)] = _describe(parameter)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    found: list[Any] = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in seen.before:
-                seen.tensors[id(parameter)] = _describe(parameter)
+        found += group["params"]
+    return found
 
 
 def _describe(parameter: Any) -> dict[str, Any]:
@@ -306,6 +318,8 @@ def _write_gradients(before: dict[int, tuple[Any, Any]], names: dict[int, str]) 
     gradients = {}
     is_whole = True
     for key, (_, gradient) in before.items():
+        if gradient is None:
+            continue
         gradients[names.get(key, f"parameter {len(gradients)}")] = gradient.cpu().contiguous()
     for values in seen.tensors.values():
         is_whole = is_whole and values["share"] == 1 / int(probe.run.world.world_size)
