@@ -3,11 +3,11 @@
     samestep diff RUN_A RUN_B
 
 It prints the settings and versions that differ, then the data, then the first
-step whose loss has other bits. Then it runs that step of both again, each from
-its newest checkpoint before it: a run that departs from its own replay had an
-event in its process, such as a flipped bit. Two runs that do not were given
-different inputs; samples with other values are named. Nothing is written into
-the run dirs.
+step whose loss has other bits. Then it runs that step of both runs again, from
+the newest checkpoint before the step. If a run departs from its own replay, an
+event in its process caused the difference, such as a flipped bit. If neither
+does, the runs had different inputs, and the command names the samples that
+differ. It never writes into the run dirs.
 
 exit codes: 0 equal, 1 different, 2 it cannot be told or read
 """
@@ -51,7 +51,13 @@ MOST_NAMED = 5  # samples
 
 
 class OwnReplay(NamedTuple):
-    """The replay of a run up to the first difference: whether it is its own, and what its ranks saw of that step."""
+    """The replay of a run up to the first difference.
+
+    Attributes:
+        comparison: of its losses with the recorded ones.
+        is_comparable: whether its losses must have the recorded bits.
+        records: the records of its ranks about the step of the difference.
+    """
 
     comparison: Comparison
     is_comparable: bool
@@ -192,7 +198,7 @@ def conclude(one: OwnReplay, other: OwnReplay, step: int) -> str:
 
 
 def unlike_inputs(one: list[Record], other: list[Record], step: int) -> str:
-    """Return what differs in the inputs of a step, by what the ranks of two replays saw."""
+    """Compare the inputs of a step by the records of two replays' ranks; return the difference as a text."""
     if not one or not other:
         return "the settings above"
     batches = [[], []]  # type: list[list[int]]

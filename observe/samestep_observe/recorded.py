@@ -1,4 +1,4 @@
-"""Read what a run recorded for its replay: how it was started, its losses and its checkpoints."""
+"""Read the records of a run that a replay needs: its command, its losses and its checkpoints."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Command:
 
 
 class RecordedRun:
-    """A run dir, of which nothing is written."""
+    """The records of a run dir, which is only read."""
 
     def __init__(self, run_dir: Path, step: int | None = None) -> None:
         """Read the records.
 
         Args:
             run_dir: the run's folder.
-            step: the header is that of the start which made this step; by default, of the last start.
+            step: take the header of the start that made this step; by default, of the last start.
 
         Raises:
-            ConfigError: the folder is no run dir, or has no header or no step.
+            ConfigError: the folder is not a run dir, or lacks a header or a step.
         """
         run_reader.check(run_dir)
         self.folder = run_dir

@@ -3,14 +3,16 @@
     samestep replay RUN_DIR --step K [--to K2]
 
 It starts the run's program in a copy of the run dir, from the newest checkpoint
-before step K. For each of the steps K to K2 it prints the samples of the global
-batch by rank, the loss of each sample, the norms of gradients, updates and
-weights by layer, the largest activations, and whether the loss has the recorded
-bits. Nothing is written into RUN_DIR.
+before step K. For each step from K to K2 it prints:
 
-With --virtual-ranks a replay runs on one rank, else on as many as the run had:
-the bits are then those of the run. A run of a program of your own that uses
-samestep.run.Run needs --program.
+  the loss, and whether it has the recorded bits
+  the samples of the global batch by rank, with the loss of each sample
+  the norms of gradients, updates and weights by layer
+  the largest activations
+
+A replay has the bits of the run: it uses the run's number of ranks, or one rank
+if the run had --virtual-ranks. For a program of your own that uses
+samestep.run.Run, pass --program. The command never writes into RUN_DIR.
 
 exit codes: 0 equal losses, 1 different losses, 2 it cannot be told or run
 """

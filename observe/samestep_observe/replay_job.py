@@ -1,4 +1,4 @@
-"""Run steps of a recorded run again, in a copy of its run dir, and read what the probes of its ranks recorded.
+"""Run steps of a recorded run again, in a copy of its run dir, and read the records of the probes.
 
 The launch script is started as a program. Its ranks load the probes of the folder ``inside`` before train.py. Nothing
 is written into the recorded run dir.
@@ -28,7 +28,7 @@ from samestep_observe.recorded import Command, RecordedRun, read_losses
 from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 
 INSIDE = Path(__file__).with_name("inside")
-# Their step is no function of (seed, step, weights) alone, or no Run takes it.
+# A replay cannot make their steps: they are not functions of (seed, step, weights) alone, or made without a Run.
 NOT_REPLAYED = ("collectives_lab", "llm_finetune", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
 STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
@@ -61,7 +61,7 @@ class Plan:
         return self.start.step if self.start else 0
 
     def describe(self) -> str:
-        """Return what will be done, as a line."""
+        """Return the plan as a line."""
         origin = f"checkpoint step {self.start_step}" if self.start else "the seed, as no checkpoint is before it"
         steps = run_reader.count_of(self.last - self.start_step, "step")
         ranks = run_reader.count_of(self.ranks, "rank")
@@ -73,11 +73,11 @@ class Replayed:
     """The outcome of a replay.
 
     Attributes:
-        plan: what was run.
+        plan: the steps that were run.
         folder: the run dir of the replay, which is deleted at the end of `replayed`.
         losses: by step.
         header: of its metrics.jsonl.
-        records: what the ranks saw, by step, in the order of ranks.
+        records: the records of the probes, by step, in the order of ranks.
         files: the folder of exported tensors.
     """
 
@@ -247,7 +247,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         words: the command.
         command: how the run was started.
         config: for the probes.
-        output: file for what it prints.
+        output: file for its standard output and error.
     """
     path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_REPLAY": json.dumps(config)}
@@ -304,7 +304,7 @@ def check_data(run: RecordedRun, header: Mapping[str, Any]) -> None:
         )
 
 
-# --- what the ranks recorded -----------------------------------------------------------------------------------------
+# --- records of the ranks --------------------------------------------------------------------------------------------
 
 
 def read_records(folder: Path) -> dict[int, list[Record]]:

@@ -1,11 +1,11 @@
-"""Check what a run claims: its files against each other, and its steps by running some of them again.
+"""Check the files of a run against each other, and run some of its steps again.
 
     samestep verify RUN_DIR [--steps S]
 
 It checks the checkpoints against their digests, metrics.jsonl and log/losses.bin
 against each other (each step once), and the result against the weights. Then it
 runs S stretches between two checkpoints again, chosen at random, and compares
-every loss, and the tensors of the checkpoint at the end. Nothing is written into
+every loss, and the tensors of the checkpoint at the end. It never writes into
 RUN_DIR.
 
 exit codes: 0 all of it holds, 1 something differs, 2 it cannot be told or read

@@ -1,4 +1,4 @@
-"""Check what the files of a run claim against each other, without running anything again."""
+"""Check the files of a run against each other, without running a step again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPEATED = ("dataset", "dtype", "global_batch_size", "seed")
 
 
 class Finding(NamedTuple):
-    """What a file claims, and the problem that disproves it; "" if there is none."""
+    """A claim of a file, and the problem that disproves it; "" without one."""
 
     file: str
     claim: str
@@ -123,7 +123,7 @@ def _step_problem(values: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 
 
 def gaps(run: RecordedRun, steps: list[Line]) -> Iterator[str]:
-    """Yield the steps that a run logs and that have no line: multiples of --log-every, and those of checkpoints."""
+    """Yield the steps that lack a line: multiples of --log-every, and steps of checkpoints."""
     present = {line.values["step"] for line in steps if non_negative_int(line.values.get("step"))}
     last = run.metrics.step or 0
     expected = {each.step for each in run.checkpoints if each.step <= last}
@@ -211,7 +211,7 @@ def damaged_tensor(folder: Path) -> str:
 
 
 def foreign(run: RecordedRun, saved: Checkpoint) -> Iterator[str]:
-    """Yield what shows that a checkpoint belongs to another run."""
+    """Yield the values by which a checkpoint belongs to another run."""
     if saved.app != run.app:
         yield f"it is of {shown(saved.app)}, not of {run.app}"
     for name, value in saved.resume_invariants.items():

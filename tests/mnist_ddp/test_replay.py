@@ -50,7 +50,7 @@ def killed_run(harness: Harness, *options: str) -> Path:
 
 @pytest.mark.parametrize("virtual_ranks", [True, False])
 def test_replayed_steps_of_a_killed_run_have_the_recorded_bits(harness: Harness, virtual_ranks: bool) -> None:
-    """With virtual ranks on one rank, else on three; the files and the samples are those of the run."""
+    """With virtual ranks on one rank, else on three. The run dir stays as it was."""
     run_dir = killed_run(harness, *(["--virtual-ranks=4"] if virtual_ranks else []))
     assert step_losses.read(run_dir)["step"].tolist() == [*range(1, STEPS + 1)]
     before = sorted(path.stat().st_mtime_ns for path in run_dir.rglob("*"))

@@ -1,4 +1,4 @@
-"""Test what decides a replay, a verification and a difference, on run dirs that a toy's real `Run` made."""
+"""Test replay, verify and diff on run dirs that a toy's real `Run` made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def output(capsys: pytest.CaptureFixture[str]) -> str:
     return found.out + found.err
 
 
-# --- what a run records ----------------------------------------------------------------------------------------------
+# --- records of a run ------------------------------------------------------------------------------------------------
 
 
 def test_losses_file_has_each_step_once_after_a_kill_and_a_restart(made: dict[str, Path]) -> None:
@@ -105,7 +105,7 @@ def test_arguments_of_a_replay_leave_out_trackers() -> None:
 
 
 def test_a_run_dir_never_names_the_program_to_start(made: dict[str, Path]) -> None:
-    """The toy is no app of this project: its program must be named by the caller."""
+    """The toy is not an app of this project, so the caller must name its program."""
     run = RecordedRun(made["whole"])
     plan = make_plan(run, 1, last=1)
     with pytest.raises(ConfigError, match="name it by --program"):
@@ -154,7 +154,7 @@ def test_a_long_replay_from_the_seed_asks_for_yes(made: dict[str, Path], monkeyp
     replay.check_length(plan, is_allowed=True)
 
 
-# --- what it prints --------------------------------------------------------------------------------------------------
+# --- the output ------------------------------------------------------------------------------------------------------
 
 
 def test_losses_are_compared_to_the_bit() -> None:

@@ -1,4 +1,4 @@
-"""Record what a step of a replayed run computes, as a line of JSON in a file for each rank.
+"""Record the numbers of a replayed step, as a line of JSON in a file for each rank.
 
 ``samestep replay`` puts this folder first on PYTHONPATH. The probes read and never write: they change no bit of the
 training. Only the steps in [``first``, ``last``] are recorded. The modules ``samestep_probe_torch`` and
@@ -23,7 +23,7 @@ _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 class Probe:
-    """What this rank has seen of its current step.
+    """The observations of this rank during its current step.
 
     Attributes:
         run: the rank's `samestep.run.Run`; None before it has started.
@@ -45,7 +45,7 @@ class Probe:
 
 
 class Framework:
-    """The hooks of one framework. Subclasses return what they saw of a step."""
+    """The hooks of one framework. Subclasses return their observations of a step."""
 
     def take(self, rows: int) -> dict[str, Any]:
         """Return the values of the step as JSON, and forget them.

@@ -32,7 +32,7 @@ def start() -> None:
 
 
 class Torch(Framework):
-    """What a rank with torch has seen of its current step.
+    """The observations of a rank with torch during its current step.
 
     Attributes:
         losses: of samples, or of their parts, a flat tensor for each call of a loss function.
@@ -40,7 +40,7 @@ class Torch(Framework):
         depth: number of modules that run now, in each other.
         activations: the largest absolute output, by module.
         before: weight and gradient of each parameter before the optimizer's update, by id.
-        tensors: what the record says of each parameter, by id.
+        tensors: the record of each parameter, by id.
         rates: the learning rates of the optimizer's groups.
         clip: the norm before clipping, and the limit; None without clipping.
         inputs: a digest of each sample's inputs.
@@ -125,7 +125,7 @@ def _watched_loss(own: Any) -> Any:
 
 
 def _by_sample(losses: list[Any], rows: int) -> list[float]:
-    """Return the loss of each of ``rows`` samples: the mean over its parts, such as tokens; [] if they do not fit."""
+    """Return the loss of each of ``rows`` samples, the mean over its parts such as tokens; [] if they do not fit."""
     if not losses or not rows:
         return []
     values = sys.modules["torch"].cat(losses)
