@@ -26,7 +26,15 @@ from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa
 from samestep_check import command as check_command  # noqa: E402
 from samestep_launch import run_command  # noqa: E402
 
-PROGRAMS = {"report": "report", "watch": "watch", "track": "track", "hang": "hang_report"}  # with their modules
+PROGRAMS = {  # with their modules
+    "report": "report",
+    "watch": "watch",
+    "track": "track",
+    "replay": "replay",
+    "verify": "verify",
+    "diff": "diff",
+    "hang": "hang_report",
+}
 HEAD = """\
 # Options
 

@@ -64,7 +64,10 @@ RULES = {
     # The program accepts the options.
     "parsed": rf"{ASSIGNMENTS}(python|torchrun|fleetrun|horovodrun|mpirun|msrun)\b[^&|;]* apps/\w+/train\.py( .*)?",
     # The command accepts its options, and the program exists.
-    "samestep": r"samestep (run|report|watch|track|hang)|samestep run -[^&|;]* \S+\.py( .*)?|samestep check( .*)?",
+    "samestep": (
+        r"samestep (run|report|watch|track|replay|verify|diff|hang)|samestep run -[^&|;]* \S+\.py( .*)?|"
+        r"samestep check( .*)?"
+    ),
 }
 
 

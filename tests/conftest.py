@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "common"))
 
 from harness import APPS, ROOT, Harness, app_spec, faulty
 from interrupts import Interrupts
+from samestep_observe.replay_job import NOT_REPLAYED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
         "virtual_ranks: of apps that have --virtual-ranks",
+        "replayed: of apps whose steps samestep replay runs again",
         "fixed_world: of apps whose world size stays the same during a run",
         "slow: scripts/test.sh --fast leaves it out; an app may leave it to the soak",
         "best, faults, kills, launcher, stall, stragglers, weights: an app may leave it to the soak",
@@ -74,6 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     app = app_spec(config.getoption("--app"))
     applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
     applies["fixed_world"] = app.launcher != "torchft"
+    applies["replayed"] = app.name not in NOT_REPLAYED
     applies["virtual_ranks"] = app.virtual_ranks is not None
     applies["stored_run"] = any((ROOT / f"tests/{app.name}/stored").glob("*/options"))
     marks = [mark for mark, does in applies.items() if not does]

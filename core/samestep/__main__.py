@@ -17,6 +17,9 @@ PROGRAMS = {  # the module of each, and its summary
     "report": ("samestep_observe.report", "compare runs on one HTML page"),
     "watch": ("samestep_observe.watch", "show a run in the terminal, live"),
     "track": ("samestep_observe.track", "copy a run to TensorBoard, MLflow or W&B"),
+    "replay": ("samestep_observe.replay", "run any step of a run again, and print what it computed"),
+    "verify": ("samestep_observe.verify", "check a run's files, and run random steps of it again"),
+    "diff": ("samestep_observe.diff", "find the first difference between two runs"),
     "hang": ("samestep_observe.hang_report", "print the stacks of all ranks of a hang"),
 }
 

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import threading
@@ -129,7 +130,11 @@ def save(
     for arrays in groups.values():
         check_arrays(arrays)
     snapshot = Snapshot({f"{group}.safetensors": arrays for group, arrays in groups.items()})
-    files = {name: {"size": size, "sha256": "0" * 64} for name, size in snapshot.sizes.items()}
+    files = {}
+    for group, arrays in groups.items():
+        name = f"{group}.safetensors"
+        tensors = dict.fromkeys(arrays, "0" * 16)
+        files[name] = {"size": snapshot.sizes[name], "sha256": "0" * 64, "tensors": tensors}
     values = {"app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
     body = manifest.seal({**values, "files": files})
     snapshot.copy()
@@ -139,7 +144,7 @@ def save(
             clear(run_dir)
             Root(run_dir).make_folder(temporary_name(folder), exist_ok=False)
             for name, content in snapshot.contents.items():
-                body["files"][name] = write_file(folder, name, content)
+                body["files"][name] = {**write_file(folder, name, content), "tensors": tensor_digests(content)}
             before_commit()
             commit(folder, body, keep, protected_step)
 
@@ -297,6 +302,24 @@ def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)
     return {"size": len(content), "sha256": _sha256(content)}
+
+
+def tensor_digests(content: bytes | memoryview) -> dict[str, str]:
+    """Return a 64-bit digest of each tensor in a safetensors file: 16 hexadecimal digits of the bytes' SHA-256.
+
+    The digests name the tensor in which two checkpoints differ, or that is damaged.
+
+    Args:
+        content: the file.
+    """
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(bytes(content[8:begin]))
+    header.pop("__metadata__", None)
+    digests = {}
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        digests[name] = hashlib.sha256(memoryview(content)[begin + first : begin + end]).hexdigest()[:16]
+    return digests
 
 
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from samestep import checkpoint, log, untrusted
 from samestep.env import World
 from samestep.options import Options, as_json
 from samestep.root import Root
+from samestep.step_losses import StepLosses
 
 
 class Metrics:
@@ -24,13 +26,16 @@ class Metrics:
 
     Opening the file cuts it back to ``resumed_from`` updates, so that each step appears once after any number of
     resumes.
+
+    Attributes:
+        losses: the file ``log/losses.bin``, which has the steps between two lines too.
     """
 
     def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
         with checkpoint.writing(self._path):
             first_line = dict(header)
-            lines = []
+            lines: list[bytes] = []
             if resumed_from is not None:
                 lines = self._lines_before(resumed_from)
             if lines:
@@ -39,6 +44,7 @@ class Metrics:
             checkpoint.write_atomic(self._path, b"\n".join(lines) + b"\n")
             file = Root(run_dir).open(self._path.name, os.O_WRONLY | os.O_APPEND)
             self._file = os.fdopen(file, "a", buffering=1)
+            self.losses = StepLosses(run_dir, resumed_from if lines else None)
             is_durable = Root(run_dir).sync()
         if not is_durable:
             risk = "a crash of the machine can lose the newest checkpoints"
@@ -68,6 +74,7 @@ class Metrics:
     def sync(self) -> None:
         """Make the lines survive a crash of the machine. A checkpoint relies on them: its thread calls this before."""
         os.fsync(self._file.fileno())
+        self.losses.sync()
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +95,20 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
         **metadata,
         "world": asdict(world),
         "options": as_json(options),
+        "command": command(),
+    }
+
+
+def command() -> dict[str, Any]:
+    """Return how this process was started, for `samestep replay`: program, arguments, folder and threads."""
+    folder = None
+    with contextlib.suppress(OSError):  # the working directory is gone
+        folder = os.getcwd()
+    return {
+        "program": os.path.realpath(sys.argv[0]),
+        "arguments": sys.argv[1:],
+        "folder": folder,
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
 
 

@@ -68,6 +68,12 @@ class Progress:
         """The number of losses in the last update's mean: of samples, or of target tokens."""
         return self.batches.num_losses(self.step - 1)
 
+    def step_losses(self, totals: Totals) -> list[tuple[int, float]]:
+        """Return the number of each step since the last sync and its mean loss, the last of them this step's."""
+        first = self.step - len(totals.step_losses)
+        losses = enumerate(totals.step_losses, start=first)
+        return [(step + 1, loss_sum / self.batches.num_losses(step)) for step, loss_sum in losses]
+
     def add(self, totals: Totals) -> dict[str, Any]:
         """Add the totals since the last log line; return the numbers of this line, in the order of metrics.jsonl."""
         batches = self.batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from samestep import log
@@ -42,6 +42,11 @@ class Recorder:
         self.metrics.write(**line)
         self.stragglers = []
 
+    def write_losses(self, records: Iterable[tuple[int, float]]) -> None:
+        """Append (step, loss) of the steps since the last sync to log/losses.bin. Raises as `write`."""
+        if self.metrics is not None:
+            self.metrics.losses.write(records)
+
     def close(self) -> None:
         """Remove the progress bar."""
         self._bar.close()
@@ -50,13 +55,13 @@ class Recorder:
 def open_metrics(
     app: str, options: Options, world: World, metadata: Mapping[str, Any], resumed_from: int | None
 ) -> Metrics:
-    """Open metrics.jsonl on rank 0, and cut it back to ``resumed_from`` updates.
+    """Open metrics.jsonl and log/losses.bin on rank 0, and cut them back to ``resumed_from`` updates.
 
     Args:
         app: name of the app.
         options: options of the run.
         world: place of this process.
-        metadata: facts that decide the numbers, such as versions.
+        metadata: facts that decide the numbers, such as versions and the dataset's fingerprint.
         resumed_from: number of updates to keep; None for a new run.
     """
     from samestep import metrics  # the other ranks do not need it

@@ -287,7 +287,7 @@ class Run:
                 self.app,
                 self.options,
                 world=self.world,
-                metadata=self.arithmetic.metadata,
+                metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
         if self.world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
@@ -386,6 +386,7 @@ class Run:
             running_loss=running_loss,
         )
         self.recorder.stragglers += self.monitor.update(self.step, totals.phase_seconds)
+        self.recorder.write_losses(self.progress.step_losses(totals))
         actions = self.actions(self.step - 1)
         if totals.stop_signal:
             return actions._replace(log=True, save=True)

@@ -29,6 +29,7 @@ class Totals:
         launcher_died: a rank's launcher is gone, so that the stop is a failure.
         seconds_per_step: rank 0's seconds per step since the last sync.
         phase_seconds: [world_size x phases]: each rank's seconds in its own slots, in the order of PHASES.
+        step_losses: the summed loss of each step since the last sync, in order; the last of them is ``loss``.
     """
 
     loss: float = 0.0
@@ -38,6 +39,7 @@ class Totals:
     launcher_died: bool = False
     seconds_per_step: float = 0.0
     phase_seconds: tuple[float, ...] = ()
+    step_losses: tuple[float, ...] = ()
 
 
 class StepSync:
@@ -92,11 +94,13 @@ class StepSync:
             loss_sum: the summed loss of this rank's samples of the last step, if `add` did not get it.
             running_loss: the summed loss of all its samples since the last log line, likewise.
         """
-        last_loss = self._read()
+        step_losses = self._read()
+        last_loss = step_losses[-1] if step_losses else 0.0
         own = dict(self._sums)
         own_running_loss = own.pop("loss", 0.0)
         if loss_sum is not None:
             last_loss = _number(loss_sum)
+            step_losses = [last_loss]
         if running_loss is not None:
             own_running_loss = _number(running_loss)
         steps = max(1, step - self._last_step)
@@ -108,6 +112,7 @@ class StepSync:
             *self.stop_request.encode(launcher_died),
             *self.timer.pop(),
             *own.values(),
+            *step_losses,
         ]
         table = all_gather(np.array(row))  # collective; [world_size, numbers]
         totals = _totals(table, list(own))
@@ -127,21 +132,22 @@ class StepSync:
         """Start new sums: a log line has reported those before."""
         self._sums = {}
 
-    def _read(self) -> float:
-        """Add the steps since the last sync to the sums; return the loss of the last of them."""
-        loss = 0.0
+    def _read(self) -> list[float]:
+        """Add the steps since the last sync to the sums; return the loss of each of them."""
+        losses = []
         for sums in self._unread:
-            loss = _number(sums["loss"])
+            losses.append(_number(sums["loss"]))
             for name, value in sums.items():
                 self._sums[name] = self._sums.get(name, 0.0) + _number(value)
         self._unread = []
-        return loss
+        return losses
 
 
 def _totals(table: NDArray[Any], names: list[str]) -> Totals:
-    """Add up the rows of all ranks, [world_size, numbers], whose last columns are the counts ``names``."""
+    """Add up the rows of all ranks, [world_size, numbers]. The counts ``names`` and the steps' losses are the last."""
     first_phase = 3 + len(stop.STOP_SIGNALS) + 1
     first_count = first_phase + len(PHASES)
+    first_loss = first_count + len(names)
     total = table.sum(axis=0).tolist()
     stop_signal, launcher_died = stop.decode(total[3:first_phase])
     return Totals(
@@ -152,6 +158,7 @@ def _totals(table: NDArray[Any], names: list[str]) -> Totals:
         launcher_died=launcher_died,
         seconds_per_step=float(table[0, 2]),
         phase_seconds=tuple(table[:, first_phase:first_count].ravel().tolist()),
+        step_losses=tuple(total[first_loss:]),
     )
 
 

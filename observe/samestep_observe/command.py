@@ -17,22 +17,23 @@ def new_parser(name: str, manual: str | None) -> Parser:
     return Parser(prog=f"samestep {name}", description=manual)
 
 
-def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:
-    """Run a program and return its exit code: 0, or 2 and one line on stderr for a mistake of the caller.
+def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], int | None]) -> int:
+    """Run a program and return its exit code: its own or 0, or 2 and one line on stderr for a mistake of the caller.
 
     Args:
         parser: the program's parser.
         arguments: the words after its name.
-        command: called with the parsed options.
+        command: called with the parsed options; returns an exit code, or None for 0.
     """
+    code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
     try:
-        command(parser.parse(arguments))
+        code = command(parser.parse(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ConfigError, OSError) as problem:  # an OSError if RUN_DIR cannot be read
         print(shown(f"error: {problem}", limit=MAX_LINE), file=sys.stderr)
         return 2
-    return 0
+    return code or 0

@@ -59,9 +59,9 @@ def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch:
 
     def all_gather(row: NDArray[Any]) -> NDArray[Any]:
         assert row[:2].tolist() == [2.5, 4.0]  # the last step's loss, and the sum since the last log line
-        assert row[-1] == 3
+        assert row[-3:].tolist() == [3, 1.5, 2.5]  # the count, and the losses of both steps
         slots = [float(number == stop.STOP_SIGNALS[1]) for number in stop.STOP_SIGNALS]
-        other = [10.0, 20.0, 99.0, *slots, 0.0, *[0.25] * len(PHASES), 4.0]
+        other = [10.0, 20.0, 99.0, *slots, 0.0, *[0.25] * len(PHASES), 4.0, 8.0, 10.0]
         return np.stack([row, np.array(other)])
 
     totals = sync.reduce(6, all_gather)
@@ -70,6 +70,7 @@ def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch:
     assert (totals.stop_signal, totals.launcher_died) == (stop.STOP_SIGNALS[1], False)
     assert totals.seconds_per_step < 99.0  # rank 0's
     assert totals.phase_seconds == (0.0,) * len(PHASES) + (0.25,) * len(PHASES)
+    assert totals.step_losses == (9.5, 12.5)
 
 
 def test_step_sync_keeps_its_sums_until_a_log_line_reports_them() -> None:

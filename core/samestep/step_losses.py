@@ -1,0 +1,77 @@
+"""Write and read ``log/losses.bin``: the loss of every step, also of those between two lines of metrics.jsonl.
+
+A record has 16 bytes: the step (int64, updates done) and the loss (float64), both little-endian. The loss is the mean
+over the whole global batch before the update, with the bits of ``loss`` in metrics.jsonl. Rank 0 alone writes the file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep import checkpoint, untrusted
+from samestep.root import Root
+
+NAME = "log/losses.bin"  # in a run dir
+_RECORD = struct.Struct("<qd")
+RECORD = np.dtype([("step", "<i8"), ("loss", "<f8")])
+
+
+class StepLosses:
+    """Append to ``log/losses.bin``.
+
+    Opening the file cuts it back to ``resumed_from`` updates, as metrics.jsonl is, so that each step appears once.
+    """
+
+    def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
+        """Open the file of a run. Raises NonRetryableError if it cannot be written.
+
+        Args:
+            run_dir: the run's folder.
+            resumed_from: number of updates to keep; None for a new run.
+        """
+        self._path = run_dir / NAME
+        with checkpoint.writing(self._path):
+            Root(run_dir).make_folder("log")
+            self._descriptor = Root(run_dir).open(NAME, os.O_RDWR | os.O_APPEND)
+            size = count_until(read(run_dir), resumed_from or 0) * _RECORD.size
+            os.ftruncate(self._descriptor, size)
+
+    def write(self, records: Iterable[tuple[int, float]]) -> None:
+        """Append (step, loss) of some steps, in order. Raises NonRetryableError if the disk is full."""
+        content = b"".join(_RECORD.pack(step, loss) for step, loss in records)
+        with checkpoint.writing(self._path):
+            while content:
+                content = content[os.write(self._descriptor, content) :]
+
+    def sync(self) -> None:
+        """Make the records survive a crash of the machine. A checkpoint relies on them, so call this before it."""
+        os.fsync(self._descriptor)
+
+
+def read(run_dir: Path) -> NDArray[np.void]:
+    """Return the records of a run, [m] of RECORD, as they stand in the file; none if it is missing.
+
+    A record that a crash cut off is left out. Raises OSError if the file cannot be read.
+    """
+    try:
+        content = untrusted.read_bytes(run_dir / NAME)
+    except FileNotFoundError:
+        content = b""
+    whole = len(content) // _RECORD.size * _RECORD.size
+    return np.frombuffer(content[:whole], RECORD)
+
+
+def count_until(records: NDArray[np.void], last_step: int) -> int:
+    """Return how many records, from the first on, are of rising steps from 1 to ``last_step``."""
+    steps = records["step"]
+    before = np.concatenate([np.zeros(1, np.int64), steps[:-1]])
+    is_good = (steps > before[: len(steps)]) & (steps <= last_step)
+    if is_good.all():
+        return len(steps)
+    return int(np.argmin(is_good))

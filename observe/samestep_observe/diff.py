@@ -1,0 +1,217 @@
+"""Find the first difference between two runs.
+
+    samestep diff RUN_A RUN_B
+
+It prints the settings and versions that differ, then the data, then the first
+step whose loss has other bits. Then it runs that step of both runs again, from
+the newest checkpoint before the step. If a run departs from its own replay, an
+event in its process caused the difference, such as a flipped bit. If neither
+does, the runs had different inputs, and the command names the samples that
+differ. It never writes into the run dirs.
+
+exit codes: 0 equal, 1 different, 2 it cannot be told or read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep import ConfigError, checkpoint
+from samestep.options import Options
+from samestep.untrusted import printable, shown
+
+from samestep_observe.command import new_parser, run_command
+from samestep_observe.recorded import Comparison, RecordedRun, compare, differences, distance
+from samestep_observe.replay import add_program, announce, check_length, check_program
+from samestep_observe.replay_job import Record, make_plan, replayed
+from samestep_observe.replay_report import compare_losses, inputs_by_sample, is_comparable
+from samestep_observe.run_reader import count_of
+from samestep_observe.verify import unlike_tensors
+
+# Options that change no number of a step.
+NOT_COMPARED = {
+    "data_dir",
+    "device",
+    "grace",
+    "log_every",
+    "max_restarts",
+    "quiet",
+    "requested_dataset",
+    "resume",
+    "run_dir",
+    "start_method",
+    "straggler",
+    "timeout",
+    "track",
+}
+NAMES = ("A", "B")
+MOST_NAMED = 5  # samples
+
+
+class OwnReplay(NamedTuple):
+    """The replay of a run up to the first difference.
+
+    Attributes:
+        comparison: of its losses with the recorded ones.
+        is_comparable: whether its losses must have the recorded bits.
+        records: the records of its ranks about the step of the difference.
+    """
+
+    comparison: Comparison
+    is_comparable: bool
+    records: list[Record]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit code: 0 if the runs are equal, 1 if they differ, 2 if that cannot be told."""
+    parser = new_parser("diff", __doc__)
+    add = parser.add_argument
+    add("one", metavar="RUN_A", type=Path, help="a run dir, which may be read-only")
+    add("other", metavar="RUN_B", type=Path, help="another one")
+    add("--no-replay", action="store_true", help="compare the files alone")
+    add_program(parser)
+    return run_command(parser, arguments, _run)
+
+
+def _run(options: Options) -> int:
+    check_program(options.program)
+    one = RecordedRun(options.one)
+    other = RecordedRun(options.other)
+    for line in describe_inputs(one, other):
+        print(printable(line))
+    comparison = compare(one.losses, other.losses)
+    if comparison.count == 0:
+        print("cannot tell: the runs have no step in common")
+        return 2
+    for line in describe_losses(one, other, comparison):
+        print(printable(line), flush=True)
+    if comparison.first is None:
+        return _compare_checkpoints(one, other, comparison)
+    if not options.no_replay:
+        for line in describe_cause(options, comparison.first):
+            print(printable(line), flush=True)
+    return 1
+
+
+def describe_inputs(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
+    """Yield lines about the settings, the versions and the data of two runs."""
+    settings = [*differences(_settings(one), _settings(other))]
+    if not settings:
+        yield "settings and versions: equal"
+    for text in settings:
+        yield f"settings: {text}"
+    if one.fingerprint is None or other.fingerprint is None:
+        yield "data: not recorded by both"
+    elif one.fingerprint == other.fingerprint:
+        yield f"data: equal (SHA-256 {shown(one.fingerprint[:12])})"
+    else:
+        yield f"data: different (SHA-256 {shown(one.fingerprint[:12])}, {shown(other.fingerprint[:12])})"
+
+
+def _settings(run: RecordedRun) -> dict[str, Any]:
+    options = {f"--{name}".replace("_", "-"): run.options[name] for name in run.options.keys() - NOT_COMPARED}
+    return {"app": run.app, "ranks": run.ranks, **run.settings(), **options}
+
+
+def describe_losses(one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
+    """Yield lines about the losses of two runs."""
+    if one.last_step != other.last_step:
+        yield f"steps: A has {one.last_step}, B has {other.last_step}"
+    first = comparison.first
+    if first is None:
+        yield f"losses: {count_of(comparison.count, 'common step')} with equal bits"
+        return
+    apart = distance(one.losses[first], other.losses[first])
+    yield f"losses: different from step {first} on: {one.losses[first]!r}, {other.losses[first]!r} ({apart} apart)"
+
+
+def _compare_checkpoints(one: RecordedRun, other: RecordedRun, comparison: Comparison) -> int:
+    """Compare the checkpoints of runs with equal losses, and return the exit code."""
+    common = common_checkpoints(one, other)
+    for step in common:
+        folders = [checkpoint.folder_of(run.folder, step) for run in (one, other)]
+        problem = next(unlike_tensors(*folders), "")
+        if problem:
+            print(printable(f"different: {problem}, after equal losses"))
+            return 1
+    print(f"identical: the losses of {count_of(comparison.count, 'step')} and {count_of(len(common), 'checkpoint')}")
+    return 0
+
+
+def common_checkpoints(one: RecordedRun, other: RecordedRun) -> list[int]:
+    """Return the steps of the checkpoints that both runs have, oldest first."""
+    steps = {each.step for each in other.checkpoints}
+    return [each.step for each in one.checkpoints if each.step in steps]
+
+
+# --- the cause -------------------------------------------------------------------------------------------------------
+
+
+def describe_cause(options: Options, step: int) -> Iterator[str]:
+    """Run ``step``, the first with different losses, of both runs again; yield lines that say why it differs."""
+    replays: dict[str, OwnReplay] = {}
+    for name, run_dir in zip(NAMES, (options.one, options.other)):
+        try:
+            replays[name] = replay_own(options, run_dir, step)
+        except ConfigError as error:
+            yield f"{name} cannot be run again: {error}"
+    for name, replay in replays.items():
+        if not replay.is_comparable:
+            return
+        yield describe_own(name, replay, step)
+    if len(replays) < len(NAMES):
+        return
+    yield conclude(replays["A"], replays["B"], step)
+
+
+def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
+    """Run a run again up to ``step``. Raises ConfigError as `replayed`."""
+    run = RecordedRun(run_dir, step)
+    plan = make_plan(run, step, last=step)
+    check_length(plan, options.yes)
+    announce(plan)
+    with replayed(plan, options.program) as found:
+        return OwnReplay(compare_losses(found), is_comparable(found), found.records.get(step, []))
+
+
+def describe_own(name: str, replay: OwnReplay, step: int) -> str:
+    """Return a line that says whether a run is its own replay."""
+    if replay.comparison.first is None:
+        return f"{name} run again has its own losses up to step {step}"
+    return f"{name} departs from its own replay at step {replay.comparison.first}"
+
+
+def conclude(one: OwnReplay, other: OwnReplay, step: int) -> str:
+    """Return the line that names the cause, as far as the replays of both runs show it."""
+    departs = [name for name, each in zip(NAMES, (one, other)) if each.comparison.first is not None]
+    if len(departs) == 1:
+        rest = "B" if departs[0] == "A" else "A"
+        return (
+            f"{departs[0]} departs from its own replay, {rest} does not: an event in {departs[0]}'s process, "
+            "not in its inputs"
+        )
+    if departs:
+        return "both depart from their own replays: this machine or its libraries round otherwise than theirs"
+    return f"the runs were given different inputs: {unlike_inputs(one.records, other.records, step)}"
+
+
+def unlike_inputs(one: list[Record], other: list[Record], step: int) -> str:
+    """Compare the inputs of a step by the records of two replays' ranks; return the difference as a text."""
+    if not one or not other:
+        return "the settings above"
+    batches = [[], []]  # type: list[list[int]]
+    for batch, records in zip(batches, (one, other)):
+        for samples in records[0].get("shards", []):
+            batch += samples
+    if batches[0] != batches[1]:
+        return f"step {step} has other samples, or the same in another order"
+    before = inputs_by_sample(one)
+    after = inputs_by_sample(other)
+    samples = [sample for sample in batches[0] if before.get(sample) != after.get(sample)]
+    if samples:
+        named = ", ".join(map(str, samples[:MOST_NAMED]))
+        more = f" and {len(samples) - MOST_NAMED} more" if len(samples) > MOST_NAMED else ""
+        return f"the values of sample {named}{more} differ, first used in step {step}"
+    return f"step {step} has the same samples with the same values, so the settings above decide it"

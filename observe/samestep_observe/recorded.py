@@ -1,0 +1,209 @@
+"""Read the records of a run that a replay needs: its command, its losses and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from samestep import ConfigError, step_losses, untrusted
+from samestep.untrusted import shown
+
+from samestep_observe import run_reader
+from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, get_object
+
+MAX_WORDS = 1000  # of a command
+MAX_WORD = 4096  # characters of one
+# Keys of a header that are not versions or settings of the arithmetic.
+NOT_COMPARED = {"app", "time", "host", "world", "options", "command", "dataset_fingerprint", "step"}
+_COMMAND: Mapping[str, untrusted.Check] = {
+    "program": untrusted.text(MAX_WORD),
+    "arguments": lambda value: _is_words(value),
+    "folder": untrusted.optional(untrusted.text(MAX_WORD)),
+    "omp_num_threads": untrusted.optional(untrusted.text(100)),
+}
+
+
+def _is_words(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > MAX_WORDS:
+        return False
+    return all(isinstance(word, str) and len(word) <= MAX_WORD and "\0" not in word for word in value)
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a rank of a run was started.
+
+    Attributes:
+        program: the file that it ran.
+        arguments: the words after it.
+        folder: its working directory; None if it was gone.
+        threads: its OMP_NUM_THREADS; None if it was unset.
+    """
+
+    program: Path
+    arguments: list[str]
+    folder: Path | None
+    threads: str | None
+
+
+class RecordedRun:
+    """The records of a run dir, which is only read."""
+
+    def __init__(self, run_dir: Path, step: int | None = None) -> None:
+        """Read the records.
+
+        Args:
+            run_dir: the run's folder.
+            step: take the header of the start that made this step; by default, of the last start.
+
+        Raises:
+            ConfigError: the folder is not a run dir, or lacks a header or a step.
+        """
+        run_reader.check(run_dir)
+        self.folder = run_dir
+        self.metrics = MetricsReader(run_dir)
+        self.metrics.read()
+        self.header = self._header(step)
+        self.result, _ = run_reader.read_object(run_dir / "result.json")
+        if not self.header:
+            raise ConfigError(f"{run_dir}: metrics.jsonl has no header: its options are unknown")
+        self.losses = read_losses(run_dir, self.metrics)
+        if not self.losses:
+            raise ConfigError(f"{run_dir} has no step: wait for the first line of metrics.jsonl")
+
+    def _header(self, step: int | None) -> dict[str, Any]:
+        headers = [start.header for start in self.metrics.starts if step is None or start.step < step]
+        return headers[-1] if headers else {}
+
+    @property
+    def app(self) -> str:
+        """The app's name; "" if it is unknown."""
+        return run_reader.app_of(self.header, self.result)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return run_reader.world_size_of(self.header, self.result) or 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options, as JSON values."""
+        return get_object(self.header, "options")
+
+    @property
+    def virtual_ranks(self) -> int | None:
+        """The value of --virtual-ranks; None without it."""
+        return run_reader.non_negative_int(self.options.get("virtual_ranks")) or None
+
+    @property
+    def last_step(self) -> int:
+        """The last recorded step."""
+        return max(self.losses)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the dataset; None if it is not recorded."""
+        value = self.header.get("dataset_fingerprint")
+        return value if isinstance(value, str) else None
+
+    @cached_property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """The good checkpoints by their manifests, oldest first."""
+        return [each for each in run_reader.checkpoints(self.folder) if each.is_good]
+
+    @property
+    def command(self) -> Command:
+        """How the run was started. Raises ConfigError if it is not recorded, or not by this version."""
+        values = get_object(self.header, "command")
+        try:
+            untrusted.check(values, _COMMAND)
+        except ValueError as error:
+            reason = "an earlier version of samestep wrote it" if not values else f"in its header, {error}"
+            raise ConfigError(f"{self.folder} does not say how it was started: {reason}: replay a newer run") from None
+        folder = values["folder"]
+        return Command(
+            program=Path(values["program"]),
+            arguments=values["arguments"],
+            folder=Path(folder) if folder else None,
+            threads=values["omp_num_threads"],
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return versions and settings that decide how sums round, by name."""
+        found = {name: value for name, value in self.header.items() if name not in NOT_COMPARED}
+        found["OMP_NUM_THREADS"] = get_object(self.header, "command").get("omp_num_threads")
+        return found
+
+
+def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
+    """Return the loss of each recorded step: of log/losses.bin, and of metrics.jsonl where that has none.
+
+    Args:
+        run_dir: the run's folder.
+        metrics: its metrics.jsonl.
+    """
+    found: dict[int, float] = {}
+    curve = metrics.curves.get("loss")
+    if curve:
+        found.update(zip(curve.steps, curve.values))
+    records = step_losses.read(run_dir)
+    count = step_losses.count_until(records, 2**62)
+    found.update(zip(records["step"][:count].tolist(), records["loss"][:count].tolist()))
+    return dict(sorted(found.items()))
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The losses that two runs have in common.
+
+    Attributes:
+        count: number of steps that both have.
+        equal: how many of them have equal bits.
+        first: the first step with other bits; None if there is none.
+    """
+
+    count: int
+    equal: int
+    first: int | None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all losses have equal bits, and there is one."""
+        return self.count > 0 and self.first is None
+
+
+def compare(one: Mapping[int, float], other: Mapping[int, float]) -> Comparison:
+    """Compare the losses of the steps that two runs have in common."""
+    common = [step for step in one if step in other]
+    different = [step for step in common if not has_same_bits(one[step], other[step])]
+    return Comparison(count=len(common), equal=len(common) - len(different), first=min(different, default=None))
+
+
+def has_same_bits(one: float, other: float) -> bool:
+    """Return whether two numbers are equal to the bit; so is a NaN to itself."""
+    return struct.pack("<d", one) == struct.pack("<d", other)
+
+
+def distance(one: float, other: float) -> str:
+    """Return how far two numbers are apart, relative to the larger, as in "3e-08"."""
+    size = max(abs(one), abs(other))
+    if not math.isfinite(one - other) or not size:
+        return "not finite"
+    return f"{abs(one - other) / size:.0e}"
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that differ, as "NAME: VALUE, VALUE"."""
+    for name in sorted({*one, *other}):
+        before = one.get(name)
+        after = other.get(name)
+        if before != after:
+            yield f"{shown(name)}: {shown(before)}, {shown(after)}"

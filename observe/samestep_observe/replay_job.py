@@ -1,0 +1,317 @@
+"""Run steps of a recorded run again, in a copy of its run dir, and read the records of the probes.
+
+The launch script is started as a program. Its ranks load the probes of the folder ``inside`` before train.py. Nothing
+is written into the recorded run dir.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from samestep import ConfigError, untrusted
+from samestep.untrusted import MAX_LINE, shown
+
+from samestep_observe import run_reader
+from samestep_observe.recorded import Command, RecordedRun, read_losses
+from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
+
+INSIDE = Path(__file__).with_name("inside")
+# A replay cannot make their steps: they are not functions of (seed, step, weights) alone, or made without a Run.
+NOT_REPLAYED = ("collectives_lab", "llm_finetune", "mnist_elastic", "resnet50_mindspore")
+DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
+STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps to run again.
+
+    Attributes:
+        run: the recorded run.
+        start: the checkpoint to start from; None starts from the seed.
+        first: the first step to record in detail.
+        last: the last step.
+        ranks: the number of ranks.
+        export: whether batches and gradients are written.
+    """
+
+    run: RecordedRun
+    start: SavedCheckpoint | None
+    first: int
+    last: int
+    ranks: int
+    export: bool = False
+
+    @property
+    def start_step(self) -> int:
+        """The number of updates that are not made again."""
+        return self.start.step if self.start else 0
+
+    def describe(self) -> str:
+        """Return the plan as a line."""
+        origin = f"checkpoint step {self.start_step}" if self.start else "the seed, as no checkpoint is before it"
+        steps = run_reader.count_of(self.last - self.start_step, "step")
+        ranks = run_reader.count_of(self.ranks, "rank")
+        return f"replaying {steps} of {self.run.folder} at {ranks}, from {origin}"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The outcome of a replay.
+
+    Attributes:
+        plan: the steps that were run.
+        folder: the run dir of the replay, which is deleted at the end of `replayed`.
+        losses: by step.
+        header: of its metrics.jsonl.
+        records: the records of the probes, by step, in the order of ranks.
+        files: the folder of exported tensors.
+    """
+
+    plan: Plan
+    folder: Path
+    losses: dict[int, float]
+    header: dict[str, Any]
+    records: dict[int, list[Record]]
+    files: Path
+
+
+def make_plan(
+    run: RecordedRun, first: int, last: int, ranks: int | None = None, start: int | None = None, export: bool = False
+) -> Plan:
+    """Return the plan of a replay of the steps ``first`` to ``last``.
+
+    Args:
+        run: the recorded run.
+        first: the first step to record in detail.
+        last: the last step.
+        ranks: number of ranks; by default 1 with --virtual-ranks, else the run's own.
+        start: the step of the checkpoint to start from, or 0 for the seed; by default the newest before ``first``.
+        export: whether batches and gradients are written.
+
+    Raises:
+        ConfigError: the run has not made the steps.
+    """
+    if not 1 <= first <= last:
+        raise ConfigError(f"--step {first} --to {last}: give steps from 1, the first one first")
+    if last > run.last_step:
+        raise ConfigError(f"{run.folder} has the steps 1 to {run.last_step}, not {last}: choose one of them")
+    saved = [each for each in run.checkpoints if each.step < first]
+    if start is not None:
+        saved = [each for each in saved if each.step == start]
+    if ranks is None:
+        ranks = 1 if run.virtual_ranks else run.ranks
+    newest = saved[-1] if saved else None
+    return Plan(run, newest, first=first, last=last, ranks=ranks, export=export)
+
+
+@contextlib.contextmanager
+def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
+    """Run a plan, and yield its outcome. The temporary run dir is deleted afterwards.
+
+    Args:
+        plan: the steps to run again.
+        program: the program of a run that is not of an app of this project.
+
+    Raises:
+        ConfigError: the run cannot be started again, or the replay failed; the message has its error.
+    """
+    command = plan.run.command
+    words = start_words(plan, command, program)
+    with tempfile.TemporaryDirectory(prefix="samestep-replay-") as temporary:
+        folder = Path(os.path.realpath(temporary))
+        run_dir = folder / "run"
+        records = folder / "records"
+        records.mkdir()
+        copy_start(plan, run_dir)
+        config = {
+            "first": plan.first,
+            "last": plan.last,
+            "ranks": plan.run.ranks,
+            "records": str(records),
+            "export": plan.export,
+        }
+        if program is not None:
+            words += ["--max-restarts=0", f"--run-dir={run_dir}", str(program.resolve())]
+        words += [*kept_arguments(command.arguments), *overrides(plan, run_dir)]
+        with (folder / "output").open("w+b") as output:
+            code = run_to_end(words, command, config=config, output=output)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        if code:
+            raise ConfigError(failure(text, code).replace(str(run_dir), str(plan.run.folder)))
+        metrics = MetricsReader(run_dir)
+        metrics.read()
+        check_data(plan.run, metrics.header)
+        yield Replayed(
+            plan,
+            folder=run_dir,
+            losses=read_losses(run_dir, metrics),
+            header=metrics.header,
+            records=read_records(records),
+            files=records,
+        )
+
+
+def copy_start(plan: Plan, run_dir: Path) -> None:
+    """Make the run dir of a replay, with the checkpoint that it starts from. Raises ConfigError if it is gone."""
+    (run_dir / "log").mkdir(parents=True)
+    if plan.start is None:
+        return
+    try:
+        shutil.copytree(plan.start.folder, run_dir / "checkpoints" / plan.start.folder.name)
+    except (OSError, shutil.Error) as error:
+        raise ConfigError(f"cannot copy {plan.start.folder}: {shown(error, limit=200)}") from error
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]:
+    """Return the first words of the command that starts the run's program.
+
+    A file of a run dir never names the program to start: it is the launch script of the run's app in this project, or
+    the user's ``program``.
+
+    Raises:
+        ConfigError: the app's runs cannot be replayed, or the program is unknown.
+    """
+    app = plan.run.app
+    if program is not None:
+        return [sys.executable, "-m", "samestep", "run", f"-n{plan.ranks}"]
+    if app in NOT_REPLAYED:
+        raise ConfigError(f"{plan.run.folder} is a run of {app}, whose steps samestep replay cannot run again")
+    script = find_script(app)
+    if script is None:
+        name = shown(command.program, limit=200)
+        raise ConfigError(
+            f"{plan.run.folder} is a run of {name}, not of an app of this project: name it by --program {name}"
+        )
+    return ["bash", str(script), str(plan.ranks)]
+
+
+def find_script(app: str) -> Path | None:
+    """Return the launch script of an app, in the project of this file or above the working directory."""
+    if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", app):
+        return None
+    here = Path.cwd()
+    for root in (Path(__file__).resolve().parents[2], here, *here.parents):
+        script = root / "scripts" / f"run_{app}.sh"
+        if script.is_file() and (root / "apps" / app / "train.py").is_file():
+            return script
+    return None
+
+
+def kept_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a run's arguments without those that would report to somebody."""
+    kept: list[str] = []
+    drops_value = False
+    for word in arguments:
+        is_dropped = drops_value or word.partition("=")[0] in DROPPED
+        drops_value = word in DROPPED
+        if not is_dropped:
+            kept.append(word)
+    return kept
+
+
+def overrides(plan: Plan, run_dir: Path) -> list[str]:
+    """Return the options that a replay changes. None of them changes the arithmetic of a step."""
+    options = [f"--run-dir={run_dir}", "--resume", f"--max-steps={plan.last}", "--keep-checkpoints=2", "--quiet"]
+    known = plan.run.options
+    if "evaluate_every" in known:
+        options.append("--evaluate-every=0")
+    if "checkpoint_every" in known:
+        options.append("--checkpoint-every=0")
+    if "max_restarts" in known:
+        options.append("--max-restarts=0")
+    return options
+
+
+def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any], output: IO[bytes]) -> int:
+    """Run the launch script, and return its exit code. When this process is stopped, the job is stopped too.
+
+    Args:
+        words: the command.
+        command: how the run was started.
+        config: for the probes.
+        output: file for its standard output and error.
+    """
+    path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_REPLAY": json.dumps(config)}
+    environ.pop("OMP_NUM_THREADS", None)
+    if command.threads:
+        environ["OMP_NUM_THREADS"] = command.threads
+    folder = command.folder if command.folder and command.folder.is_dir() else None
+    before = signal.signal(signal.SIGTERM, _exit_at_signal)
+    try:
+        process = subprocess.Popen(
+            words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            return process.wait()
+        finally:
+            _stop(process)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit_at_signal(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the launch script, which ends its ranks, if it still runs."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def failure(output: str, code: int) -> str:
+    """Return the error of a failed replay: the first line of its output that is one."""
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    if lines:
+        return f"the replay failed: {shown(lines[0].removeprefix('error: '), limit=MAX_LINE)}"
+    last = shown(output.strip().rpartition("\n")[2], limit=200)
+    return f"the replay ended with code {code}: {last}"
+
+
+def check_data(run: RecordedRun, header: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a replay has read other data. A start from the seed has no checkpoint that shows it."""
+    now = header.get("dataset_fingerprint")
+    if run.fingerprint is not None and now != run.fingerprint:
+        before = shown(run.fingerprint[:12])
+        raise ConfigError(
+            f"{run.folder} was trained on other data: the files have changed since "
+            f"(SHA-256 {before} in metrics.jsonl, {shown(str(now)[:12])} now): put the former files back"
+        )
+
+
+# --- records of the ranks --------------------------------------------------------------------------------------------
+
+
+def read_records(folder: Path) -> dict[int, list[Record]]:
+    """Return the records of all ranks by step, in the order of ranks."""
+    found: dict[int, list[Record]] = {}
+    for path in sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:])):
+        for line in untrusted.read_bytes(path).splitlines():
+            record = untrusted.parse_object(line)
+            found.setdefault(int(record["step"]), []).append(record)
+    return found
