@@ -35,8 +35,8 @@ checkpoints.restore()  # before the loop
 checkpoints.step()  # after each optimizer step, on all ranks; it also saves at TERM"""
 _SAMPLER = """\
 sampler = GlobalBatchSampler(len(train_set), global_batch_size=64, seed=1)
-for epoch in range(sampler.epoch, epochs):
-    for x, y in DataLoader(train_set, batch_sampler=sampler):  # of samestep.torch"""
+loader = DataLoader(train_set, batch_sampler=sampler)  # of samestep.torch
+epochs = range(sampler.epoch, epochs)  # of the loop; a part of Checkpoints restores the sampler"""
 _GLOBAL_BATCHES = """\
 order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(epoch)).tolist()
 batches = [order[i : i + 64][rank::world_size] for i in range(0, len(order), 64)]
