@@ -1,6 +1,6 @@
-"""Make the changes of docs/mend_a_row.md from check/samestep_check/mending.py, and keep the page's first paragraphs.
+"""Make the changes of docs/mend_a_row.md from check/samestep_check/mending.py: python docs/mending.py.
 
-    python docs/mending.py
+The paragraphs before the first change stay.
 """
 
 from __future__ import annotations

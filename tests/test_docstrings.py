@@ -24,10 +24,6 @@ LEFT: dict[str, int] = {
     "observe/samestep_observe/hang_report.py": 1,
     "observe/samestep_observe/report.py": 1,
     "observe/samestep_observe/run_reader.py": 1,
-    "check/samestep_check/command.py": 1,
-    "check/samestep_check/job.py": 1,
-    "check/samestep_check/lab.py": 3,
-    "check/samestep_check/rows.py": 6,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -215,6 +215,11 @@ def _is_followed(call: Call, folder: str) -> bool:
 def read_call(process: int, name: str, arguments: Sequence[int]) -> Call:
     """Return a call with its paths, which are read from the memory of the process that waits.
 
+    Args:
+        process: number of the process, or of its thread.
+        name: the kernel's name of the call.
+        arguments: the six arguments of the call, without signs.
+
     Raises:
         OSError: the process has ended, or may not be read.
     """

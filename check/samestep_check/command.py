@@ -116,7 +116,14 @@ def run(options: Options, command: Sequence[str]) -> int:
 
 
 def write_outputs(options: Options, results: Sequence[Result], command: Sequence[str], notes: Sequence[str]) -> None:
-    """Write the files of --html, --junit and --json."""
+    """Write the files of --html, --junit and --json.
+
+    Args:
+        options: the parsed options.
+        results: the results of the rows.
+        command: the checked command.
+        notes: lines on what the check cannot see.
+    """
     if options.html:
         options.html.write_text(page(results, command))
     if options.junit:

@@ -165,7 +165,15 @@ def started(
     config: Mapping[str, Any],
     calls: Calls | None = None,
 ) -> Iterator[Job]:
-    """Start a job; at the end of the block no process of it is left."""
+    """Start a job; at the end of the block no process of it is left.
+
+    Args:
+        command: the command of the script.
+        work: the copied folder in which it runs.
+        records: new folder for the records of its processes.
+        config: settings for the recorder in each process.
+        calls: stops the job before its file system calls.
+    """
     job = Job(command, work, records, config, calls)
     try:
         if calls:

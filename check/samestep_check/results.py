@@ -104,7 +104,13 @@ def _page_row(each: Result) -> str:
 
 
 def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[str]) -> str:
-    """Return the results as JSON."""
+    """Return the results as JSON.
+
+    Args:
+        results: the results of the rows.
+        command: the checked command.
+        notes: lines on what the check cannot see.
+    """
     rows = []
     for each in results:
         entry: dict[str, object] = {"row": each.row, "verdict": each.verdict, "message": each.message}

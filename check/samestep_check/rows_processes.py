@@ -151,7 +151,13 @@ def stalled(runner: ScriptRunner) -> str:
 
 
 def hangs(records: Records, seconds: float, limit: float) -> Verdict:
-    """Return the verdict on a job that has not ended after a rank was stopped: its own timeout may be longer."""
+    """Return the verdict on a job that has not ended after a rank was stopped: its own timeout may be longer.
+
+    Args:
+        records: the records of the job.
+        seconds: how long the check has waited.
+        limit: longest timeout of collectives, in seconds, that is sound.
+    """
     timeouts = [notes.timeout for notes in records.notes() if notes.timeout is not None]
     if not timeouts:
         return CannotTell(f"no end in {seconds:.0f} s, and its timeout is not known: end it within {PATIENCE:g} s")

@@ -202,7 +202,14 @@ def place_of(found: Step, k: int) -> str:
 
 
 def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison) -> None:
-    """Raise Failed if an optimizer's first step after a resume began with another state than undisturbed."""
+    """Raise Failed if an optimizer's first step after a resume began with another state than undisturbed.
+
+    Args:
+        wanted: the step of the undisturbed run.
+        twin: the step of its repetition.
+        found: the step after the resume.
+        comparison: how to compare them.
+    """
     name = comparison.name
     if found.optimizer != wanted.optimizer or found.kind != wanted.kind:
         step = comparison.k + 1
@@ -224,7 +231,14 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
 
 
 def compare_settings(wanted: Step, found: Step, name: str, place: str) -> None:
-    """Raise Failed if numbers of an optimizer's parameter groups, or the GradScaler's scale, are others."""
+    """Raise Failed if numbers of an optimizer's parameter groups, or the GradScaler's scale, are others.
+
+    Args:
+        wanted: the step of the undisturbed run.
+        found: the step after the resume.
+        name: the optimizer's.
+        place: where the step is, in words.
+    """
     if found.settings != wanted.settings:
         raise Failed(f"settings of {name} differ {place}: {difference(found.settings, wanted.settings)}")
     if found.scale != wanted.scale:
@@ -237,7 +251,15 @@ def norm_of(step: Step, part: str) -> float:
 
 
 def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str) -> None:
-    """Raise Failed if a part of the state, such as all tensors ``exp_avg``, is another one after a resume."""
+    """Raise Failed if a part of the state, such as all tensors ``exp_avg``, is another one after a resume.
+
+    Args:
+        wanted: the step of the undisturbed run.
+        found: the step after the resume.
+        part: name of the part.
+        bound: largest relative difference of norms.
+        words: the part and its place, for the message.
+    """
     count, norm, zeros = (wanted.state or {})[part]
     others, other_norm, other_zeros = (found.state or {}).get(part, [0, 0.0, 0])
     if is_buffer(part) and others != count:
@@ -270,6 +292,12 @@ def compare_generators(
 
     A resumed script may restore a generator before its loader draws from it, once more than undisturbed. So a generator
     is restored if any of its states before the resumed step is one that it had between the steps ``k`` - 1 and ``k``.
+
+    Args:
+        steps: the steps of the undisturbed run.
+        twins: the steps of its repetition.
+        found: the first step after the resume.
+        k: its number, from 0.
 
     Returns:
         The generators that are restored, but in another state at the step itself; those that are not restored.

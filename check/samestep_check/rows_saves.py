@@ -155,7 +155,13 @@ def resumed(runner: ScriptRunner, restart: Restart) -> Resumed:
 
 
 def is_same(one: Step, other: Step, bound: float) -> bool:
-    """Return whether two steps have the same samples, learning rates, loss and weights, as far as they were seen."""
+    """Return whether two steps have the same samples, learning rates, loss and weights, as far as they were seen.
+
+    Args:
+        one: a step.
+        other: another step.
+        bound: largest relative difference of losses, and of norms of weights.
+    """
     if one.indices != other.indices or one.lr != other.lr or one.optimizer != other.optimizer:
         return False
     for a, b in ((one.loss, other.loss), (one.weights_before, other.weights_before)):
@@ -165,7 +171,13 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
 
 
 def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
-    """Restart the script in a recorded state, until its first step."""
+    """Restart the script in a recorded state, until its first step.
+
+    Args:
+        runner: runs the script.
+        state: the recorded state.
+        lost: files of it that are empty.
+    """
     work = runner.recording.work  # the same folder, as its files may have its path
     shutil.rmtree(work)
     states.restore(state.entries, work, lost)

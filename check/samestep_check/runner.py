@@ -381,7 +381,13 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restart a run once more, in the same folder with the same content, after a ``change`` of it."""
+        """Restart a run once more, in the same folder with the same content.
+
+        Args:
+            run: the run with a fault.
+            ranks: number of ranks of the restart.
+            change: changes the folder before the restart.
+        """
         shutil.rmtree(run.work)
         shutil.copytree(run.snapshot, run.work, symlinks=True)
         change(run.work)

@@ -298,9 +298,13 @@ def chosen(found: Sequence[Save], total: int) -> Save | None:
 
 
 def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], most: int) -> list[State]:
-    """Return at most ``most`` states of a save, the most telling first: the first, the last, those at renames.
+    """Return states of a save, the most telling first: the first, the last, those at renames, the rest evenly.
 
-    The others follow in an order in which each part of the list is spread evenly.
+    Args:
+        save: the save.
+        calls: the calls of its run.
+        states: the recorded states of its run.
+        most: how many are returned at most.
     """
     numbers = set(save.calls)
     own = [state for state in states if state.call in numbers]
@@ -330,7 +334,13 @@ def _spread(states: Sequence[State]) -> list[State]:
 
 
 def words_of(state: State, save: Save, calls: Sequence[Recorded]) -> str:
-    """Return which moment of a save a state is."""
+    """Return which moment of a save a state is.
+
+    Args:
+        state: a state of the save.
+        save: the save.
+        calls: the calls of its run.
+    """
     if state.call > save.calls[-1] or state.call >= len(calls):
         return "after the save"
     call = calls[state.call]
@@ -396,6 +406,11 @@ def cuts(save: Save, calls: Sequence[Recorded], states: Sequence[State]) -> list
     """Return the folder after a power cut after each rename of a save, and after its end; none if all is fsynced.
 
     Files that were written before the save are whole.
+
+    Args:
+        save: the save.
+        calls: the calls of its run.
+        states: the recorded states of its run.
     """
     unsynced = _Unsynced()
     found: dict[tuple[int, frozenset[str]], Cut] = {}

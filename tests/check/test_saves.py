@@ -18,6 +18,7 @@ SAVER = Path(__file__).with_name("program") / "saver.py"
 ROWS = "save-every-write,save-power-cut,disk-full"
 FSYNC = "        os.fsync(file.fileno())\n"
 NEWEST = '    os.replace("new.tmp", f"checkpoint-{step}.json")\n'
+CAUGHT = "        try:\n            save(step)\n        except OSError:\n            pass\n"
 ONE_KEPT: Replaced = (("KEPT = 2", "KEPT = 1"),)
 # The row that must find a fault, the words that name it, and the texts that make it.
 FAULTS: dict[str, tuple[str, str, Replaced]] = {
@@ -49,7 +50,7 @@ FAULTS: dict[str, tuple[str, str, Replaced]] = {
         "disk-full",
         "exit 0 without an error or a warning",
         (
-            ("        save(step)\n", "        try:\n            save(step)\n        except OSError:\n            pass\n"),
+            ("        save(step)\n", CAUGHT),
             ('    with open("log.txt", "a") as log:\n        log.write(f"loss {1 / step}\\n")\n', ""),
         ),
     ),
