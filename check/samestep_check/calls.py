@@ -26,7 +26,7 @@ from typing import NamedTuple, Union
 from samestep_check.filter_calls import numbers
 from samestep_check.verdicts import NotSeen
 
-# What each call of the kernel does.
+# The effect of each call of the kernel.
 KINDS = {
     "open": "open",
     "openat": "open",
@@ -83,14 +83,14 @@ class Call(NamedTuple):
     target: str | None = None
 
 
-Handler = Callable[[Call], int]  # returns an error number that the call fails with; 0 lets it go on
+Handler = Callable[[Call], int]  # returns an error number that the call fails with; 0 lets it continue
 
 
 class Refused(NotSeen):
     """The kernel refuses the filter."""
 
 
-# For each call: the places of (folder's descriptor or None, path) in its arguments; a second pair is the target.
+# The places of (folder's descriptor or None, path) in the arguments of each call; a second pair is the target.
 _PATHS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "open": ((None, 0),),
     "openat": ((0, 1),),

@@ -3,7 +3,7 @@
     python -I -S filter_calls.py SOCKET COMMAND [ARGS...]
 
 SOCKET is the descriptor of a Unix socket. The kernel then stops this process and its children before each call in
-CALLS, until the check lets the call go on (seccomp_unotify(2)). Of the calls that open files, those stop that empty
+CALLS, until the check lets the call continue (seccomp_unotify(2)). Of the calls that open files, those stop that empty
 them. The filter needs no privilege. If the kernel refuses it, the exit code is REFUSED, and the command does not run.
 """
 
@@ -55,7 +55,7 @@ _LOAD = 0x20
 _JUMP_IF_EQUAL = 0x15
 _JUMP_IF_SET = 0x45
 _RETURN = 0x06
-# What it returns.
+# Results of the filter.
 _ALLOW = 0x7FFF0000
 _NOTIFY = 0x7FC00000
 # Offsets in struct seccomp_data.

@@ -131,7 +131,7 @@ def markdown(titles: dict[str, str]) -> str:
         rows.setdefault(mending, []).append(name)
     lines = []
     for mending, names in rows.items():
-        lines.append(f"## {', '.join(names)}")
+        lines.append(f"## {', '.join(f'`{name}`' for name in names)}")
         lines += ["", *(f"- `{name}`: {titles[name]}" for name in names), ""]
         lines += ["```python" if "torchrun" not in mending.plain else "```bash", mending.plain, "```", ""]
         if mending.kit:

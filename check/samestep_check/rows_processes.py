@@ -1,4 +1,4 @@
-"""Rows about the processes of a job: kills, stop signals, hangs, exit codes, and what they cost."""
+"""Rows about the processes of a job: kills, stop signals, hangs, exit codes, and their cost."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
         saved: the steps of checkpoints that the restart may resume.
 
     Raises:
-        Failed: its samples differ from those of the undisturbed run.
+        Failed: the undisturbed run has other samples.
     """
     restarted(runner, run)
     samples = runner.samples()

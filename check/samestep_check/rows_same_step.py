@@ -20,15 +20,11 @@ def odd_batch(runner: ScriptRunner) -> str:
     repeated = _repeated(steps, samples)
     if repeated:
         raise Failed(f"{repeated} samples are repeated in an epoch, to fill the last batch")
-    odd = [k for k, step in enumerate(steps) if len({*step.shards}) > 1]
-    if not odd:
-        sizes = sorted({sum(step.shards) for step in steps})
-        raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sizes))}: use other sizes")
+    k = _first_odd(steps)
     bound = runner.bound()
     single = runner.single.steps
     if [step.indices for step in single] != samples:
         raise CannotTell("other samples at 1 rank")
-    k = odd[0]
     words = f"step {k + 1} has shards of {' and '.join(map(str, steps[k].shards))}"
     if _differs(steps[k], single[k], bound):
         if random_by_rank(single, steps):
@@ -36,6 +32,15 @@ def odd_batch(runner: ScriptRunner) -> str:
         if relative(steps[k].weights_before, single[k].weights_before) <= bound:
             raise Failed(f"{words}: its mean is not the mean over samples")
     return f"{words}, and no sample is repeated"
+
+
+def _first_odd(steps: Sequence[Step]) -> int:
+    """Return the first step whose ranks have shards of unlike sizes. Raise CannotTell if there is none."""
+    for k, step in enumerate(steps):
+        if len({*step.shards}) > 1:
+            return k
+    sizes = sorted({sum(step.shards) for step in steps})
+    raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sizes))}: use other sizes")
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
@@ -69,13 +74,7 @@ def _draw(steps: Sequence[Step], states: Sequence[int | None]) -> bool:
 
 def epoch_order(runner: ScriptRunner) -> str:
     """Check that the second epoch has another order."""
-    first = next(iter(runner.reference.records.ranks().values()), None)
-    steps = runner.steps
-    if first is None or any(step.indices is None for step in steps):
-        raise NotSeen(f"the examples of steps: {ADAPTER}")
-    epochs: dict[int, list[Key]] = {}
-    for step, shard in zip(steps, first[0].steps):
-        epochs.setdefault(step.epoch, []).extend(shard.indices or ())
+    epochs = _epochs(runner)
     if len(epochs) < 2:
         raise NotSeen("fewer than two epochs")
     one, two = [_examples(keys) for keys in epochs.values()][:2]
@@ -85,6 +84,18 @@ def epoch_order(runner: ScriptRunner) -> str:
         raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:SHOWN]))}...")
     orders = {str(keys) for keys in epochs.values()}
     return f"{len(epochs)} epochs in {len(orders)} orders"
+
+
+def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
+    """Return the examples of each epoch in the order of the first rank."""
+    first = next(iter(runner.reference.records.ranks().values()), None)
+    steps = runner.steps
+    if first is None or any(step.indices is None for step in steps):
+        raise NotSeen(f"the examples of steps: {ADAPTER}")
+    epochs: dict[int, list[Key]] = {}
+    for step, shard in zip(steps, first[0].steps):
+        epochs.setdefault(step.epoch, []).extend(shard.indices or ())
+    return epochs
 
 
 def _examples(keys: list[Key]) -> list[Key]:

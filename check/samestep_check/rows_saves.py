@@ -14,7 +14,7 @@ from samestep_check.calls import FilteredCalls
 from samestep_check.job import Job
 from samestep_check.records import Save, Step
 from samestep_check.rows_resume import restarted, resumed_at
-from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative
+from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
 BESIDE = 5.0  # seconds between the files of one checkpoint
@@ -43,7 +43,7 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
         writes: all writes to checkpoints. If Python opens files, renames do not count.
 
     Raises:
-        NotSeen: there is no second checkpoint.
+        NotSeen: fewer than two checkpoints are written.
     """
     if not writes:
         raise NotSeen("no checkpoint is written where Python sees it")
@@ -288,6 +288,7 @@ def disk_full(runner: ScriptRunner) -> str:
     disk = states.FullDisk(work, save, recording.calls, done)
     with runner.job(work, pause=runner.pause(), calls=FilteredCalls(work, disk)) as job:
         running.append(job)
+        job.wait(lambda: disk.path or job.code is not None, runner.patience())
         has_ended = job.ended(min(PATIENCE, runner.patience()))
         code = job.code
         output = job.output()
@@ -297,7 +298,8 @@ def disk_full(runner: ScriptRunner) -> str:
     where = f"no space for {disk.path}"
     if not has_ended:
         raise Failed(f"{where}: the job hangs")
-    if code == 0 and not re.search(r"(?i)no space|errno 28|enospc|warn|error|fail", output):
+    is_silent = warnings_in(output) <= runner.reference.warnings
+    if code == 0 and is_silent:
         raise Failed(f"{where}: exit 0 without an error or a warning")
     problem = problem_of(resumed(runner, runner.first_step(work)), before)
     if problem:

@@ -29,6 +29,7 @@ PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for rank
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 MOST_OWN = 0.01  # of weights, between two runs that are compared
+WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
 CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
 ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
@@ -40,6 +41,7 @@ class Undisturbed(NamedTuple):
     records: Records
     steps: list[Step]
     losses: int  # in its output
+    warnings: int  # lines of its output that warn
     duration: float  # seconds
 
 
@@ -225,9 +227,10 @@ class ScriptRunner:
                 # At another number, the script may fix the number elsewhere.
                 verdict = Failed if ranks == self.ranks else CannotTell
                 raise verdict(f"at {ranks} ranks: exit {job.code}: {job.error_line()}")
-            losses = re.findall(self.options.loss_pattern, job.output())
+            output = job.output()
+            losses = len(re.findall(self.options.loss_pattern, output))
             records = job.read()
-            return Undisturbed(records, records.steps(), len(losses), job.duration)
+            return Undisturbed(records, records.steps(), losses, warnings_in(output), job.duration)
 
     @cached
     def reference(self) -> Undisturbed:
@@ -473,6 +476,11 @@ def _first_difference(first: Sequence[object], second: Sequence[object]) -> int:
         if one != two:
             return place
     return min(len(first), len(second))
+
+
+def warnings_in(output: str) -> int:
+    """Return how many lines of an output are warnings or errors."""
+    return sum(WARNING.search(line) is not None for line in output.splitlines())
 
 
 def kill_all(job: Job) -> None:

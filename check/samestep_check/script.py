@@ -25,7 +25,7 @@ class Script:
         ranks: the number of ranks that the command starts.
 
     Raises:
-        ConfigError: the resume command is no shell's line.
+        ConfigError: the resume command cannot be split into words.
     """
 
     def __init__(self, command: Sequence[str], resume_command: str | None) -> None:

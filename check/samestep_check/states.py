@@ -142,7 +142,7 @@ class StateRecorder:
         self._lock = threading.Lock()
 
     def __call__(self, call: Call) -> int:
-        """Record a call, and let it go on."""
+        """Record a call, and let it continue."""
         with self._lock:
             recorded = self._relative(call)
             if self._is_wanted(recorded) and self._store.copied < RECORD_LIMIT:
@@ -229,17 +229,21 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """
     names = [_without_digits(call.path) for call in calls]
     groups = _groups(calls, times)
-    heaviest = max((group.weight for group in groups), default=0)
     between: set[str] = set()
-    for group in groups:
-        if 2 * group.weight <= heaviest:
-            between.update(names[number] for number in group.calls)
+    for group in _light(groups):
+        between.update(names[number] for number in group.calls)
     found = []
     for group in groups:
         own = [number for number in group.calls if names[number] not in between]
         if own:
             found.append(Save(group.done, own, _weight([calls[number] for number in own])))
     return found
+
+
+def _light(groups: Sequence[Save]) -> list[Save]:
+    """Return the groups that do at most half as much as the heaviest one, and so save no checkpoint."""
+    heaviest = max((group.weight for group in groups), default=0)
+    return [group for group in groups if 2 * group.weight <= heaviest]
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
@@ -319,7 +323,7 @@ def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], mo
 
 
 def _spread(states: Sequence[State]) -> list[State]:
-    """Return states in another order, of which each beginning is spread evenly over all of them."""
+    """Return states in another order: each beginning of it is spread evenly over all of them."""
     count = len(states)
     found: dict[int, State] = {}
     parts = 1

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from samestep_check import filter_calls, states
+from samestep_check import filter_calls, rows_saves, states
 from samestep_check.calls import AnnouncedCalls, Call, FilteredCalls, is_supported
+from samestep_check.command import build_parser
+from samestep_check.runner import ScriptRunner
 from samestep_check.states import Recorded
+from samestep_check.verdicts import NotSeen
 from test_command import Replaced, check, program
 
 SAVER = Path(__file__).with_name("program") / "saver.py"
@@ -89,6 +92,20 @@ def test_a_fault_of_a_save_is_found_in_its_row(tmp_path: Path, fault: str) -> No
     done, verdicts = check(folder, f"--faults={row}", "--", sys.executable, "saver.py")
     assert verdicts == {row: "failed"}, done.stdout + done.stderr
     assert words in done.stdout
+
+
+def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other test runs a script whose Python announces its calls."""
+    (tmp_path / "copies").mkdir()
+    monkeypatch.chdir(program(tmp_path / "sound", SAVER))
+    command = [sys.executable, "saver.py"]
+    runner = ScriptRunner(build_parser().parse([]), command, tmp_path / "copies")
+    runner.results["can_filter"] = False
+    words = rows_saves.save_every_write(runner)
+    assert "4 states of the save of step 6: each resumes, at step 4 or 6; the kernel refuses a filter" in words
+    for row in (rows_saves.save_power_cut, rows_saves.disk_full):
+        with pytest.raises(NotSeen, match="the kernel refuses a filter"):
+            row(runner)
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------

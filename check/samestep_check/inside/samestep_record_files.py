@@ -81,7 +81,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
 
 @guarded
 def _announce(name: str, path: str | None, target: str | None = None) -> None:
-    """Announce a call below the folder, and wait until the check lets it go on, if it follows Python's calls alone."""
+    """Announce a call below the folder, and wait until the check answers, if it follows Python's calls alone."""
     address = config.get("announce")
     if not address or path is None or not _is_below(path, config["work"]):
         return
