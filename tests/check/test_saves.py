@@ -21,6 +21,7 @@ SAVER = Path(__file__).with_name("program") / "saver.py"
 ROWS = "save-every-write,save-power-cut,disk-full"
 FSYNC = "        os.fsync(file.fileno())\n"
 NEWEST = '    os.replace("new.tmp", f"checkpoint-{step}.json")\n'
+OPENED = '    with open("new.tmp"'
 CAUGHT = "        try:\n            save(step)\n        except OSError:\n            pass\n"
 ONE_KEPT: Replaced = (("KEPT = 2", "KEPT = 1"),)
 # The row that must find a fault, the words that name it, and the texts that make it.
@@ -41,7 +42,7 @@ FAULTS: dict[str, tuple[str, str, Replaced]] = {
     "the old one is deleted first": (
         "save-every-write",
         "killed before the open of new.tmp: starts over at step 0",
-        (("    with open", "    for path in saves():\n        path.unlink()\n    with open"),),
+        ((OPENED, "    for path in saves():\n        path.unlink()\n" + OPENED),),
     ),
     "no fsync": ("save-power-cut", "checkpoint-4.json is empty", ((FSYNC, ""), *ONE_KEPT)),
     "written in place": (
