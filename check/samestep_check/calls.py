@@ -17,13 +17,14 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Union
 
-from samestep_check.filter_calls import numbers
+from samestep_check.filter_calls import MACHINES, numbers
 from samestep_check.verdicts import NotSeen
 
 # The effect of each call of the kernel.
@@ -314,19 +315,26 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether this kernel lets a process filter its own calls."""
-    try:
-        numbers(platform.machine())
-    except KeyError:
+    """Return whether a filter reports the calls of a process here, with their paths, which a kernel may hide (Yama)."""
+    if platform.machine() not in MACHINES:
         return False
-    calls = FilteredCalls(Path(os.sep), lambda _: 0)
-    command = calls.wrapped(["true"])
-    process = subprocess.Popen(command, pass_fds=calls.descriptors, stdin=subprocess.DEVNULL)
-    try:
-        calls.start()
-    except Refused:
-        return False
-    finally:
-        process.wait(HANDSHAKE)
-        calls.stop()
-    return True
+    found: list[str] = []
+
+    def handle(call: Call) -> int:
+        found.append(os.path.basename(call.path))
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="samestep-check-") as folder:
+        probe = os.path.join(os.path.realpath(folder), "probe")
+        os.mkdir(probe)
+        calls = FilteredCalls(Path(probe).parent, handle)
+        command = calls.wrapped([sys.executable, "-I", "-S", "-c", f"import os; os.rmdir({probe!r})"])
+        process = subprocess.Popen(command, pass_fds=calls.descriptors, stdin=subprocess.DEVNULL)
+        try:
+            calls.start()
+        except Refused:
+            return False
+        finally:
+            process.wait(HANDSHAKE)
+            calls.stop()
+    return found == ["probe"]

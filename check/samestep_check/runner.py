@@ -467,7 +467,7 @@ class ScriptRunner:
         if save is None:
             raise NotSeen("one checkpoint only is written" if found else "no checkpoint is written in the folder")
         if not any(state.call >= save.calls[0] for state in recorder.states):
-            raise CannotTell(f"its folder has more than {states.RECORD_LIMIT / 1e6:g} MB of changes")
+            raise CannotTell(f"its folder has too many files, or more than {states.RECORD_LIMIT / 1e6:g} MB of changes")
         return Recording(recorder.calls, recorder.states, save, work, isinstance(calls, FilteredCalls))
 
 

@@ -23,6 +23,7 @@ from samestep_check.calls import Call
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
 RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
+ENTRY_LIMIT = 1_000_000  # files, folders and links of all states
 
 
 class Entry(NamedTuple):
@@ -137,6 +138,7 @@ class StateRecorder:
         self.states: list[State] = []
         self._folder = folder
         self._store = Store(folder, copies)
+        self._entries = 0  # of all states
         self._written = ""  # the path of the newest write
         self._writes = 0  # to it, in a row
         self._lock = threading.Lock()
@@ -145,16 +147,22 @@ class StateRecorder:
         """Record a call, and let it continue."""
         with self._lock:
             recorded = self._relative(call)
-            if self._is_wanted(recorded) and self._store.copied < RECORD_LIMIT:
-                self.states.append(State(len(self.calls), self._store.snapshot()))
+            if self._is_wanted(recorded):
+                self._take_state()
             self.calls.append(recorded)
             self._store.change(Path(call.path))
         return 0
 
     def finish(self) -> None:
         """Record the state after the last call."""
-        if self._store.copied < RECORD_LIMIT:
-            self.states.append(State(len(self.calls), self._store.snapshot()))
+        self._take_state()
+
+    def _take_state(self) -> None:
+        if self._store.copied > RECORD_LIMIT or self._entries > ENTRY_LIMIT:
+            return
+        entries = self._store.snapshot()
+        self._entries += len(entries)
+        self.states.append(State(len(self.calls), entries))
 
     def _relative(self, call: Call) -> Recorded:
         path = os.path.relpath(call.path, self._folder)
