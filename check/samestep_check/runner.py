@@ -339,7 +339,8 @@ class ScriptRunner:
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
         if not saves:
             return max(1, total // 2)
-        return min(saves, key=lambda step: abs(step - total / 2)) + 1
+        nearest: int = min(saves, key=lambda step: abs(step - total / 2))
+        return nearest + 1
 
     def middle(self, job: Job) -> None:
         """Wait until a job has come to the step of its fault."""

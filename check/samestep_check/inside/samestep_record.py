@@ -125,10 +125,10 @@ def generators() -> dict[str, int]:
     """Return a checksum of the state of each generator of random numbers that the process has."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
-    if hasattr(torch, "get_rng_state"):  # not while it is being imported
+    if torch is not None and hasattr(torch, "get_rng_state"):  # not while it is being imported
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy.random")
-    if hasattr(numpy, "get_state"):
+    if numpy is not None and hasattr(numpy, "get_state"):
         _, keys, position, *_ = numpy.get_state()
         found["numpy"] = zlib.crc32(keys.tobytes(), position)
     return found
