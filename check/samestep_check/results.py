@@ -17,6 +17,7 @@ from samestep_check.rows import ROWS
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, Verdict
 
 VERDICTS: dict[type[Verdict], str] = {Failed: "failed", CannotTell: "cannot tell", NotSeen: "not seen"}
+MARGIN = " " * 33
 SKIPPED = "cannot tell", "not seen"
 _COLORS = {"passed": ' class="match"', "failed": ' class="differs"'}
 _TAGS = {"passed": "system-out", "failed": "failure"}  # of JUnit
@@ -44,21 +45,26 @@ class Result(NamedTuple):
 def table(results: Iterable[Result]) -> str:
     """Return the results as lines; a failed row also has its usual cause, a page, and the change that mends it."""
     lines = []
+    shown: dict[str, str] = {}  # the row that shows a code
     for each in results:
         lines.append(f"{each.row:19} {each.verdict:12} {each.message}")
         if each.has_failed:
             row = ROWS[each.row]
             mending = MENDING[each.row]
-            lines.append(f"{'':32} usual cause: {row.cause}; see {row.page}")
-            lines += _indented("change:", mending.plain)
-            if mending.kit:
-                lines += _indented("or with samestep.torch:", mending.kit)
+            lines.append(f"{MARGIN}usual cause: {row.cause}; see {row.page}")
+            lines += _code("change:", mending.plain, each.row, shown)
+            lines += _code("or with samestep.torch:", mending.kit, each.row, shown)
     return "\n".join(lines)
 
 
-def _indented(head: str, code: str) -> list[str]:
-    margin = " " * 33
-    return [margin + head, *(f"{margin}    {line}" for line in code.splitlines())]
+def _code(head: str, code: str, row: str, shown: dict[str, str]) -> list[str]:
+    """Return the lines of a code, if it has any; the row that shows it if it was shown before."""
+    if not code:
+        return []
+    if code in shown:
+        return [f"{MARGIN}{head} as for {shown[code]}"]
+    shown[code] = row
+    return [f"{MARGIN}{head}", *(f"{MARGIN}    {line}" for line in code.splitlines())]
 
 
 def _escape(text: str) -> str:

@@ -34,9 +34,11 @@ def test_the_page_has_the_changes_of_the_table() -> None:
 
 def test_a_failed_row_has_the_change_without_and_with_the_kit() -> None:
     """No other test shows the change in a table."""
-    text = table([Result("odd-batch", "failed", "step 4", 1.0), Result("term", "passed", "ends", 1.0)])
+    failed = [Result(row, "failed", "step 4", 1.0) for row in ("odd-batch", "rank-killed", "lost-work")]
+    text = table([*failed, Result("term", "passed", "ends", 1.0)])
     assert MENDING["odd-batch"].kit in text
-    assert "or with samestep.torch:" in text
+    assert text.count("or with samestep.torch:") == 3
+    assert text.endswith("or with samestep.torch: as for rank-killed\nterm                passed       ends")
     assert "signal.signal" not in text
 
 
