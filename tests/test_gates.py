@@ -117,6 +117,7 @@ def test_each_manifest_is_sealed_before_it_is_written() -> None:
 # Functions that print whole pages or tables, whose lines have any length.
 PAGES = {
     "check/samestep_check/command.py",
+    "check/samestep_check/results.py",
     "core/samestep/log.py _to_console",
     "core/samestep/untrusted.py shown",
     "observe/samestep_observe/hang_report.py _run",

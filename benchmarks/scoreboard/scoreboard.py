@@ -53,7 +53,7 @@ def measure(subject: Subject, rows: Sequence[str], given: Path | None, keep: Pat
         try:
             os.chdir("program")
             for each in checker.check(options, subject.command, rows, progress):
-                results[each.row] = each.verdict, each.seen
+                results[each.row] = each.verdict, each.message
         except ConfigError as error:
             results = {row: ("not run", str(error)) for row in rows}
         finally:

@@ -13,17 +13,14 @@ write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
 
 from __future__ import annotations
 
-import html
-import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
@@ -31,19 +28,13 @@ from samestep.options import Options, Parser, bounded_float, bounded_int, second
 from samestep.stop import STOP_SIGNALS, Stopped
 from samestep.untrusted import MAX_LINE, open_closed_streams, printable, shown
 
-from samestep_check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
+from samestep_check.results import VERDICTS, Result, as_json, failed_rows, junit, page, table
 from samestep_check.rows import QUICK, ROWS
+from samestep_check.runner import CHECKPOINT, LOSS, ScriptRunner
+from samestep_check.verdicts import Verdict
 
-VERDICTS = {Failed: "failed", CannotTell: "cannot tell", NotSeen: "not seen"}
-
-
-class Result(NamedTuple):
-    """Hold the verdict of a row, and its line."""
-
-    row: str
-    verdict: str
-    seen: str
-    took: float  # seconds
+OUTPUTS = "html", "junit", "json"  # options
+ROWS_HELP = "rows separated by commas, also quick, all, and failed: those that failed in --json FILE (default: all)"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +71,7 @@ def build_parser() -> Parser:
     usage = "samestep check [options] -- COMMAND [ARGS...]"
     parser = Parser(prog="samestep check", usage=usage, description=summary, epilog=details + rows)
     add = parser.add_argument
-    add("--faults", default="all", metavar="ROWS", help="rows separated by commas, also quick and all (default: all)")
+    add("--faults", default="all", metavar="ROWS", help=ROWS_HELP)
     add("--resume-command", metavar="CMD", help="command that resumes the script (default: COMMAND again)")
     add("--require", metavar="ROWS", help="rows that must pass for exit code 0 (default: no row may fail)")
     add("--html", type=Path, metavar="FILE", help="write the table as a page")
@@ -93,10 +84,12 @@ def build_parser() -> Parser:
     add("--checkpoint", default=CHECKPOINT, metavar="RE", help="regular expression of checkpoints (default: .pt etc.)")
     add("--other-n", type=bounded_int(1), metavar="N", help="other number of ranks (default: one more)")
     add("--link", type=Path, action="append", metavar="DIR", help="subfolder to link, not to copy")
+    add("--fresh", action="append", metavar="GLOB", help="files or folders to leave out, such as old checkpoints")
     add("--allow-write", type=Path, action="append", metavar="DIR", help="folder to write to, such as a cache")
     add("--copy-limit", type=bounded_float(0), default=200.0, metavar="MB", help="size limit of copies (default: 200)")
     add("--row-limit", type=seconds, default=120.0, metavar="T", help="seconds per row (default: 120)")
     add("--stall-limit", type=seconds, default=600.0, metavar="T", help="longest sound timeout (default: 600)")
+    add("--points", type=bounded_int(2), default=25, metavar="K", help="most states of a save to restart (default: 25)")
     add("--total-limit", type=seconds, default=900.0, metavar="T", help="seconds for all rows (default: 900)")
     return parser
 
@@ -108,30 +101,65 @@ def run(options: Options, command: Sequence[str]) -> int:
         return 0
     if not command:
         raise ConfigError("COMMAND is missing: write it after --")
-    required = parse_rows("--require", options.require) if options.require else None
-    names = list(dict.fromkeys([*parse_rows("--faults", options.faults), *(required or [])]))
-    outputs = ("--html", options.html), ("--junit", options.junit), ("--json", options.json)
-    for option, path in outputs:
-        if path:
-            check_writable(option, path)
+    required: list[str] = []
+    if options.require:
+        required = parse_rows("--require", options.require)
+    names = [*dict.fromkeys([*wanted_rows(options), *required])]
+    check_writable(options)
     notes: list[str] = []
-    results = check(options, command, names, _progress, notes)
+    results = check(options, command, names, progress=Progress(len(names)), notes=notes)
     for note in notes:
         print(f"note: {printable(note)}")
     print(table(results))
+    write_outputs(options, results, command, notes=notes)
+    return exit_code(results, required)
+
+
+def write_outputs(options: Options, results: Sequence[Result], command: Sequence[str], notes: Sequence[str]) -> None:
+    """Write the files of --html, --junit and --json.
+
+    Args:
+        options: the parsed options.
+        results: the results of the rows.
+        command: the checked command.
+        notes: lines on what the check cannot see.
+    """
     if options.html:
         options.html.write_text(page(results, command))
     if options.junit:
         options.junit.write_text(junit(results))
     if options.json:
         options.json.write_text(as_json(results, command, notes))
-    if required is None:
-        return int(any(each.verdict == "failed" for each in results))
+
+
+def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
+    """Return 1 if a row failed; with required rows, if one of them did not pass."""
+    if not required:
+        return int(any(each.has_failed for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))
 
 
-def check_writable(option: str, path: Path) -> None:
+def wanted_rows(options: Options) -> list[str]:
+    """Return the rows that --faults names; ``failed`` names those that failed in the file of --json."""
+    words = options.faults.split(",")
+    if "failed" not in words:
+        return parse_rows("--faults", options.faults)
+    failed = failed_rows(options.json)
+    if not failed:
+        raise ConfigError(f"--faults failed: no row failed in {options.json}: name rows")
+    others = [word for word in words if word != "failed"]
+    return parse_rows("--faults", ",".join([*failed, *others]))
+
+
+def check_writable(options: Options) -> None:
     """Raise ConfigError if an output cannot be written after the check."""
+    for name in OUTPUTS:
+        path = getattr(options, name)
+        if path:
+            _try_to_write(f"--{name}", path)
+
+
+def _try_to_write(option: str, path: Path) -> None:
     is_new = not path.exists()
     try:
         with path.open("a"):
@@ -145,9 +173,12 @@ def check_writable(option: str, path: Path) -> None:
 def parse_rows(option: str, text: str) -> list[str]:
     """Return the rows that an option names."""
     groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
-    names = [name for word in text.split(",") for name in groups.get(word, [word])]
-    if unknown := [name for name in names if name not in ROWS]:
-        raise ConfigError(f"{option}: there is no row {unknown[0]!r}: choose quick, all, or of {', '.join(ROWS)}")
+    names: list[str] = []
+    for word in text.split(","):
+        names += groups.get(word, [word])
+    for name in names:
+        if name not in ROWS:
+            raise ConfigError(f"{option}: there is no row {name!r}: choose quick, all, or of {', '.join(ROWS)}")
     return [*dict.fromkeys(names)]
 
 
@@ -172,30 +203,35 @@ def check(
     """
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
         folder = Path(options.keep or temporary).resolve()
-        lab = Lab(options, command, folder)
+        runner = ScriptRunner(options, command, folder)
         if options.keep:
             make_kept(options.keep)
         results: list[Result] = []
         progress("undisturbed")
         try:
-            lab.run_reference()
+            runner.run_reference()
         except Verdict as problem:
             raise ConfigError(f"the undisturbed script: {problem}: give a short command that works") from None
         if notes is not None:
-            notes += lab.notes()
+            notes += runner.notes()
         for name in rows:
             progress(name)
-            begun = time.monotonic()
-            lab.row_end = begun + options.row_limit
-            try:
-                if begun > lab.begun + options.total_limit:
-                    raise CannotTell("the time is over: raise --total-limit")
-                verdict, seen = "passed", ROWS[name].decide(lab)
-            except Verdict as raised:
-                verdict, seen = VERDICTS[type(raised)], str(raised)
-            results.append(Result(name, verdict, printable(seen), time.monotonic() - begun))
+            results.append(decide(name, runner))
     progress("")
     return results
+
+
+def decide(name: str, runner: ScriptRunner) -> Result:
+    """Decide a row."""
+    begun = time.monotonic()
+    verdict = "passed"
+    try:
+        runner.clock.begin_row()
+        message = ROWS[name].decide(runner)
+    except Verdict as raised:
+        verdict = next(words for kind, words in VERDICTS.items() if isinstance(raised, kind))
+        message = str(raised)
+    return Result(name, verdict, printable(message), time.monotonic() - begun)
 
 
 def make_kept(folder: Path) -> None:
@@ -206,75 +242,19 @@ def make_kept(folder: Path) -> None:
         raise ConfigError(f"--keep {folder}: {error.strerror}: name a new folder") from None
 
 
-def _progress(name: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{name and f'checking: {name}'}", end="", file=sys.stderr, flush=True)
+class Progress:
+    """Show the current row, the seconds so far, and the rows left, on a terminal."""
 
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._begun = time.monotonic()
 
-def table(results: Iterable[Result]) -> str:
-    """Return the results as lines; a failed row also has its usual cause and the page that mends it."""
-    lines = []
-    for each in results:
-        lines.append(f"{each.row:19} {each.verdict:12} {each.seen}")
-        if each.verdict == "failed":
-            row = ROWS[each.row]
-            lines.append(f"{'':32} usual cause: {row.cause}; see {row.page}")
-    return "\n".join(lines)
-
-
-def _escape(text: str) -> str:
-    return html.escape(printable(text))
-
-
-def page(results: Sequence[Result], command: Sequence[str]) -> str:
-    """Return the results as HTML; the page loads nothing."""
-    style = Path(__file__).with_name("page.css").read_text()
-    counts = ", ".join(f"{sum(each.verdict == v for each in results)} {v}" for v in ("passed", *VERDICTS.values()))
-    rows = ""
-    for each in results:
-        row, failed = ROWS[each.row], each.verdict == "failed"
-        kind = {"passed": ' class="match"', "failed": ' class="differs"'}.get(each.verdict, "")
-        mend = f"{row.cause}; see {row.page}" if failed else ""
-        cells = f"<td{kind}>{each.verdict}</td><td>{_escape(each.seen)}</td><td>{_escape(mend)}</td>"
-        rows += f'<tr><th scope="row">{_escape(row.title)}</th>{cells}<td>{each.took:.0f} s</td></tr>\n'
-    failures = any(each.verdict == "failed" for each in results)
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("row", "verdict", "seen", "usual cause", "took"))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>samestep check</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>
-<header><h1 class="{"differs" if failures else "match"}">{counts}</h1>
-<p class="note"><code>{_escape(shlex.join(command))}</code></p></header>
-<main><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
-{rows}</tbody></table></div></main></body></html>
-"""
-
-
-def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[str]) -> str:
-    """Return the results as JSON."""
-    rows = []
-    for each in results:
-        row = ROWS[each.row]
-        entry: dict[str, object] = {"row": each.row, "verdict": each.verdict, "message": each.seen}
-        entry["seconds"] = round(each.took, 1)
-        if each.verdict == "failed":
-            entry["cause"] = row.cause
-            entry["page"] = row.page
-        rows.append(entry)
-    return json.dumps({"command": [*command], "notes": [*notes], "rows": rows}, indent=2) + "\n"
-
-
-def junit(results: Sequence[Result]) -> str:
-    """Return the results as JUnit XML: a row that cannot tell or was not seen is skipped."""
-    lines = []
-    for each in results:
-        tag = {"passed": "system-out", "failed": "failure"}.get(each.verdict, "skipped")
-        text = _escape(f"{each.verdict}: {each.seen}")
-        inner = f"<{tag}>{text}</{tag}>" if tag == "system-out" else f'<{tag} message="{text}"/>'
-        lines.append(
-            f'<testcase classname="samestep_check" name="{each.row}" time="{each.took:.1f}">{inner}</testcase>'
-        )
-    failed = sum(each.verdict == "failed" for each in results)
-    skipped = sum(each.verdict in ("cannot tell", "not seen") for each in results)
-    head = f'<testsuite name="samestep check" tests="{len(results)}" failures="{failed}" skipped="{skipped}">'
-    return "\n".join(['<?xml version="1.0" encoding="utf-8"?>', head, *lines, "</testsuite>", ""])
+    def __call__(self, name: str) -> None:
+        """Show that a row begins; an empty name clears the line."""
+        words = ""
+        if name:
+            words = f"checking: {name} ({time.monotonic() - self._begun:.0f} s, {self._left} rows left)"
+        if name in ROWS:
+            self._left -= 1
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)

@@ -16,36 +16,54 @@ from typing import Any
 
 from samestep import ConfigError
 
+from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
 MARK = "SAMESTEP_CHECK_MARK"
 LEFT_GRACE = 5.0  # seconds from a launcher's end until its processes must have ended too
 INSIDE = Path(__file__).with_name("inside")
+MOST_CHARACTERS = 120  # of an error's line
+ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
 
 
 class Job:
     """One start of a script, in a session of its own."""
 
-    def __init__(self, command: Sequence[str], work: Path, records: Path, config: Mapping[str, Any]) -> None:
-        self.records_folder, self.output, self.mark = records, records.with_suffix(".txt"), uuid.uuid4().hex
+    def __init__(
+        self,
+        command: Sequence[str],
+        work: Path,
+        records: Path,
+        config: Mapping[str, Any],
+        calls: Calls | None = None,
+    ) -> None:
+        self.records_folder = records
+        self.output_path = records.with_suffix(".txt")
+        self.mark = uuid.uuid4().hex
         records.mkdir()
         own_temporary = records.with_name(records.name + "-tmp")
         own_temporary.mkdir()
-        self.begun, self.took, self.left_behind = time.time(), 0.0, 0
+        self.begun = time.time()
+        self.duration = 0.0  # seconds until its end
+        self.left_behind = 0
+        self._calls = calls
         shared = {**config, "work": str(work), "records": str(records)}
+        if isinstance(calls, AnnouncedCalls):
+            shared["announce"] = str(calls.path)
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": path, MARK: self.mark, "SAMESTEP_CHECK": json.dumps(shared)}
         environ["TMPDIR"] = str(own_temporary)
         try:
-            with self.output.open("wb") as file:
+            with self.output_path.open("wb") as file:
                 self.process = subprocess.Popen(
-                    command,
+                    calls.wrapped(command) if calls else command,
                     cwd=work,
                     env=environ,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=calls.descriptors if calls else (),
                 )
         except OSError as error:
             raise ConfigError(f"cannot run {command[0]}: {error.strerror}: name a command on PATH") from None
@@ -59,20 +77,28 @@ class Job:
     def read(self) -> Records:
         return Records(self.records_folder)
 
-    def said(self) -> str:
-        return self.output.read_text(errors="replace")
+    def output(self) -> str:
+        """Return the output of all processes."""
+        return self.output_path.read_text(errors="replace")
 
-    def last_words(self) -> str:
-        """Return the line of the output that has the error, shortened."""
-        lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.said().splitlines()]
-        errors = [line for line in lines if re.match(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)", line)]
+    def error_line(self) -> str:
+        """Return the line of the output that has the error, shortened; without an error, the last line."""
+        lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
+        errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun's, of a signal
-        return (errors or lines or [""])[0 if errors else -1][:120]
+        found = errors[:1] or lines[-1:] or [""]
+        return found[0][:MOST_CHARACTERS]
 
     def progress(self, pattern: str) -> int:
         """Return the number of steps of the fastest rank; without any, the number of losses in the output."""
-        counts = [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
-        return max(counts, default=0) or len(re.findall(pattern, self.said()))
+        return max(self._step_counts(), default=0) or len(re.findall(pattern, self.output()))
+
+    def ranks_with_steps(self) -> int:
+        """Return the number of processes that have taken a step."""
+        return sum(count > 0 for count in self._step_counts())
+
+    def _step_counts(self) -> list[int]:
+        return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
         """Return whether a condition came true within ``limit`` seconds."""
@@ -99,7 +125,7 @@ class Job:
     def ended(self, limit: float) -> bool:
         """Wait for the launcher's end, then count the processes that outlive it."""
         done = self.wait(lambda: self.code is not None, limit)
-        self.took = time.time() - self.begun
+        self.duration = time.time() - self.begun
         if done:
             self.wait(lambda: not self.left(), LEFT_GRACE)
             self.left_behind = len(self.left())
@@ -119,20 +145,39 @@ class Job:
     def stop(self) -> None:
         """End all processes of the job, also stopped ones."""
         for _ in range(100):
-            if not (left := self.left()):
+            left = self.left()
+            if not left:
                 break
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         self.process.wait(10)
+        if self._calls:
+            self._calls.stop()
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], work: Path, records: Path, config: Mapping[str, Any]) -> Iterator[Job]:
-    """Start a job; at the end of the block no process of it is left."""
-    job = Job(command, work, records, config)
+def started(
+    command: Sequence[str],
+    work: Path,
+    records: Path,
+    config: Mapping[str, Any],
+    calls: Calls | None = None,
+) -> Iterator[Job]:
+    """Start a job; at the end of the block no process of it is left.
+
+    Args:
+        command: the command of the script.
+        work: the copied folder in which it runs.
+        records: new folder for the records of its processes.
+        config: settings for the recorder in each process.
+        calls: stops the job before its file system calls.
+    """
+    job = Job(command, work, records, config, calls)
     try:
+        if calls:
+            calls.start()
         yield job
     finally:
         job.stop()

@@ -20,16 +20,19 @@ def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
 
     def run(command: str | Sequence[str], *arguments: str, folder: str | Path | None = None) -> None:
         from samestep_check import command as program
+        from samestep_check.results import table
 
         monkeypatch.chdir(folder or pytestconfig.rootpath)
-        words = shlex.split(command) if isinstance(command, str) else [*command]
+        words = [*command]
+        if isinstance(command, str):
+            words = shlex.split(command)
         try:
             options = program.build_parser().parse(arguments)
-            results = program.check(options, words, program.parse_rows("--faults", options.faults))
+            results = program.check(options, words, program.wanted_rows(options))
         except ConfigError as error:
             pytest.fail(f"samestep check: {error}", pytrace=False)
-        if any(each.verdict == "failed" for each in results):
-            pytest.fail(f"samestep check:\n{program.table(results)}", pytrace=False)
-        print(program.table(results))
+        if any(each.has_failed for each in results):
+            pytest.fail(f"samestep check:\n{table(results)}", pytrace=False)
+        print(table(results))
 
     return run

@@ -32,6 +32,7 @@ class Step(NamedTuple):
     weights_before: float | None
     weights: float | None
     random: dict[str, int] | None  # checksums of generators
+    random_before: list[dict[str, int]]  # of generators when loaders began and files were saved, since the step before
     line: str | None  # of the script
 
 
@@ -80,6 +81,7 @@ class RankStep:
     event: Event
     epoch: int
     batches: list[Batch]
+    random_before: list[dict[str, int]]
     indices: Keys = None
 
     @property
@@ -142,6 +144,7 @@ class Reader:
         self._has_batches = False
         self._has_numbers = False  # batches of a DataLoader that a step may use
         self._follows = False  # a step has shown the batches that it used
+        self._random: list[dict[str, int]] = []  # of generators, since the newest step
 
     def read(self, event: Event) -> None:
         """Read one event. A kind without a method does not matter here."""
@@ -161,7 +164,13 @@ class Reader:
     def _loader(self, event: Event) -> Loader:
         return self._loaders.setdefault(event["loader"], Loader())
 
+    def _remember_generators(self, event: Event) -> None:
+        states = event.get("random")
+        if states is not None:
+            self._random.append(states)
+
     def on_iterate(self, event: Event) -> None:
+        self._remember_generators(event)
         loader = self._loader(event)
         loader.size = event["size"]
         loader.batches = event["batches"]
@@ -209,6 +218,7 @@ class Reader:
         self.adapted.append(Shard(keys, event["size"], ()))
 
     def on_save(self, event: Event) -> None:
+        self._remember_generators(event)
         self.saves.append(Save(len(self.steps), event["time"], event["kind"], event["path"]))
 
     def on_step(self, event: Event) -> None:
@@ -219,14 +229,19 @@ class Reader:
         # adapter have no numbers.
         has_numbers = any(batch.number is not None for batch in self._pending)
         if used or (self._follows and has_numbers):
-            taken = [batch for batch in self._pending if batch.number in (used or ())]
-            self._pending = [batch for batch in self._pending if batch not in taken]
+            taken = self._take(used or ())
         else:
             taken = self._without_shown(self._pending)
             self._pending = []
         for batch in taken:
             self._begin_epoch(batch)
-        self.steps.append(RankStep(event, self._epoch - 1, taken))
+        self.steps.append(RankStep(event, self._epoch - 1, taken, self._random))
+        self._random = []
+
+    def _take(self, numbers: Sequence[int]) -> list[Batch]:
+        taken = [batch for batch in self._pending if batch.number in numbers]
+        self._pending = [batch for batch in self._pending if batch.number not in numbers]
+        return taken
 
     def _without_shown(self, batches: list[Batch]) -> list[Batch]:
         """Leave out the batches of loaders that only showed one, as in ``next(iter(loader))``."""
@@ -284,7 +299,9 @@ def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
         epoch = list(group)
         begin = first
         first += len(epoch)
-        numbers = {batch.loader for step in epoch for batch in step.batches}
+        numbers: set[int] = set()
+        for step in epoch:
+            numbers.update(batch.loader for batch in step.batches)
         if len(numbers) != 1 or len(epoch) < 2:
             continue
         end = loaders[min(numbers)].end
@@ -299,7 +316,8 @@ def _shift(epoch: list[RankStep], count: int, last: int | None) -> None:
     for k, step in enumerate(epoch, 1):
         ahead += step.batches
         taken = len(ahead) if k == last else count
-        step.batches, ahead = ahead[:taken], ahead[taken:]
+        step.batches = ahead[:taken]
+        ahead = ahead[taken:]
 
 
 class Records:
@@ -443,5 +461,6 @@ def _merged(shards: Sequence[RankStep], indices: Keys, epoch: int) -> Step:
         weights_before=event.get("weights_before"),
         weights=event.get("weights"),
         random=event.get("random"),
+        random_before=shards[0].random_before,
         line=event.get("line"),
     )

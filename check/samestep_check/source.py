@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from samestep import ConfigError
 
 SKIPPED = ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 LINKED = (".git",)  # a script may read its commit
+TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json", ".ipynb"}  # no checkpoints
 
 
 class Source:
     """The folder of a script. Copies keep times, modes and links.
 
+    Args:
+        folder: the folder.
+        links: subfolders that copies link.
+        fresh: patterns of files that copies leave out, and of folders that are empty in copies.
+
     Attributes:
         special: paths of FIFOs, sockets and devices, which copies leave out.
     """
 
-    def __init__(self, folder: Path, links: Sequence[Path]) -> None:
+    def __init__(self, folder: Path, links: Sequence[Path], fresh: Sequence[str] = ()) -> None:
         self.folder = folder
+        self._fresh = fresh
         self.special: list[str] = []
         self._links = {str(folder / link) for link in links}
 
@@ -57,9 +65,29 @@ class Source:
         for entry in found:
             if entry.name in (*SKIPPED, *LINKED) or entry.path in self._links:
                 continue
-            yield entry
-            if entry.is_dir(follow_symlinks=False):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            is_fresh = self._is_fresh(entry.path)
+            if is_folder or not is_fresh:
+                yield entry
+            if is_folder and not is_fresh:
                 yield from self._entries(entry.path)
+
+    def _is_fresh(self, path: str) -> bool:
+        name = PurePath(os.path.relpath(path, self.folder))
+        return any(name.match(pattern) for pattern in self._fresh)
+
+    def checkpoints(self, pattern: str) -> list[str]:
+        """Return the names of files that copies have and whose names are a checkpoint's.
+
+        Args:
+            pattern: regular expression of checkpoints' names.
+        """
+        found = []
+        for entry in self._entries(str(self.folder)):
+            is_text = os.path.splitext(entry.name)[1] in TEXTS
+            if re.search(pattern, entry.name) and not is_text and entry.is_file(follow_symlinks=False):
+                found.append(os.path.relpath(entry.path, self.folder))
+        return found
 
     def copy(self, target: Path) -> None:
         """Copy the folder to a new one."""

@@ -304,7 +304,7 @@ def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
     return {"size": len(content), "sha256": _sha256(content)}
 
 
-def tensor_digests(content: bytes | memoryview) -> dict[str, str]:
+def tensor_digests(content: Content) -> dict[str, str]:
     """Return a 64-bit digest of each tensor in a safetensors file: 16 hexadecimal digits of the bytes' SHA-256.
 
     The digests name the tensor in which two checkpoints differ, or that is damaged.

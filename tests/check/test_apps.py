@@ -12,14 +12,16 @@ from test_command import PLAIN, check
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = "--dataset=mnist-5k", "--global-batch-size=501"
-PADDLE = dict.fromkeys(("resume-optimizer", "odd-batch"), "not seen")  # which need weights and optimizer of torch
+WORKERS = {"workers": "not seen"}  # they load without workers
+# These need weights and an optimizer of torch.
+PADDLE = WORKERS | dict.fromkeys(("resume-optimizer", "odd-batch", "replicas"), "not seen")
 # The launcher's and the app's own options, the adapter (None: the check sees a DataLoader), and the rows that do not
 # pass.
 APPS: dict[str, tuple[str, tuple[str, ...], str | None, dict[str, str]]] = {
-    "mnist_ddp": ("torchrun", MNIST, None, {}),
-    "cifar_ddp": ("torchrun", ("--dataset=synthetic-cifar10", "--global-batch-size=101"), "adapter", {}),
-    "mnist_lightning": ("torchrun", MNIST, "adapter", {}),
-    "mnist_horovod": ("horovodrun", MNIST, None, {}),
+    "mnist_ddp": ("torchrun", MNIST, None, WORKERS),
+    "cifar_ddp": ("torchrun", ("--dataset=synthetic-cifar10", "--global-batch-size=101"), "adapter", WORKERS),
+    "mnist_lightning": ("torchrun", MNIST, "adapter", WORKERS),
+    "mnist_horovod": ("horovodrun", MNIST, None, WORKERS),
     "lenet_paddle": ("paddle", (*MNIST, "--log-every=1"), "adapter_paddle", PADDLE),
 }
 

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import tutorial
 from samestep_check.records import Records
+from samestep_check.rows import ROWS
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
@@ -66,7 +67,7 @@ def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -
     not_seen = {name for name, verdict in verdicts.items() if verdict == "not seen"}
     # It has no weights and no DataLoader.
     assert not_seen == {"resume-optimizer", "odd-batch", "replicas", "workers"}, done.stdout
-    assert len(verdicts) == 21
+    assert len(verdicts) == len(ROWS)
     assert {*verdicts.values()} == {"passed", "not seen"}, done.stdout
     assert "<td>no optimizer of torch</td>" in page.read_text()
     assert [*folder.iterdir()] == [folder / "plain.py"]

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from samestep import ConfigError
-from samestep_check.lab import CLOSE, CannotTell, Failed
 from samestep_check.records import Records, ordered
-from samestep_check.rows import compare_part, difference, hangs
+from samestep_check.rows_processes import hangs
+from samestep_check.rows_resume import compare_generators, compare_part, difference
+from samestep_check.runner import CHECKPOINT, CLOSE
 from samestep_check.source import Source
+from samestep_check.verdicts import CannotTell, Failed
 
 LIMIT = 1.0  # MB
 
@@ -83,6 +85,21 @@ def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
         Source(tmp_path, ()).check(LIMIT, tmp_path / "kept")
     with pytest.raises(ConfigError, match=r"--link .*data: it is missing"):
         Source(tmp_path, [Path("data")]).check(LIMIT, tmp_path.parent)
+
+
+def test_fresh_files_are_left_out_and_old_checkpoints_are_named(tmp_path: Path) -> None:
+    """No other test has --fresh."""
+    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    (folder / "out" / "more").mkdir(parents=True)
+    target.parent.mkdir()
+    for name in ("train.py", "checkpoint_tools.py", "old.pt", "out/last.pt", "out/more/first.pt"):
+        (folder / name).touch()
+    assert Source(folder, ()).checkpoints(CHECKPOINT) == ["old.pt", "out/last.pt", "out/more/first.pt"]
+    source = Source(folder, (), ["out", "*.pt"])
+    assert not source.checkpoints(CHECKPOINT)
+    source.copy(target)
+    copied_names = sorted(path.relative_to(target).as_posix() for path in target.rglob("*"))
+    assert copied_names == ["checkpoint_tools.py", "out", "train.py"]
 
 
 def records(folder: Path, *ranks: Sequence[dict[str, Any]]) -> Records:
@@ -170,3 +187,28 @@ def test_another_setting_of_a_group_is_named() -> None:
     wanted = [{"momentum": 0.85}]
     assert difference(found, wanted) == "momentum of group 1 is 0.9, 0.85 undisturbed"
     assert difference([], wanted) == "0 parameter groups, 1 undisturbed"
+
+
+def begins(state: int) -> dict[str, Any]:
+    """Return the event of a loader that begins, with the state of torch's generator."""
+    loader = {"loader": 1, "size": 9, "batches": 9, "subset": None}
+    return {"event": "iterate", **loader, "random": {"torch": state}}
+
+
+def test_a_generator_may_be_restored_before_the_loader_draws_from_it(tmp_path: Path) -> None:
+    """No other test has steps that draw random numbers and a resume in the middle of an epoch.
+
+    Undisturbed, the loader begins in state 0 and draws, and each step draws. The states at the steps are 11, 12 and 13.
+    """
+    drawn = [step(random={"torch": 11}), step(random={"torch": 12}), step(random={"torch": 13})]
+    saves = {"event": "save", "kind": "rename", "path": "x", "random": {"torch": 92}}
+    steps = records(tmp_path, [begins(0), drawn[0], drawn[1], saves, drawn[2]]).steps()
+
+    def resumed(*events: dict[str, Any]) -> tuple[list[str], list[str]]:
+        (found,) = records(tmp_path, events).steps()
+        return compare_generators(steps, steps, found, k=2)
+
+    assert resumed(begins(5), drawn[2]) == ([], [])  # restored after the loader has begun
+    assert resumed(begins(12), step(random={"torch": 77})) == (["torch"], [])  # before it
+    assert resumed(begins(92), step(random={"torch": 78})) == (["torch"], [])  # an evaluation drew before the save
+    assert resumed(begins(0), step(random={"torch": 11})) == ([], ["torch"])  # not restored

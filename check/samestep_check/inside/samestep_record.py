@@ -18,9 +18,11 @@ import importlib.abc
 import importlib.util
 import json
 import os
+import random
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -116,6 +118,20 @@ def guarded(hook: Hook) -> Hook:
             return None
 
     return call  # type: ignore[return-value]
+
+
+@guarded
+def generators() -> dict[str, int]:
+    """Return a checksum of the state of each generator of random numbers that the process has."""
+    found = {"random": hash(random.getstate()[1])}
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_rng_state"):  # not while it is being imported
+        found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and hasattr(numpy, "get_state"):
+        _, keys, position, *_ = numpy.get_state()
+        found["numpy"] = zlib.crc32(keys.tobytes(), position)
+    return found
 
 
 def watch(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import sys
 from types import ModuleType
 from typing import Any
 
-from samestep_record import config, guarded, on_import, record
+from samestep_record import config, generators, guarded, on_import, record
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _checkpoint_folders: set[str] = set()
@@ -27,14 +29,16 @@ def _audit(event: str, values: Any) -> None:
         path, _, flags = values
         if path is not None and not isinstance(path, int) and flags & _WRITES:
             _written(path, "open", flags)
+            _announce("open", _inside(path))
     elif event == "os.rename":
         source = _inside(values[0], follow=False)
         _written(values[1], "rename", 0, of_checkpoint=source in _checkpoint_folders)
+        _announce("rename", source, _inside(values[1], follow=False))
     elif event in ("os.link", "os.symlink"):
-        _inside(values[1], follow=False)
+        _announce("symlink", _inside(values[1], follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
         if (*values, None)[1] in (-1, None):  # else shutil.rmtree was checked
-            _inside(values[0], follow=False)
+            _announce("unlink", _inside(values[0], follow=False))
     elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
         _inside(values[0])
 
@@ -70,9 +74,21 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
     if not of_checkpoint and not re.search(config["checkpoint"], os.path.basename(full)):
         return
     _checkpoint_folders.add(os.path.dirname(full))
-    record("save", kind=kind, path=full)
+    record("save", kind=kind, path=full, random=generators())
     if kind == config.get("kill_at"):
         _kill_in_save(full, kind, flags)
+
+
+@guarded
+def _announce(name: str, path: str | None, target: str | None = None) -> None:
+    """Announce a call below the folder, and wait until the check answers, if it follows Python's calls alone."""
+    address = config.get("announce")
+    if not address or path is None or not _is_below(path, config["work"]):
+        return
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.sendall(json.dumps([name, path, target]).encode() + b"\n")
+        connection.recv(1)
 
 
 def _kill_in_save(path: str, kind: str, flags: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 import sys
 import weakref
 import zlib
@@ -13,7 +12,7 @@ from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import Any
 
-from samestep_record import config, guarded, on_import, pause, record, watch
+from samestep_record import config, generators, guarded, on_import, pause, record, watch
 
 MOST_ELEMENTS = 1 << 20  # of all tensors of one kind, that a norm reads in a step
 _optimizers: dict[int, int] = {}  # number of creation by id
@@ -69,6 +68,7 @@ def _begin(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
         batches=_size(loader),
         subset=_subset(dataset),
         workers=workers,
+        random=generators(),
     )
     weakref.finalize(iterator, record, "gone", loader=number).atexit = False
 
@@ -209,7 +209,7 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
 @guarded
 def _describe(optimizer: Any) -> None:
     _before["settings"] = _settings(optimizer)
-    _before["random"] = _random()
+    _before["random"] = generators()
     _before["weights_before"] = _weights(optimizer)
     _before["state"] = _state(optimizer)
 
@@ -263,18 +263,6 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
             if is_number and name not in ("lr", "initial_lr"):
                 numbers[name] = value
         found.append(numbers)
-    return found
-
-
-@guarded
-def _random() -> dict[str, int]:
-    """Return a checksum of the state of each generator."""
-    torch_state = sys.modules["torch"].get_rng_state().numpy().tobytes()
-    found = {"torch": zlib.crc32(torch_state), "random": hash(random.getstate()[1])}
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        _, keys, position, *_ = numpy.get_state()
-        found["numpy"] = zlib.crc32(keys.tobytes(), position)
     return found
 
 

@@ -1,0 +1,337 @@
+"""Rows that compare a resumed run with the undisturbed one, and the comparison that other rows use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from samestep_check.records import Key, Keys, Step
+from samestep_check.runner import Faulted, ScriptRunner, relative
+from samestep_check.verdicts import CannotTell, Failed, NotSeen
+
+JUST_BEFORE = 0.5  # seconds before a fault, in which a checkpoint may not be whole
+
+
+def restarted(runner: ScriptRunner, run: Faulted) -> None:
+    """Raise Failed if the script did not restart to its end."""
+    steps = runner.steps
+    restart = run.restart
+    if restart is None:
+        raise Failed(f"exit 0 after {run.done} of {len(steps)} steps, so nothing restarts it")
+    if restart.code is None:
+        raise Failed("the restart does not end")
+    if restart.code:
+        raise Failed(f"the restart fails: exit {restart.code}: {restart.error}")
+    if steps and not restart.steps and run.done < len(steps):
+        raise Failed("the restart takes no step")
+
+
+def once_an_epoch(steps: Sequence[Step]) -> Counter[Key]:
+    """Return in how many epochs the steps have each sample."""
+    pairs: set[tuple[int, Key]] = set()
+    for step in steps:
+        pairs.update((step.epoch, key) for key in step.indices or ())
+    return Counter(key for _, key in pairs)
+
+
+def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
+    """Return the step at which a restart resumed.
+
+    Args:
+        runner: has the undisturbed run.
+        run: the run with a fault, and its restart.
+        saved: the steps of checkpoints that the restart may resume.
+
+    Raises:
+        Failed: the undisturbed run has other samples.
+    """
+    restarted(runner, run)
+    samples = runner.samples()
+    again = [step.indices for step in run.again]
+    if run.in_place:
+        saved = [run.done]
+    for at in saved:
+        if again == samples[at:]:
+            return at
+    at = max(0, len(samples) - len(again))
+    if not saved and again == samples[at:]:
+        return _not_zero(at, run, len(samples))
+    first = [*saved, at][0]
+    repeated, lost = _balance(runner.steps, runner.steps[:first], again)
+    if repeated == lost == 0 and _is_filled(runner.steps, samples, again, at):
+        return _not_zero(at, run, len(samples))
+    raise Failed(f"{_place_of_resume(run, saved, at)}: {repeated} samples repeated, {lost} lost")
+
+
+def _not_zero(at: int, run: Faulted, total: int) -> int:
+    if at == 0:
+        raise Failed(f"starts over at step 0 of {total}; {run.done} steps lost")
+    return at
+
+
+def _place_of_resume(run: Faulted, saved: Sequence[int], at: int) -> str:
+    if run.in_place:
+        return f"continues without a restart after step {run.done}"
+    if saved:
+        return f"saved at step {saved[0]}, resumes at step {at}"
+    return f"resumes at step {at}"
+
+
+def _balance(steps: Sequence[Step], before: Sequence[Step], again: Sequence[Keys]) -> tuple[int, int]:
+    """Return how many samples are repeated, and how many are lost."""
+    wanted = once_an_epoch(steps)
+    trained = once_an_epoch(before)
+    for keys in again:
+        trained.update(keys or ())
+    return (trained - wanted).total(), (wanted - trained).total()
+
+
+def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Sequence[Keys], at: int) -> bool:
+    """Return whether only the last step of an epoch has other samples, which another number of ranks may fill."""
+    ends = [before.epoch != after.epoch for before, after in zip(steps, steps[1:])]
+    ends.append(True)
+    pairs = zip(again, samples[at:], ends[at:])
+    return all(is_end or keys == wanted for keys, wanted, is_end in pairs)
+
+
+def saved_at(run: Faulted) -> list[int]:
+    """Return the steps of the checkpoints that a restart may resume, the newest first."""
+    end = run.fault_time + run.duration
+    if run.code == 0 and run.again:  # it may restart by itself
+        end = run.again[0].time
+    saves = [save for save in run.records.saves() if save.time < end]
+    if not saves:
+        return []
+    found = [saves[-1]]
+    if saves[-1].time > run.fault_time - JUST_BEFORE:  # the newest may not be whole
+        found += reversed(saves[:-1])
+    steps = dict.fromkeys(save.step for save in found)
+    return [*steps][:2]
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def resume_position(runner: ScriptRunner) -> str:
+    """Check that a resumed run trains on the samples of the undisturbed one."""
+    at = resumed_at(runner, runner.killed, saved_at(runner.killed))
+    return f"resumes at step {at} of {len(runner.steps)}, sample for sample"
+
+
+def other_n(runner: ScriptRunner) -> str:
+    """Check that a run resumes at another number of ranks."""
+    runner.script.words(runner.other, is_restart=True)
+    run = runner.again(runner.stopped, runner.other)
+    at = resumed_at(runner, run, saved_at(runner.stopped))
+    return f"at {runner.other} ranks: resumes at step {at}, with the same samples"
+
+
+def resume_optimizer(runner: ScriptRunner) -> str:
+    """Check that a resumed run begins with the state of the undisturbed one."""
+    run: Faulted = runner.killed
+    bound = runner.bound()
+    restarted(runner, run)
+    if not run.again or run.again[0].state is None:
+        raise NotSeen("no optimizer of torch")
+    total = len(runner.steps)
+    at = run.done if run.in_place else total - len(run.again)
+    if not 0 < at < total:
+        raise Failed("starts over at step 0: nothing is restored")
+    shifted = _compare_optimizers(runner, run.again, at, bound)
+    first = run.again[0]
+    state = first.state or {}
+    count = sum(state[part][0] for part in optimizer_parts(first))
+    words = f"learning rate {first.lr[0]:g}, {count:g} tensors of state, as undisturbed"
+    if shifted:
+        words += f"; the generator of {', '.join(shifted)} is restored, then drawn from before the first step"
+    return words
+
+
+def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> list[str]:
+    """Compare the first step of each optimizer, and all learning rates. Return the generators that are shifted."""
+    steps = runner.steps
+    several = len({step.optimizer for step in steps}) > 1
+    compared = set()
+    shifted, lost = compare_generators(steps, runner.twin.steps, again[0], at)
+    for k, found in enumerate(again, at):
+        wanted = steps[k]
+        name = f"{found.kind} (optimizer {found.optimizer})" if several else found.kind
+        if found.lr != wanted.lr:
+            raise Failed(f"learning rate {found.lr[0]:g} of {name} at step {k + 1}, {wanted.lr[0]:g} undisturbed")
+        if found.optimizer not in compared:
+            compared.add(found.optimizer)
+            comparison = Comparison(k, name, bound, draws_others=bool(shifted or lost))
+            compare_state(wanted, runner.twin.steps[k], found, comparison)
+    if lost:
+        place = place_of(again[0], at)
+        raise Failed(f"the generator of {', '.join(lost)} has another state {place}, and steps draw from it")
+    return shifted
+
+
+def optimizer_parts(step: Step) -> list[str]:
+    """Return the names of state that are an optimizer's own, and not the weights' or a buffer's."""
+    return [name for name in step.state or {} if name != "weights" and not is_buffer(name)]
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a name of state is a buffer's."""
+    return name.startswith("buffer ")
+
+
+class Comparison(NamedTuple):
+    """How to compare an optimizer's state.
+
+    Attributes:
+        k: number of the step, from 0.
+        name: the optimizer's.
+        bound: largest relative difference of norms.
+        draws_others: the step draws other random numbers than undisturbed, which change buffers.
+    """
+
+    k: int
+    name: str
+    bound: float
+    draws_others: bool
+
+
+def place_of(found: Step, k: int) -> str:
+    """Return where a step is: its number, and the line of the script."""
+    line = f" ({found.line})" if found.line else ""
+    return f"at step {k + 1}{line}"
+
+
+def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison) -> None:
+    """Raise Failed if an optimizer's first step after a resume began with another state than undisturbed.
+
+    Args:
+        wanted: the step of the undisturbed run.
+        twin: the step of its repetition.
+        found: the step after the resume.
+        comparison: how to compare them.
+    """
+    name = comparison.name
+    if found.optimizer != wanted.optimizer or found.kind != wanted.kind:
+        step = comparison.k + 1
+        raise CannotTell(f"{found.kind} takes step {step}, {wanted.kind} undisturbed: the optimizers differ in order")
+    place = place_of(found, comparison.k)
+    lost = optimizer_parts(wanted)
+    if lost and not optimizer_parts(found):
+        raise Failed(f"{name} starts without its state ({', '.join(lost)}) {place}")
+    for part in wanted.state or {}:
+        words = f"the {part}"
+        if part in lost:
+            words = f"{part} of {name}"
+        # A norm that the script's own repetition does not reach shows nothing.
+        is_reproducible = relative(norm_of(twin, part), norm_of(wanted, part)) <= comparison.bound
+        is_other = comparison.draws_others and is_buffer(part)
+        if is_reproducible and not is_other:
+            compare_part(wanted, found, part, comparison.bound, words=f"{words} {place}")
+    compare_settings(wanted, found, name, place)
+
+
+def compare_settings(wanted: Step, found: Step, name: str, place: str) -> None:
+    """Raise Failed if numbers of an optimizer's parameter groups, or the GradScaler's scale, are others.
+
+    Args:
+        wanted: the step of the undisturbed run.
+        found: the step after the resume.
+        name: the optimizer's.
+        place: where the step is, in words.
+    """
+    if found.settings != wanted.settings:
+        raise Failed(f"settings of {name} differ {place}: {difference(found.settings, wanted.settings)}")
+    if found.scale != wanted.scale:
+        raise Failed(f"the GradScaler's scale is {found.scale} {place}, {wanted.scale} undisturbed")
+
+
+def norm_of(step: Step, part: str) -> float:
+    """Return the norm of a part of a step's state, 0 without the part."""
+    return (step.state or {}).get(part, [0, 0.0, 0])[1]
+
+
+def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str) -> None:
+    """Raise Failed if a part of the state, such as all tensors ``exp_avg``, is another one after a resume.
+
+    Args:
+        wanted: the step of the undisturbed run.
+        found: the step after the resume.
+        part: name of the part.
+        bound: largest relative difference of norms.
+        words: the part and its place, for the message.
+    """
+    count, norm, zeros = (wanted.state or {})[part]
+    others, other_norm, other_zeros = (found.state or {}).get(part, [0, 0.0, 0])
+    if is_buffer(part) and others != count:
+        return  # other modules have run so far
+    if others < count:
+        raise Failed(f"{words}: {others:g} tensors, {count:g} undisturbed")
+    if relative(norm, other_norm) <= bound:
+        return
+    if other_zeros > zeros:
+        raise Failed(f"{words}: {other_zeros:g} of {others:g} tensors start from zero")
+    raise Failed(f"{words} differs by {relative(norm, other_norm):.0e}")
+
+
+def difference(found: Sequence[Mapping[str, object]] | None, wanted: Sequence[Mapping[str, object]] | None) -> str:
+    """Return the first number of parameter groups that differs, with both values."""
+    for group, (one, two) in enumerate(zip(found or [], wanted or []), 1):
+        for name in two:
+            if one.get(name) != two[name]:
+                return f"{name} of group {group} is {one.get(name)}, {two[name]} undisturbed"
+    return f"{len(found or [])} parameter groups, {len(wanted or [])} undisturbed"
+
+
+def compare_generators(
+    steps: Sequence[Step],
+    twins: Sequence[Step],
+    found: Step,
+    k: int,
+) -> tuple[list[str], list[str]]:
+    """Compare the states of generators that steps draw from, at the first step after a resume.
+
+    A resumed script may restore a generator before its loader draws from it, once more than undisturbed. So a generator
+    is restored if any of its states before the resumed step is one that it had between the steps ``k`` - 1 and ``k``.
+
+    Args:
+        steps: the steps of the undisturbed run.
+        twins: the steps of its repetition.
+        found: the first step after the resume.
+        k: its number, from 0.
+
+    Returns:
+        The generators that are restored, but in another state at the step itself; those that are not restored.
+    """
+    shifted = []
+    lost = []
+    for name, state in (steps[k].random or {}).items():
+        is_reproducible = state_of(twins[k], name) == state
+        is_equal = state_of(found, name) in (None, state)
+        if is_equal or not is_reproducible or not draws(steps, name):
+            continue
+        known = states_of(steps[k], name)
+        if k > 0:
+            known.add(state_of(steps[k - 1], name))
+        if known.isdisjoint(states_of(found, name)):
+            lost.append(name)
+        else:
+            shifted.append(name)
+    return shifted, lost
+
+
+def state_of(step: Step, generator: str) -> int | None:
+    """Return the checksum of a generator's state at a step, None if it was not seen."""
+    return (step.random or {}).get(generator)
+
+
+def states_of(step: Step, generator: str) -> set[int | None]:
+    """Return the states of a generator before a step: at the step, and when loaders began and files were saved."""
+    moments = [step.random or {}, *step.random_before]
+    return {states[generator] for states in moments if generator in states}
+
+
+def draws(steps: Sequence[Step], generator: str) -> bool:
+    """Return whether each step of an epoch draws from a generator, and not only its loader at the begin."""
+    pairs = [(before, after) for before, after in zip(steps, steps[1:]) if before.epoch == after.epoch]
+    changes = [state_of(before, generator) != state_of(after, generator) for before, after in pairs]
+    return bool(changes) and all(changes)

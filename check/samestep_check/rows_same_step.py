@@ -1,0 +1,204 @@
+"""Rows that ask whether the script takes the same step at any number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from samestep_check.records import Evaluation, Key, Records, Step, ordered
+from samestep_check.rows_resume import restarted
+from samestep_check.runner import ScriptRunner, relative
+from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen
+
+SHOWN = 5  # examples of an order
+
+
+def odd_batch(runner: ScriptRunner) -> str:
+    """Check that shards of unequal size give the mean over samples, and no sample is repeated."""
+    samples = runner.samples()
+    steps = runner.steps
+    repeated = _repeated(steps, samples)
+    if repeated:
+        raise Failed(f"{repeated} samples are repeated in an epoch, to fill the last batch")
+    k = _first_odd(steps)
+    bound = runner.bound()
+    single = runner.single.steps
+    if [step.indices for step in single] != samples:
+        raise CannotTell("other samples at 1 rank")
+    words = f"step {k + 1} has shards of {' and '.join(map(str, steps[k].shards))}"
+    if _differs(steps[k], single[k], bound):
+        if random_by_rank(single, steps):
+            raise CannotTell("steps draw random numbers, and weights at 1 rank differ")
+        if relative(steps[k].weights_before, single[k].weights_before) <= bound:
+            raise Failed(f"{words}: its mean is not the mean over samples")
+    return f"{words}, and no sample is repeated"
+
+
+def _first_odd(steps: Sequence[Step]) -> int:
+    """Return the first step whose ranks have shards of unlike sizes. Raise CannotTell if there is none."""
+    for k, step in enumerate(steps):
+        if len({*step.shards}) > 1:
+            return k
+    sizes = sorted({sum(step.shards) for step in steps})
+    raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sizes))}: use other sizes")
+
+
+def _differs(several: Step, alone: Step, bound: float) -> bool:
+    """Return whether a step leads to other weights at one rank. Raise NotSeen if they were not seen."""
+    if several.weights is None or alone.weights is None:
+        raise NotSeen("the weights")
+    return relative(several.weights, alone.weights) > bound
+
+
+def _repeated(steps: Sequence[Step], samples: Sequence[list[Key]]) -> int:
+    """Return the most samples that an epoch has more than once."""
+    epochs: dict[int, list[Key]] = {}
+    for step, keys in zip(steps, samples):
+        epochs.setdefault(step.epoch, []).extend(keys)
+    counts = [len(keys) - len(set(keys)) for keys in epochs.values()]
+    return max(counts, default=0)
+
+
+def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
+    """Return whether steps draw random numbers of torch, and others at one rank than at several."""
+    alone = [(step.random or {}).get("torch") for step in single]
+    others = [(step.random or {}).get("torch") for step in several]
+    return _draw(single, alone) and any(one != other for one, other in zip(alone, others))
+
+
+def _draw(steps: Sequence[Step], states: Sequence[int | None]) -> bool:
+    """Return whether a generator's state changes between two steps of an epoch."""
+    pairs = zip(steps, steps[1:], states, states[1:])
+    return any(one != two for before, after, one, two in pairs if before.epoch == after.epoch)
+
+
+def epoch_order(runner: ScriptRunner) -> str:
+    """Check that the second epoch has another order."""
+    epochs = _epochs(runner)
+    if len(epochs) < 2:
+        raise NotSeen("fewer than two epochs")
+    one, two = [_examples(keys) for keys in epochs.values()][:2]
+    if one == ordered(one):
+        raise CannotTell("the examples come in stored order")
+    if one == two:
+        raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:SHOWN]))}...")
+    orders = {str(keys) for keys in epochs.values()}
+    return f"{len(epochs)} epochs in {len(orders)} orders"
+
+
+def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
+    """Return the examples of each epoch in the order of the first rank."""
+    first = next(iter(runner.reference.records.ranks().values()), None)
+    steps = runner.steps
+    if first is None or any(step.indices is None for step in steps):
+        raise NotSeen(f"the examples of steps: {ADAPTER}")
+    epochs: dict[int, list[Key]] = {}
+    for step, shard in zip(steps, first[0].steps):
+        epochs.setdefault(step.epoch, []).extend(shard.indices or ())
+    return epochs
+
+
+def _examples(keys: list[Key]) -> list[Key]:
+    """Return the examples of keys such as (index, epoch)."""
+    if keys and isinstance(keys[0], tuple):
+        return [key[0] for key in keys]
+    return keys
+
+
+def evaluation(runner: ScriptRunner) -> str:
+    """Check that each example counts once if the number of ranks does not divide their number."""
+    records: Records = runner.reference.records
+    ranks = runner.ranks
+    found = records.evaluations()
+    if not found:
+        raise NotSeen("no evaluation by a DataLoader, or by an adapter")
+    if all(each.size % ranks == 0 for each in found):
+        ranks = runner.other
+        if all(each.size % ranks == 0 for each in found):
+            sizes = f"{runner.ranks} and {ranks} ranks divide {found[-1].size} examples"
+            raise CannotTell(f"{sizes}: choose --other-n")
+        found = runner.at_other.records.evaluations()
+    words = [_counted(each, ranks) for each in found]
+    return words[-1]
+
+
+def _counted(each: Evaluation, ranks: int) -> str:
+    """Return how often each example counts. Raise Failed if some count more often than others, or never."""
+    counts = each.counts
+    size = each.size
+    times, _ = Counter(counts.values()).most_common(1)[0]
+    more = sum(count - times for count in counts.values() if count > times)
+    missing = size - len(counts)
+    if more or missing:
+        raise Failed(f"at {ranks} ranks {more} of {size} examples count twice, {missing} are missing")
+    often = "once" if times == 1 else f"{times} times"
+    return f"at {ranks} ranks each of {size} examples counts {often}"
+
+
+def one_rank(runner: ScriptRunner) -> str:
+    """Check that N ranks train on the samples of one rank, and reach its weights."""
+    _compare_samples(runner)
+    steps = runner.steps
+    single: list[Step] = runner.single.steps
+    words = f"same samples in all {len(steps)} steps"
+    bound = runner.bound()
+    weights = _gaps([step.weights for step in single], [step.weights for step in steps])
+    losses = _gaps([step.loss for step in single], [step.loss for step in steps])
+    for name, gaps in (("weights", weights), ("loss", losses)):
+        if not gaps:
+            continue
+        largest = max(gaps.values())
+        if largest <= bound:
+            return f"{words}, {name} within {largest:.0e}"
+        if random_by_rank(single, steps):
+            return f"{words}; other {name}, as steps draw random numbers"
+        k = min(k for k, gap in gaps.items() if gap > bound)
+        raise Failed(f"{words}, but the {name} differ by {gaps[k]:.0e} from step {k} on")
+    return f"{words}; weights and losses not seen"
+
+
+def _compare_samples(runner: ScriptRunner) -> None:
+    """Raise a verdict if a step has other samples at one rank."""
+    samples = runner.samples()
+    alone = [step.indices or [] for step in runner.single.steps]
+    wanted = len(samples[0])
+    first = len([*alone, []][0])
+    if len(alone) != len(samples) or first != wanted:
+        sizes = f"a step has {first} samples at 1 rank, {wanted} at {runner.ranks}"
+        raise CannotTell(f"{sizes}: write a rank's batch as {{{wanted}/n}}")
+    for k, (one, several) in enumerate(zip(alone, samples), 1):
+        if one != several:
+            raise Failed(f"step {k} has other samples at 1 rank than at {runner.ranks}")
+
+
+def _gaps(single: Sequence[float | None], several: Sequence[float | None]) -> dict[int, float]:
+    """Return the relative difference of two values by step, from 1, where both were seen."""
+    pairs = enumerate(zip(single, several), 1)
+    return {k: relative(a, b) for k, (a, b) in pairs if a is not None and b is not None}
+
+
+def replicas(runner: ScriptRunner) -> str:
+    """Check that weights and optimizer state are equal on all ranks."""
+    run = runner.killed
+    restarted(runner, run)
+    compared = _compare_ranks("at the end", runner.reference.records)
+    if run.restart.records is not None:
+        compared = max(compared, _compare_ranks("after a resume", run.restart.records))
+    if not compared:
+        raise NotSeen("no weights that two ranks hold")
+    return f"weights and optimizer state are equal on {compared} ranks, at the end and after a resume"
+
+
+def _compare_ranks(when: str, records: Records) -> int:
+    """Return how many ranks have equal weights and state. Raise Failed if a rank has others."""
+    compared = 0
+    for optimizer, digests in records.last_digests().items():
+        if len(digests) < 2 or None in digests.values():
+            continue
+        compared = len(digests)
+        common, _ = Counter(digests.values()).most_common(1)[0]
+        others = [str(rank) for rank, digest in digests.items() if digest != common]
+        if others:
+            name = f"the weights or the state of optimizer {optimizer}"
+            raise Failed(f"{when} {name} on rank {', '.join(others)} differ from those of the other ranks")
+    return compared

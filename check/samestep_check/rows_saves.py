@@ -1,0 +1,309 @@
+"""Rows about checkpoints: kills at each write, power cuts, damage and full disks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep_check import states
+from samestep_check.calls import FilteredCalls
+from samestep_check.job import Job
+from samestep_check.records import Save, Step
+from samestep_check.rows_resume import restarted, resumed_at
+from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
+from samestep_check.verdicts import CannotTell, Failed, NotSeen
+
+BESIDE = 5.0  # seconds between the files of one checkpoint
+PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
+
+
+# --- a kill at an open or a rename, and damage -----------------------------------------------------------------------
+
+
+def save_killed(runner: ScriptRunner) -> str:
+    """Check that a kill in the middle of a save leaves the previous checkpoint usable."""
+    number, fatal = second_save(runner.reference.records.opens())
+    run = runner.faulted(None, kill_at=fatal.kind, kill_save=number)
+    steps: list[int] = []
+    for save in reversed(run.records.saves()):
+        if save.step < fatal.step:
+            steps += [save.step, save.step - 1]  # a thread may have written it while the next step was taken
+    at = resumed_at(runner, run, steps or [0])
+    return f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}; resumes at step {at}"
+
+
+def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
+    """Return the first write to the second checkpoint, and its number among the writes of its kind, from 1.
+
+    Args:
+        writes: all writes to checkpoints. If Python opens files, renames do not count.
+
+    Raises:
+        NotSeen: fewer than two checkpoints are written.
+    """
+    if not writes:
+        raise NotSeen("no checkpoint is written where Python sees it")
+    opens = [save for save in writes if save.kind == "open"]
+    saves = opens or writes
+    for number, save in enumerate(saves, 1):
+        if save.step > saves[0].step:
+            return number, save
+    raise NotSeen("one checkpoint only is written where Python sees it")
+
+
+def checkpoint_damaged(runner: ScriptRunner) -> str:
+    """Check that a flipped byte in the newest checkpoint is noticed."""
+    first: Faulted = runner.stopped
+    restarted(runner, first)  # without damage
+    names: list[str] = []
+
+    def harm(_: Path) -> None:
+        files = newest_files(first.records.saves(), runner.options.checkpoint)
+        if not files:
+            raise NotSeen("no checkpoint is written where Python sees it")
+        names.append(damage(max(files, key=lambda path: path.stat().st_size)))
+
+    run = runner.again(first, runner.ranks, harm)
+    name = names[0]
+    if run.restart and run.restart.code:
+        return f"a byte of {name}: refused, exit {run.restart.code}: {run.restart.error}"
+    restarted(runner, run)
+    total = len(runner.steps)
+    at = total - len(run.again)
+    if at >= total - len(first.again):
+        raise Failed(f"a byte of {name}: loaded without a word, as if it were whole")
+    if at <= 0:
+        raise Failed(f"a byte of {name}: starts over at step 0")
+    return f"a byte of {name}: resumes an older one, at step {at}"
+
+
+def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
+    """Return the files of the newest checkpoint that is still there.
+
+    Args:
+        saves: the writes of all checkpoints, in order.
+        pattern: regular expression of checkpoints' names.
+    """
+    saves = [*saves]
+    files: list[Path] = []
+    for save in saves:
+        path = Path(save.path)
+        if path.is_dir():
+            inside = [each for each in path.rglob("*") if each.is_file()]
+            files = inside or files
+        elif path.is_file():
+            others = {each.path for each in saves if each.step != save.step} - {save.path}
+            files = [each for each in _beside(path, pattern) if str(each) not in others]
+    return files
+
+
+def _beside(path: Path, pattern: str) -> list[Path]:
+    """Return a file, and files beside it that Python does not write, such as safetensors."""
+    moment = path.stat().st_mtime
+    named = [each for each in path.parent.iterdir() if re.search(pattern, each.name)]
+    return [each for each in named if abs(each.stat().st_mtime - moment) < BESIDE]
+
+
+def damage(path: Path) -> str:
+    """Flip a byte in the middle of a file, or of the largest member of a zip, such as torch.save writes."""
+    content = bytearray(path.read_bytes())
+    place = len(content) // 2
+    if zipfile.is_zipfile(path):
+        place = _middle_of_member(path, content)
+    content[place] ^= 0x40
+    path.write_bytes(content)
+    return path.name
+
+
+def _middle_of_member(path: Path, content: bytes | bytearray) -> int:
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    data = [each for each in entries if "/data/" in each.filename] or entries
+    entry = max(data, key=lambda each: each.compress_size)
+    name_size = entry.header_offset + 26  # where the header has the length of the name
+    extra_size = name_size + 2
+    lengths = [int.from_bytes(content[place : place + 2], "little") for place in (name_size, extra_size)]
+    return entry.header_offset + 30 + sum(lengths) + entry.compress_size // 2
+
+
+# --- the states of a save --------------------------------------------------------------------------------------------
+
+
+class Resumed(NamedTuple):
+    """At which steps a restart may have resumed, if it took a step."""
+
+    steps: list[int]
+    problem: str  # empty if it works
+
+
+def resumed(runner: ScriptRunner, restart: Restart) -> Resumed:
+    """Return at which steps of the undisturbed run a restart resumed, by its first step."""
+    if not restart.steps:
+        if restart.code is None:
+            return Resumed([], "the restart takes no step")
+        if restart.code:
+            return Resumed([], f"the restart fails: exit {restart.code}: {restart.error}")
+        return Resumed([len(runner.steps)], "")  # it was done
+    found = restart.steps[0]
+    bound = runner.bound()
+    steps = [k for k, step in enumerate(runner.steps) if is_same(step, found, bound)]
+    return Resumed(steps, "")
+
+
+def is_same(one: Step, other: Step, bound: float) -> bool:
+    """Return whether two steps have the same samples, learning rates, loss and weights, as far as they were seen.
+
+    Args:
+        one: a step.
+        other: another step.
+        bound: largest relative difference of losses, and of norms of weights.
+    """
+    if one.indices != other.indices or one.lr != other.lr or one.optimizer != other.optimizer:
+        return False
+    for a, b in ((one.loss, other.loss), (one.weights_before, other.weights_before)):
+        if a is not None and b is not None and relative(a, b) > bound:
+            return False
+    return True
+
+
+def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
+    """Restart the script in a recorded state, until its first step.
+
+    Args:
+        runner: runs the script.
+        state: the recorded state.
+        lost: files of it that are empty.
+    """
+    work = runner.recording.work  # the same folder, as its files may have its path
+    shutil.rmtree(work)
+    states.restore(state.entries, work, lost)
+    return resumed(runner, runner.first_step(work))
+
+
+def baseline(runner: ScriptRunner, recording: Recording) -> int:
+    """Return the step at which a restart before the recorded save resumes.
+
+    Raises:
+        Failed: it does not resume.
+        CannotTell: its first step is none of the undisturbed run.
+    """
+    results = runner.results
+    if "baseline" not in results:
+        results["baseline"] = _baseline(runner, recording)
+    return int(results["baseline"])
+
+
+def _baseline(runner: ScriptRunner, recording: Recording) -> int:
+    first = next(state for state in recording.states if state.call >= recording.save.calls[0])
+    found = restart_from(runner, first)
+    if found.problem:
+        raise Failed(f"before the save of step {recording.save.done}: {found.problem}")
+    if not found.steps:
+        raise CannotTell("the first step after a resume has other samples or weights than undisturbed")
+    at = max(found.steps)
+    if at == 0:
+        raise Failed(f"before the save of step {recording.save.done}: starts over at step 0")
+    return at
+
+
+def save_every_write(runner: ScriptRunner) -> str:
+    """Check that a kill at each write, rename and deletion of a save leaves a usable checkpoint."""
+    recording: Recording = runner.recording
+    save = recording.save
+    wanted = states.states_of(save, recording.calls, recording.states, runner.options.points)
+    before = baseline(runner, recording)
+    found = {before}
+    tried = 1
+    for state in wanted[1:]:
+        if tried > 1 and runner.clock.left() < 2 * runner.reference.duration:
+            break
+        at = restart_from(runner, state)
+        problem = problem_of(at, before)
+        if problem:
+            raise Failed(f"killed {states.words_of(state, save, recording.calls)}: {problem}")
+        found.update(at.steps[-1:])
+        tried += 1
+    steps = " or ".join(map(str, sorted(found)))
+    count = f"{tried} of {len(wanted)}" if tried < len(wanted) else f"{tried}"
+    words = f"{count} states of the save of step {save.done}: each resumes, at step {steps}"
+    return words if recording.is_complete else words + PYTHON_ONLY
+
+
+def problem_of(found: Resumed, least: int) -> str:
+    """Return what is wrong with a restart that must resume at a step of at least ``least``; empty if nothing is."""
+    if found.problem:
+        return found.problem
+    if not found.steps:
+        return "resumes with other samples or weights than undisturbed"
+    if max(found.steps) == 0:
+        return "starts over at step 0"
+    if max(found.steps) < least:
+        return f"resumes at step {max(found.steps)}, although step {least} was saved"
+    return ""
+
+
+def save_power_cut(runner: ScriptRunner) -> str:
+    """Check that a power cut in a save leaves a usable checkpoint."""
+    recording: Recording = runner.recording
+    save = recording.save
+    if not recording.is_complete:
+        raise NotSeen("the kernel refuses a filter, and Python's audit hook does not see fsync")
+    moved = states.renames(save, recording.calls)
+    if not moved:
+        raise NotSeen("the save renames no file")
+    cuts = states.cuts(save, recording.calls, recording.states)
+    if not cuts:
+        return f"each file of the save of step {save.done} is fsynced before its rename"
+    baseline(runner, recording)
+    names = sorted(cuts[-1].lost)
+    words = f"{', '.join(names)} without an fsync before the rename"
+    for cut in reversed(cuts[-runner.options.points :]):
+        problem = problem_of(restart_from(runner, cut.state, cut.lost), least=1)
+        if problem:
+            raise Failed(f"{', '.join(sorted(cut.lost))} is empty, as no fsync precedes its rename: {problem}")
+    return f"{words}; if it is empty, an earlier checkpoint is used"
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def disk_full(runner: ScriptRunner) -> str:
+    """Check that a job whose disk is full ends with an error or warns, and the previous checkpoint loads."""
+    recording: Recording = runner.recording
+    save = recording.save
+    if not recording.is_complete:
+        raise NotSeen("the kernel refuses a filter, which could answer that the disk is full")
+    before = baseline(runner, recording)
+    work = runner.copy()
+    pattern = runner.options.loss_pattern
+    running: list[Job] = []
+
+    def done() -> int:
+        return max((job.progress(pattern) for job in running), default=0)
+
+    disk = states.FullDisk(work, save, recording.calls, done)
+    with runner.job(work, pause=runner.pause(), calls=FilteredCalls(work, disk)) as job:
+        running.append(job)
+        job.wait(lambda: disk.path or job.code is not None, runner.patience())
+        has_ended = job.ended(min(PATIENCE, runner.patience()))
+        code = job.code
+        output = job.output()
+        error = job.error_line()
+    if not disk.path:
+        raise CannotTell(f"no write after step {save.done}")
+    where = f"no space for {disk.path}"
+    if not has_ended:
+        raise Failed(f"{where}: the job hangs")
+    is_silent = warnings_in(output) <= runner.reference.warnings
+    if code == 0 and is_silent:
+        raise Failed(f"{where}: exit 0 without an error or a warning")
+    problem = problem_of(resumed(runner, runner.first_step(work)), before)
+    if problem:
+        raise Failed(f"{where}: exit {code}; then {problem}")
+    if code == 0:
+        return f"{where}: trains on with a warning; a restart resumes"
+    return f"{where}: exit {code}: {error}; a restart resumes"

@@ -1,0 +1,498 @@
+"""Run a checked script with and without faults, each time in a copy of its folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep import ConfigError
+from samestep.options import Options
+
+from samestep_check import states
+from samestep_check.calls import AnnouncedCalls, Calls, FilteredCalls, Handler, is_supported
+from samestep_check.job import Job, started
+from samestep_check.records import Key, Records, Step
+from samestep_check.script import Script
+from samestep_check.source import Source
+from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, Verdict
+
+PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
+MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
+CLOSE = 1e-4  # relative difference of norms that rounding may cause
+MOST_OWN = 0.01  # of weights, between two runs that are compared
+WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
+LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
+CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
+ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
+
+
+class Undisturbed(NamedTuple):
+    """A run without a fault."""
+
+    records: Records
+    steps: list[Step]
+    losses: int  # in its output
+    warnings: int  # lines of its output that warn
+    duration: float  # seconds
+
+
+class Restart(NamedTuple):
+    """A restart of a script, after a fault."""
+
+    code: int | None  # None if it had not ended
+    error: str  # the line of its output that has the error
+    steps: list[Step]
+    records: Records | None  # None if the launcher restarted the ranks
+
+
+@dataclass
+class Faulted:
+    """A run with a fault, and the restart after it."""
+
+    done: int  # steps before the job's end
+    fault_time: float
+    code: int | None  # None if it had not ended
+    duration: float  # seconds from the fault to the end
+    records: Records
+    attempts: list[list[Step]]
+    work: Path
+    snapshot: Path  # a copy of ``work`` before the restart
+    restart: Restart | None = None
+    in_place: bool = False  # no restart: the other ranks continue
+
+    @property
+    def again(self) -> list[Step]:
+        """Return the steps of the restart."""
+        return self.restart.steps if self.restart else []
+
+
+class Recording(NamedTuple):
+    """The calls of a run below its folder, and the states of one of its saves."""
+
+    calls: list[states.Recorded]
+    states: list[states.State]
+    save: states.Save
+    work: Path  # its folder
+    is_complete: bool  # False if Python's audit hook reported the calls
+
+
+def cached(function: Callable[[ScriptRunner], Any]) -> Any:
+    """Return a property that is computed once; a verdict that it raises is raised again."""
+    name = function.__name__
+
+    def value(runner: ScriptRunner) -> Any:
+        results = runner.results
+        if name not in results:
+            try:
+                results[name] = function(runner)
+            except Verdict as verdict:
+                results[name] = verdict
+        if isinstance(results[name], Verdict):
+            raise results[name]
+        return results[name]
+
+    return property(value)
+
+
+class Clock:
+    """The time that a check and its rows may take, in seconds."""
+
+    def __init__(self, row_limit: float, total_limit: float) -> None:
+        self._row_limit = row_limit
+        now = time.monotonic()
+        self._row_end = now + row_limit
+        self._end = now + total_limit
+
+    def begin_row(self) -> None:
+        """Begin a row. Raises CannotTell if no time is left."""
+        now = time.monotonic()
+        self._row_end = now + self._row_limit
+        if now > self._end:
+            raise CannotTell("the time is over: raise --total-limit")
+
+    def left(self) -> float:
+        """Return the seconds that the row may still take."""
+        return min(self._row_end, self._end) - time.monotonic()
+
+
+def _real_paths(places: Sequence[str | Path]) -> list[str]:
+    """Return absolute paths without links. Without a home folder, a place in it (`~`) is left out."""
+    expanded = [os.path.expanduser(place) for place in places]
+    return [os.path.realpath(place) for place in expanded if not place.startswith("~")]
+
+
+def _check_patterns(options: Options) -> None:
+    for name in ("loss_pattern", "checkpoint"):
+        try:
+            re.compile(getattr(options, name))
+        except re.error as error:
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}: give a regular expression") from None
+
+
+class ScriptRunner:
+    """Runs the script, each run in a copy of its folder, and keeps what several rows need.
+
+    Attributes:
+        results: the results of cached runs.
+        left_behind: processes that outlived their launchers.
+        ranks: number of ranks of the command.
+        other: another number of ranks.
+    """
+
+    def __init__(self, options: Options, command: Sequence[str], temporary: Path) -> None:
+        _check_patterns(options)
+        if options.adapter and not options.adapter.is_file():
+            raise ConfigError(f"--adapter {options.adapter}: the file is missing: name a Python file")
+        folder = Path.cwd().resolve()
+        caches = tempfile.gettempdir(), os.environ.get("XDG_CACHE_HOME", "/dev")
+        places = [*(options.allow_write or []), *caches, *ALLOWED]
+        self.options = options
+        self.script = Script(command, options.resume_command)
+        self.source = Source(folder, options.link or [], options.fresh or [])
+        self.clock = Clock(options.row_limit, options.total_limit)
+        self.results: dict[str, Any] = {}
+        self.left_behind = 0
+        self.ranks = self.script.ranks
+        self.other: int = options.other_n or self.ranks + 1
+        self._temporary = temporary
+        self._count = 0
+        self._config = {
+            "source": str(folder),
+            "allowed": _real_paths(places),
+            "checkpoint": options.checkpoint,
+            "adapter": str(options.adapter.resolve()) if options.adapter else None,
+        }
+        self.source.check(options.copy_limit, temporary)
+
+    # --- jobs --------------------------------------------------------------------------------------------------------
+
+    def new_path(self, kind: str) -> Path:
+        """Return a path that no other run has."""
+        self._count += 1
+        return self._temporary / f"{kind}-{self._count}"
+
+    def copy(self, source: Path | None = None) -> Path:
+        """Copy a folder, the script's own by default."""
+        work = self.new_path("work")
+        if source is None:
+            self.source.copy(work)
+        else:
+            shutil.copytree(source, work, symlinks=True)
+        return work
+
+    @contextmanager
+    def job(
+        self,
+        work: Path,
+        ranks: int | None = None,
+        is_restart: bool = False,
+        calls: Calls | None = None,
+        **config: Any,
+    ) -> Iterator[Job]:
+        """Start the script in a copied folder.
+
+        Args:
+            work: the copied folder.
+            ranks: number of ranks, by default the command's.
+            is_restart: take the command that resumes.
+            calls: stop the job before its file system calls.
+            config: settings for the recorder in each process.
+        """
+        records = self.new_path("records")
+        words = self.script.words(ranks or self.ranks, is_restart)
+        command = self.source.in_copy(words, work)
+        with started(command, work, records, {**self._config, **config}, calls) as job:
+            yield job
+            self.left_behind += job.left_behind
+
+    def patience(self) -> float:
+        """Return the seconds that a run may take now."""
+        return max(1.0, self.clock.left())
+
+    def undisturbed_at(self, ranks: int) -> Undisturbed:
+        """Run the script without a fault to its end."""
+        with self.job(self.copy(), ranks) as job:
+            if not job.ended(self.patience()):
+                raise CannotTell(f"at {ranks} ranks it does not end in {job.duration:.0f} s")
+            if job.code:
+                # At another number, the script may fix the number elsewhere.
+                verdict = Failed if ranks == self.ranks else CannotTell
+                raise verdict(f"at {ranks} ranks: exit {job.code}: {job.error_line()}")
+            output = job.output()
+            losses = len(re.findall(self.options.loss_pattern, output))
+            records = job.read()
+            return Undisturbed(records, records.steps(), losses, warnings_in(output), job.duration)
+
+    @cached
+    def reference(self) -> Undisturbed:
+        return self.undisturbed_at(self.ranks)
+
+    def run_reference(self) -> None:
+        """Run the script without a fault, and keep the records for the rows. Raises Verdict if it does not work."""
+        _ = self.reference
+
+    @cached
+    def twin(self) -> Undisturbed:
+        try:
+            return self.undisturbed_at(self.ranks)
+        except Verdict as verdict:
+            raise CannotTell(f"differs from itself: the repetition: {verdict}") from None
+
+    @cached
+    def single(self) -> Undisturbed:
+        return self.undisturbed_at(1)
+
+    @cached
+    def at_other(self) -> Undisturbed:
+        return self.undisturbed_at(self.other)
+
+    # --- the undisturbed run -----------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[Step]:
+        """Return the steps of the undisturbed run."""
+        found: list[Step] = self.reference.steps
+        return found
+
+    @property
+    def total(self) -> int:
+        """Return the number of steps of the undisturbed run; without any, of losses in its output."""
+        return len(self.steps) or int(self.reference.losses)
+
+    def notes(self) -> list[str]:
+        """Return lines for the head of the table: what the check could not see or copy, and the kit's parts in use."""
+        found = []
+        parts: set[str] = set()
+        unseen: set[str] = set()
+        awaited: set[str] = set()
+        imported: set[str] = set()
+        all_notes = [*self.reference.records.notes()]
+        for notes in all_notes:
+            parts.update(notes.parts)
+            unseen.update(notes.unseen)
+            awaited.update(notes.awaited)
+            imported.update(notes.imported)
+        if parts:
+            found.append(f"the script uses {', '.join(sorted(parts))} of samestep.torch")
+        if any(notes.is_inferred for notes in all_notes):
+            found.append("batches of steps are inferred from the loader")
+        found += [f"the check could not see everything: {words}" for words in sorted(unseen)]
+        found += [f"the adapter's function for {module} is never called" for module in sorted(awaited - imported)]
+        if self.source.special:
+            found.append(f"not copied, as they are no files: {', '.join(self.source.special)}")
+        old = self.source.checkpoints(self.options.checkpoint)
+        if old:
+            found.append(f"the folder already holds {old[0]}, which each run finds: --fresh {old[0]!r} leaves it out")
+        return found
+
+    def samples(self) -> list[list[Key]]:
+        """Return the examples of each step of the undisturbed run, which must equal its repetition."""
+        if not self.steps:
+            raise NotSeen(f"no optimizer step: {ADAPTER}")
+        first = self._seen_samples()
+        second = [step.indices for step in self.twin.steps]
+        if first != second:
+            raise CannotTell(f"differs from itself by the samples of step {_first_difference(first, second) + 1}")
+        return first
+
+    def _seen_samples(self) -> list[list[Key]]:
+        found = [step.indices for step in self.steps if step.indices is not None]
+        if len(found) < len(self.steps):
+            reasons = {notes.reason for notes in self.reference.records.notes() if notes.reason}
+            words = "; ".join(sorted(reasons)) or "examples without numbers"
+            raise NotSeen(f"{words}: {ADAPTER}")
+        return found
+
+    def bound(self) -> float:
+        """Return the largest relative difference of the weights that the script's own repetition explains."""
+        twins = [*zip(self.steps, self.twin.steps)]
+        own = [relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights]
+        largest = max(own, default=0.0)
+        if twins and relative(twins[0][0].weights_before, twins[0][1].weights_before) > CLOSE / 100:
+            raise CannotTell("differs from itself by its first weights: set a seed")
+        if largest > MOST_OWN:
+            raise CannotTell(f"differs from itself by {largest:.0e} of the weights")
+        return max(CLOSE, 10 * largest)
+
+    def pause(self, least: float = MIN_RUN) -> float:
+        """Return the seconds to wait after each step, so that all steps take ``least`` seconds."""
+        steps = self.steps
+        if not steps:
+            return 0.0
+        duration = steps[-1].time - steps[0].time
+        return max(0.0, least - duration) / len(steps)
+
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def goal(self) -> int:
+        """Return the step of a fault: the first after the checkpoint nearest to the middle."""
+        total = self.total
+        saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
+        if not saves:
+            return max(1, total // 2)
+        nearest: int = min(saves, key=lambda step: abs(step - total / 2))
+        return nearest + 1
+
+    def middle(self, job: Job) -> None:
+        """Wait until a job has come to the step of its fault."""
+        if not self.total:
+            raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
+        goal = self.goal()
+        pattern = self.options.loss_pattern
+        job.wait(lambda: job.code is not None or job.progress(pattern) >= goal, self.patience())
+        if job.code is not None or job.progress(pattern) < goal:
+            raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.error_line()}")
+
+    def victim(self, job: Job) -> int:
+        """Return the process of the last rank."""
+        records = job.read()
+        ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
+        if not ranks:
+            raise NotSeen("no process has a rank in its environment")
+        return ranks[max(ranks)][-1].pid
+
+    def faulted(self, strike: Callable[[Job], None] | None, **config: Any) -> Faulted:
+        """Strike in the middle of a run, or by ``config``, and restart the script as its user would."""
+        work = self.copy()
+        with self.job(work, pause=self.pause(), **config) as job:
+            if strike:
+                self.middle(job)
+                fault_time = time.time()
+                strike(job)
+            else:
+                job.wait(lambda: job.code is not None, self.patience())
+                fault_time = time.time()
+            ended = job.ended(min(PATIENCE, self.patience()))
+            code = job.code if ended else None
+            duration = time.time() - fault_time
+            records = job.read()
+        attempts = records.attempts()
+        done = len(attempts[0]) if attempts else 0
+        run = Faulted(done, fault_time, code, duration, records, attempts, work, self.copy(work))
+        if code == 0 and len(attempts) > 1:  # it restarted its ranks by itself
+            run.restart = Restart(0, "", attempts[-1], None)
+        elif code != 0:
+            run.restart = self.restarted(work, self.ranks)
+        return run
+
+    def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
+        """Restart a run once more, in the same folder with the same content.
+
+        Args:
+            run: the run with a fault.
+            ranks: number of ranks of the restart.
+            change: changes the folder before the restart.
+        """
+        shutil.rmtree(run.work)
+        shutil.copytree(run.snapshot, run.work, symlinks=True)
+        change(run.work)
+        return replace(run, restart=self.restarted(run.work, ranks))
+
+    def restarted(self, work: Path, ranks: int) -> Restart:
+        """Restart the script in a folder, to its end."""
+        with self.job(work, ranks, is_restart=True) as job:
+            ended = job.ended(self.patience())
+            records = job.read()
+            return Restart(job.code if ended else None, job.error_line(), records.steps(), records)
+
+    def first_step(self, work: Path) -> Restart:
+        """Restart the script in a folder, until the first step of all ranks."""
+        wanted = len(self.reference.records.ranks())
+        with self.job(work, self.ranks, is_restart=True, pause=self.pause(PATIENCE)) as job:
+            # A rank's pause is long, so all ranks are in their first step.
+            job.wait(lambda: job.code is not None or job.ranks_with_steps() >= wanted, self.patience())
+            records = job.read()
+            return Restart(job.code, job.error_line(), records.steps()[:1], records)
+
+    @cached
+    def killed(self) -> Faulted:
+        run = self.faulted(lambda job: os.kill(self.victim(job), signal.SIGKILL))
+        later = run.records.continued(run.fault_time) if run.code == 0 else []
+        if later:
+            run.done = sum(step.time <= run.fault_time for step in run.attempts[0])
+            run.in_place = True
+            run.restart = Restart(0, "", later, None)
+        return run
+
+    @cached
+    def stopped(self) -> Faulted:
+        """Return the run with a killed rank, or if it recovered by itself, one with all its processes killed."""
+        killed: Faulted = self.killed
+        return killed if killed.code else self.faulted(kill_all)
+
+    @cached
+    def terminated(self) -> Faulted:
+        return self.faulted(lambda job: job.process.terminate())
+
+    # --- file system calls -------------------------------------------------------------------------------------------
+
+    @cached
+    def can_filter(self) -> bool:
+        return is_supported()
+
+    def calls(self, work: Path, handler: Handler) -> Calls:
+        """Return what stops a job before its file system calls below its folder."""
+        if self.can_filter:
+            return FilteredCalls(work, handler)
+        try:
+            return AnnouncedCalls(self.new_path("calls"), handler)
+        except OSError as error:
+            raise NotSeen(f"the kernel refuses a filter, and the copies' path no socket: {error}") from None
+
+    @cached
+    def recording(self) -> Recording:
+        """Record one save of a run."""
+        if not self.steps:
+            raise NotSeen(f"no optimizer step: {ADAPTER}")
+        work = self.copy()
+        recorder = states.StateRecorder(work, self.new_path("states"))
+        calls = self.calls(work, recorder)
+        with self.job(work, calls=calls) as job:
+            if not job.ended(self.patience()) or job.code:
+                raise CannotTell(f"does not train to its end while it is recorded: {job.error_line()}")
+            times = [step.time for step in job.read().steps()]
+        if calls.error:
+            raise CannotTell(f"its folder cannot be recorded: {calls.error}")
+        recorder.finish()
+        found = states.saves(recorder.calls, times)
+        save = states.chosen(found, len(self.steps))
+        if save is None:
+            raise NotSeen("one checkpoint only is written" if found else "no checkpoint is written in the folder")
+        if not any(state.call >= save.calls[0] for state in recorder.states):
+            raise CannotTell(f"its folder has too many files, or more than {states.RECORD_LIMIT / 1e6:g} MB of changes")
+        return Recording(recorder.calls, recorder.states, save, work, isinstance(calls, FilteredCalls))
+
+
+def _first_difference(first: Sequence[object], second: Sequence[object]) -> int:
+    for place, (one, two) in enumerate(zip(first, second)):
+        if one != two:
+            return place
+    return min(len(first), len(second))
+
+
+def warnings_in(output: str) -> int:
+    """Return how many lines of an output are warnings or errors."""
+    return sum(WARNING.search(line) is not None for line in output.splitlines())
+
+
+def kill_all(job: Job) -> None:
+    """Kill all processes of a job."""
+    for pid in job.left():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def relative(a: float | None, b: float | None) -> float:
+    """Return the relative difference of two numbers."""
+    one = a or 0.0
+    two = b or 0.0
+    return abs(one - two) / max(abs(one), abs(two), 1e-30)

@@ -1,0 +1,488 @@
+"""Record the states that a job's folder has while it saves a checkpoint, and choose those to restart.
+
+A state is the folder before a call of the file system. A kill at this call leaves exactly this state. Snapshots share
+the copies of files that did not change.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep_check.calls import Call
+
+RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
+CHANGES = {"write", "truncate", "open"}  # calls that change content
+RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
+ENTRY_LIMIT = 1_000_000  # files, folders and links of all states
+
+
+class Entry(NamedTuple):
+    """A file, a folder or a link of a snapshot.
+
+    Attributes:
+        kind: ``file``, ``folder`` or ``link``.
+        source: the copy of a file's content, or a link's target.
+        mode: permissions.
+        time: of the last change, in nanoseconds.
+    """
+
+    kind: str
+    source: str
+    mode: int
+    time: int
+
+
+Snapshot = dict[str, Entry]  # by the path in the folder, each folder before its content
+
+
+class Recorded(NamedTuple):
+    """A call on a path of the folder. ``path`` and ``target`` are relative to it."""
+
+    kind: str
+    path: str
+    target: str | None
+    time: float
+    size: int  # of the file before the call, in bytes; 0 if it is missing
+
+
+class State(NamedTuple):
+    """The folder before the call of this number. The number of the state after the last call is the number of calls."""
+
+    call: int
+    entries: Snapshot
+
+
+class Store:
+    """Take snapshots of a folder. Only changed files are copied.
+
+    Args:
+        folder: the folder of the snapshots.
+        copies: a new folder for the copies of files.
+    """
+
+    def __init__(self, folder: Path, copies: Path) -> None:
+        self._folder = folder
+        self._copies = copies
+        self._known: dict[int, tuple[int, int, str]] = {}  # by inode: size, time, copy
+        self._changed: set[int] = set()  # inodes
+        self._count = 0
+        self.copied = 0  # bytes
+        copies.mkdir()
+
+    def change(self, path: Path) -> None:
+        """Note that a file is about to change. Its time may not show it."""
+        try:
+            self._changed.add(path.stat().st_ino)
+        except OSError:
+            return
+
+    def snapshot(self) -> Snapshot:
+        """Return the folder's content now."""
+        found: Snapshot = {}
+        self._walk(str(self._folder), found)
+        self._changed.clear()
+        return found
+
+    def _walk(self, folder: str, found: Snapshot) -> None:
+        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+            if entry.name == "__pycache__":
+                continue
+            status = entry.stat(follow_symlinks=False)
+            kind, source = self._described(entry.path, status)
+            if kind:
+                name = os.path.relpath(entry.path, self._folder)
+                found[name] = Entry(kind, source, stat.S_IMODE(status.st_mode), status.st_mtime_ns)
+            if kind == "folder":
+                self._walk(entry.path, found)
+
+    def _described(self, path: str, status: os.stat_result) -> tuple[str, str]:
+        if stat.S_ISLNK(status.st_mode):
+            return "link", os.readlink(path)
+        if stat.S_ISDIR(status.st_mode):
+            return "folder", ""
+        if stat.S_ISREG(status.st_mode):
+            return "file", self._copy(path, status)
+        return "", ""
+
+    def _copy(self, path: str, status: os.stat_result) -> str:
+        size, moment, copy = self._known.get(status.st_ino, (-1, -1, ""))
+        is_same = (size, moment) == (status.st_size, status.st_mtime_ns)
+        if is_same and status.st_ino not in self._changed:
+            return copy
+        self._count += 1
+        copy = str(self._copies / str(self._count))
+        shutil.copyfile(path, copy)
+        self.copied += status.st_size
+        self._known[status.st_ino] = (status.st_size, status.st_mtime_ns, copy)
+        return copy
+
+
+class StateRecorder:
+    """Record the calls of a job below its folder, and the folder's state before them.
+
+    Of many writes in a row to one file, the states before the 1st, 2nd, 4th, 8th... are recorded.
+    """
+
+    def __init__(self, folder: Path, copies: Path) -> None:
+        self.calls: list[Recorded] = []
+        self.states: list[State] = []
+        self._folder = folder
+        self._store = Store(folder, copies)
+        self._entries = 0  # of all states
+        self._written = ""  # the path of the newest write
+        self._writes = 0  # to it, in a row
+        self._lock = threading.Lock()
+
+    def __call__(self, call: Call) -> int:
+        """Record a call, and let it continue."""
+        with self._lock:
+            recorded = self._relative(call)
+            if self._is_wanted(recorded):
+                self._take_state()
+            self.calls.append(recorded)
+            self._store.change(Path(call.path))
+        return 0
+
+    def finish(self) -> None:
+        """Record the state after the last call."""
+        self._take_state()
+
+    def _take_state(self) -> None:
+        if self._store.copied > RECORD_LIMIT or self._entries > ENTRY_LIMIT:
+            return
+        entries = self._store.snapshot()
+        self._entries += len(entries)
+        self.states.append(State(len(self.calls), entries))
+
+    def _relative(self, call: Call) -> Recorded:
+        path = os.path.relpath(call.path, self._folder)
+        target = None if call.target is None else os.path.relpath(call.target, self._folder)
+        size = 0
+        if os.path.isfile(call.path):
+            size = os.path.getsize(call.path)
+        return Recorded(call.kind, path, target, time.time(), size)
+
+    def _is_wanted(self, call: Recorded) -> bool:
+        if call.kind in ("fsync", "sync"):
+            return False  # they change nothing that a kill would show
+        if call.kind != "write" or call.path != self._written:
+            self._writes = 0
+        self._written = call.path
+        self._writes += 1
+        return self._writes & (self._writes - 1) == 0  # a power of two
+
+
+def restore(entries: Snapshot, folder: Path, emptied: Iterable[str] = ()) -> None:
+    """Create a folder with the content of a snapshot.
+
+    Args:
+        entries: the snapshot.
+        folder: path of the new folder.
+        emptied: files that get no content, as after a power cut.
+    """
+    folder.mkdir()
+    lost = set(emptied)
+    for name, entry in entries.items():
+        path = folder / name
+        if entry.kind == "folder":
+            path.mkdir()
+        elif entry.kind == "link":
+            path.symlink_to(entry.source)
+        elif name in lost:
+            path.touch()
+        else:
+            shutil.copyfile(entry.source, path)
+    for name, entry in reversed(entries.items()):
+        if entry.kind != "link":
+            (folder / name).chmod(entry.mode)
+            os.utime(folder / name, ns=(entry.time, entry.time))
+
+
+# --- which calls save a checkpoint -----------------------------------------------------------------------------------
+
+
+class Save(NamedTuple):
+    """The calls between two steps that save a checkpoint.
+
+    Attributes:
+        done: steps before it.
+        calls: numbers of the calls.
+        weight: how many files it writes, and how many names it changes.
+    """
+
+    done: int
+    calls: list[int]
+    weight: int
+
+
+def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
+    """Return the saves of checkpoints among a run's calls.
+
+    The calls after a step belong to one group. Logs, and files that are also written in groups with few calls, are no
+    checkpoints.
+
+    Args:
+        calls: the calls of a run.
+        times: the times of its steps, in order.
+    """
+    names = [_without_digits(call.path) for call in calls]
+    groups = _groups(calls, times)
+    between: set[str] = set()
+    for group in _light(groups):
+        between.update(names[number] for number in group.calls)
+    found = []
+    for group in groups:
+        own = [number for number in group.calls if names[number] not in between]
+        if own:
+            found.append(Save(group.done, own, _weight([calls[number] for number in own])))
+    return found
+
+
+def _light(groups: Sequence[Save]) -> list[Save]:
+    """Return the groups that do at most half as much as the heaviest one, and so save no checkpoint."""
+    heaviest = max((group.weight for group in groups), default=0)
+    return [group for group in groups if 2 * group.weight <= heaviest]
+
+
+def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
+    """Return the calls between steps, without those on logs."""
+    logs = _logs(calls, times)
+    groups: dict[int, list[int]] = {}
+    for number, call in enumerate(calls):
+        if call.kind != "sync" and call.path not in logs:
+            groups.setdefault(bisect_right(times, call.time), []).append(number)
+    found = []
+    for done, numbers in sorted(groups.items()):
+        found.append(Save(done, numbers, _weight([calls[number] for number in numbers])))
+    return found
+
+
+def _logs(calls: Sequence[Recorded], times: Sequence[float]) -> set[str]:
+    """Return the files that only grow, over several steps."""
+    sizes: dict[str, list[int]] = {}
+    groups: dict[str, set[int]] = {}
+    moved: set[str] = set()
+    for call in calls:
+        if call.kind == "write":
+            sizes.setdefault(call.path, []).append(call.size)
+            groups.setdefault(call.path, set()).add(bisect_right(times, call.time))
+        elif call.kind in RENAMES:
+            moved.add(call.path)
+            moved.add(call.target or call.path)
+    found = set()
+    for path, of_path in sizes.items():
+        grows = all(before < after for before, after in zip(of_path, of_path[1:]))
+        if grows and len(groups[path]) > 1 and path not in moved:
+            found.add(path)
+    return found
+
+
+def _weight(calls: Sequence[Recorded]) -> int:
+    """Return how many files calls write, and how many names they change."""
+    written = {call.path for call in calls if call.kind in CHANGES}
+    renamed = [call for call in calls if call.kind in RENAMES]
+    return len(written) + len(renamed)
+
+
+def _without_digits(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
+
+
+def chosen(found: Sequence[Save], total: int) -> Save | None:
+    """Return the heaviest save after the first and before the end, to test it; None if there is one only.
+
+    Args:
+        found: the saves of a run.
+        total: its number of steps.
+    """
+    later = [save for save in found[1:] if save.done < total] or found[1:]
+    return max(later, key=lambda save: save.weight, default=None)
+
+
+def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], most: int) -> list[State]:
+    """Return states of a save, the most telling first: the first, the last, those at renames, the rest evenly.
+
+    Args:
+        save: the save.
+        calls: the calls of its run.
+        states: the recorded states of its run.
+        most: how many are returned at most.
+    """
+    numbers = set(save.calls)
+    own = [state for state in states if state.call in numbers]
+    after = [state for state in states if state.call > save.calls[-1]]
+    own += after[:1]
+    first = [*own[:1], *own[-1:]]
+    for before, state in zip(own, own[1:]):
+        if calls[before.call].kind in RENAMES:
+            first += [before, state]
+    found = {state.call: state for state in [*first, *_spread(own)]}
+    return [*found.values()][:most]
+
+
+def _spread(states: Sequence[State]) -> list[State]:
+    """Return states in another order: each beginning of it is spread evenly over all of them."""
+    count = len(states)
+    found: dict[int, State] = {}
+    parts = 1
+    while len(found) < count:
+        parts *= 2
+        for part in range(1, parts, 2):
+            place = count * part // parts
+            found[place] = states[place]
+        if parts > count:
+            found.update(enumerate(states))
+    return [*found.values()]
+
+
+def words_of(state: State, save: Save, calls: Sequence[Recorded]) -> str:
+    """Return which moment of a save a state is.
+
+    Args:
+        state: a state of the save.
+        save: the save.
+        calls: the calls of its run.
+    """
+    if state.call > save.calls[-1] or state.call >= len(calls):
+        return "after the save"
+    call = calls[state.call]
+    target = f" to {call.target}" if call.target else ""
+    size = f" at byte {call.size}" if call.kind == "write" else ""
+    return f"before the {call.kind} of {call.path}{target}{size}"
+
+
+# --- a power cut -----------------------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """The folder after a power cut.
+
+    Attributes:
+        state: the folder without the cut.
+        lost: files that are empty, because they were renamed without an fsync.
+    """
+
+    state: State
+    lost: frozenset[str]
+
+
+class _Unsynced:
+    """Follow which files a power cut empties: those that were renamed or linked before an fsync."""
+
+    def __init__(self) -> None:
+        self._written: set[str] = set()  # since the last fsync
+        self.lost: set[str] = set()
+
+    def follow(self, call: Recorded) -> None:
+        """Follow one call."""
+        if call.kind in CHANGES:
+            self._written.add(call.path)
+        elif call.kind == "sync":
+            self._written.clear()
+            self.lost.clear()
+        elif call.kind in ("fsync", "unlink"):
+            self._written.discard(call.path)
+            self.lost.discard(call.path)
+        elif call.target:
+            self._move(call.path, call.target, is_link=call.kind == "link")
+
+    def _move(self, path: str, target: str, is_link: bool) -> None:
+        self.lost.discard(target)
+        self._written.discard(target)
+        moved = {name for name in self._written if _is_or_below(name, path)}
+        renamed = {target + name.removeprefix(path) for name in moved}
+        if not is_link:
+            kept = {name for name in self.lost if not _is_or_below(name, path)}
+            renamed |= {target + name.removeprefix(path) for name in self.lost - kept}
+            self._written -= moved
+            self.lost = kept
+        self._written |= renamed
+        self.lost |= renamed
+
+
+def _is_or_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+def cuts(save: Save, calls: Sequence[Recorded], states: Sequence[State]) -> list[Cut]:
+    """Return the folder after a power cut after each rename of a save, and after its end; none if all is fsynced.
+
+    Files that were written before the save are whole.
+
+    Args:
+        save: the save.
+        calls: the calls of its run.
+        states: the recorded states of its run.
+    """
+    unsynced = _Unsynced()
+    found: dict[tuple[int, frozenset[str]], Cut] = {}
+    own = set(save.calls)
+    for number in range(save.calls[0], save.calls[-1] + 1):
+        call = calls[number]
+        if number in own or call.kind == "sync":
+            unsynced.follow(call)
+        is_moment = call.kind in RENAMES or number == save.calls[-1]
+        state = next((state for state in states if state.call > number), None)
+        if is_moment and unsynced.lost and state is not None:
+            lost = frozenset(unsynced.lost)
+            found[state.call, lost] = Cut(state, lost)
+    return [*found.values()]
+
+
+def renames(save: Save, calls: Sequence[Recorded]) -> int:
+    """Return how many renames and links a save has."""
+    return sum(calls[number].target is not None for number in save.calls)
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """Answer writes with ENOSPC, from the middle of a save on.
+
+    Args:
+        folder: the job's folder.
+        save: a save of an earlier run of the job.
+        calls: the calls of that run.
+        done: returns the number of steps so far.
+
+    Attributes:
+        path: the file whose write failed first, relative to the folder; empty until then.
+    """
+
+    def __init__(self, folder: Path, save: Save, calls: Sequence[Recorded], done: Callable[[], int]) -> None:
+        own = set(save.calls)
+        writes = [(number in own, call.path) for number, call in enumerate(calls) if call.kind == "write"]
+        self.path = ""
+        self._folder = folder
+        self._done = done
+        self._first_step = save.done
+        self._left = sum(calls[number].kind == "write" for number in save.calls) // 2  # writes that succeed
+        # The names of temporary files may be random, so the save's files are those that no other call writes.
+        self._others = {_without_digits(path) for is_own, path in writes if not is_own}
+        self._others -= {_without_digits(path) for is_own, path in writes if is_own}
+
+    def __call__(self, call: Call) -> int:
+        """Return ENOSPC for a write to the full disk, 0 for another call."""
+        if call.kind != "write":
+            return 0
+        path = os.path.relpath(call.path, self._folder)
+        if self.path:
+            return errno.ENOSPC
+        if _without_digits(path) in self._others or self._done() < self._first_step:
+            return 0
+        self._left -= 1
+        if self._left >= 0:
+            return 0
+        self.path = path
+        return errno.ENOSPC

@@ -1,0 +1,21 @@
+"""The verdicts of a row other than passed."""
+
+from __future__ import annotations
+
+ADAPTER = "give an --adapter that records them"  # the remedy of several verdicts
+
+
+class Verdict(Exception):
+    """A row's result other than passed."""
+
+
+class Failed(Verdict):
+    """The script does not survive the fault, or does what nobody wants."""
+
+
+class CannotTell(Verdict):
+    """The runs of the script do not decide it."""
+
+
+class NotSeen(Verdict):
+    """The script does not show what the row needs, from outside."""

@@ -1,0 +1,269 @@
+"""The rows of ``samestep check`` on saves: kills at each write, power cuts, full disks (program/saver.py)."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from samestep_check import filter_calls, rows_saves, states
+from samestep_check.calls import AnnouncedCalls, Call, FilteredCalls, is_supported
+from samestep_check.command import build_parser
+from samestep_check.runner import ScriptRunner
+from samestep_check.states import Recorded
+from samestep_check.verdicts import NotSeen
+from test_command import Replaced, check, program
+
+SAVER = Path(__file__).with_name("program") / "saver.py"
+ROWS = "save-every-write,save-power-cut,disk-full"
+FSYNC = "        os.fsync(file.fileno())\n"
+NEWEST = '    os.replace("new.tmp", f"checkpoint-{step}.json")\n'
+OPENED = '    with open("new.tmp"'
+CAUGHT = "        try:\n            save(step)\n        except OSError:\n            pass\n"
+ONE_KEPT: Replaced = (("KEPT = 2", "KEPT = 1"),)
+# The row that must find a fault, the words that name it, and the texts that make it.
+FAULTS: dict[str, tuple[str, str, Replaced]] = {
+    "the newest is named by a file that is written in place": (
+        "save-every-write",
+        "killed before the write of latest",
+        (
+            (NEWEST, NEWEST + '    Path("latest").write_text(f"checkpoint-{step}.json")\n'),
+            (
+                "def load() -> int:\n",
+                "def load() -> int:\n"
+                '    if Path("latest").exists():\n'
+                '        return int(json.loads(Path(Path("latest").read_text()).read_text())["step"])\n',
+            ),
+        ),
+    ),
+    "the old one is deleted first": (
+        "save-every-write",
+        "killed before the open of new.tmp: starts over at step 0",
+        ((OPENED, "    for path in saves():\n        path.unlink()\n" + OPENED),),
+    ),
+    "no fsync": ("save-power-cut", "checkpoint-4.json is empty", ((FSYNC, ""), *ONE_KEPT)),
+    "written in place": (
+        "disk-full",
+        "no space for checkpoint-0.json",
+        ((NEWEST, ""), ('open("new.tmp", "w")', 'open("checkpoint-0.json", "w")')),
+    ),
+    "a full disk without a word": (
+        "disk-full",
+        "exit 0 without an error or a warning",
+        (
+            ("        save(step)\n", CAUGHT),
+            ('    with open("log.txt", "a") as log:\n        log.write(f"loss {1 / step}\\n")\n', ""),
+        ),
+    ),
+}
+needs_filter = pytest.mark.skipif(not is_supported(), reason="the kernel refuses a filter of calls")
+
+
+@needs_filter
+def test_a_sound_script_survives_each_moment_of_a_save(tmp_path: Path) -> None:
+    """No other test restarts a script in recorded states and passes."""
+    folder = program(tmp_path / "sound", SAVER)
+    done, verdicts = check(folder, f"--faults={ROWS}", "--", sys.executable, "saver.py")
+    assert {*verdicts.values()} == {"passed"}, done.stdout + done.stderr
+    assert len(verdicts) == 3
+    assert "states of the save of step 6: each resumes, at step 4 or 6" in done.stdout
+    assert "each file of the save of step 6 is fsynced before its rename" in done.stdout
+    assert "no space for new.tmp: exit 1" in done.stdout
+    assert [*folder.iterdir()] == [folder / "saver.py"]
+
+
+@needs_filter
+def test_an_older_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
+    """No other test passes without an fsync."""
+    folder = program(tmp_path / "sound", SAVER, ((FSYNC, ""),))
+    done, verdicts = check(folder, "--faults=save-power-cut", "--", sys.executable, "saver.py")
+    assert verdicts == {"save-power-cut": "passed"}, done.stdout + done.stderr
+    assert "checkpoint-6.json without an fsync before the rename; if it is empty, an earlier" in done.stdout
+
+
+@needs_filter
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_save_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
+    """No other test has a script that a kill, a power cut or a full disk in a save breaks."""
+    row, words, replaced = FAULTS[fault]
+    folder = program(tmp_path / "unsound", SAVER, replaced)
+    done, verdicts = check(folder, f"--faults={row}", "--", sys.executable, "saver.py")
+    assert verdicts == {row: "failed"}, done.stdout + done.stderr
+    assert words in done.stdout
+
+
+def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other test runs a script whose Python announces its calls."""
+    (tmp_path / "copies").mkdir()
+    monkeypatch.chdir(program(tmp_path / "sound", SAVER))
+    command = [sys.executable, "saver.py"]
+    runner = ScriptRunner(build_parser().parse([]), command, tmp_path / "copies")
+    runner.results["can_filter"] = False
+    words = rows_saves.save_every_write(runner)
+    assert "4 states of the save of step 6: each resumes, at step 4 or 6; the kernel refuses a filter" in words
+    for row in (rows_saves.save_power_cut, rows_saves.disk_full):
+        with pytest.raises(NotSeen, match="the kernel refuses a filter"):
+            row(runner)
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+WRITER = """
+import os
+with open("a", "w") as file:
+    file.write("x")
+    file.flush()
+    os.fsync(file.fileno())
+os.rename("a", "b")
+os.symlink("b", "link")
+os.unlink("link")
+try:
+    os.close(os.open("read", os.O_RDWR | os.O_CREAT))
+    os.truncate("full", 9)
+except OSError as error:
+    raise SystemExit(error.errno)
+"""
+
+
+@needs_filter
+def test_calls_are_stopped_in_their_order_and_may_fail(tmp_path: Path) -> None:
+    """No other test shows which calls the filter reports, or lets one fail."""
+    found: list[Call] = []
+    work = tmp_path / "work"
+    work.mkdir()
+
+    def handle(call: Call) -> int:
+        found.append(call)
+        return errno.ENOSPC if call.path.endswith("full") else 0
+
+    calls = FilteredCalls(work, handle)
+    command = calls.wrapped([sys.executable, "-c", WRITER])
+    process = subprocess.Popen(command, cwd=work, pass_fds=calls.descriptors)
+    calls.start()
+    assert process.wait(30) == errno.ENOSPC
+    calls.stop()
+    assert calls.error is None
+    names = [(call.kind, Path(call.path).name, Path(call.target or "").name) for call in found]
+    assert names == [
+        ("open", "a", ""),
+        ("write", "a", ""),
+        ("fsync", "a", ""),
+        ("rename", "a", "b"),
+        ("symlink", "link", ""),
+        ("unlink", "link", ""),
+        ("truncate", "full", ""),
+    ]
+
+
+def test_the_filter_fits_both_machines() -> None:
+    """No other test makes the filter of a machine that runs none of them."""
+    for machine in filter_calls.MACHINES:
+        names = filter_calls.numbers(machine)
+        assert {"write", "openat", "renameat2", "unlinkat", "fsync"} <= {*names.values()}
+        size = len(filter_calls.program(machine)) // 8
+        assert size == 5 + 2 * len(names) + 3 * sum(name.startswith("open") for name in names.values())
+
+
+def test_announced_calls_wait_for_the_answer(tmp_path: Path) -> None:
+    """No other test follows a script by Python's audit hook, as where the kernel refuses a filter."""
+    found: list[Call] = []
+
+    def handle(call: Call) -> int:
+        found.append(call)
+        return 0
+
+    calls = AnnouncedCalls(tmp_path / "calls", handle)
+    calls.start()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(calls.path))
+        connection.sendall(b'["rename", "a", "b"]\n')
+        assert connection.recv(1) == b"."
+    calls.stop()
+    assert found == [Call("rename", "a", "b")]
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def recorded(time: float, kind: str, path: str, target: str | None = None, size: int = 0) -> Recorded:
+    return Recorded(kind, path, target, time, size)
+
+
+def save_of(time: float, name: str) -> list[Recorded]:
+    written = [recorded(time, "open", "new.tmp"), recorded(time, "write", "new.tmp")]
+    return [*written, recorded(time, "rename", "new.tmp", name)]
+
+
+TIMES = [1.0, 2.0, 3.0, 4.0]  # of steps
+
+
+def test_saves_are_the_groups_of_calls_that_do_most() -> None:
+    """No other test has a log, or a file that each step writes beside a save."""
+    calls = [
+        recorded(1.5, "write", "log.txt", size=0),
+        recorded(1.6, "rename", "at-1.tmp", "at-1"),
+        *save_of(1.7, "1.pt"),
+        recorded(2.5, "write", "log.txt", size=9),
+        recorded(2.6, "rename", "at-2.tmp", "at-2"),
+        recorded(3.5, "write", "log.txt", size=18),
+        recorded(3.6, "rename", "at-3.tmp", "at-3"),
+        *save_of(3.7, "3.pt"),
+        recorded(3.8, "unlink", "1.pt"),
+    ]
+    found = states.saves(calls, TIMES)
+    assert [(save.done, save.calls) for save in found] == [(1, [2, 3, 4]), (3, [9, 10, 11, 12])]
+    chosen = states.chosen(found, total=9)
+    assert chosen == found[1]
+    assert states.chosen(found[:1], total=9) is None
+
+
+def test_the_states_at_names_come_first_and_the_others_are_spread() -> None:
+    """No other test has more states than --points."""
+    calls = [recorded(1.5, "write", "a", size=k) for k in range(8)] + [recorded(1.6, "rename", "a", "b")]
+    all_states = [states.State(k, {}) for k in range(10)]
+    save = states.Save(1, [*range(9)], 2)
+    found = [state.call for state in states.states_of(save, calls, all_states, most=5)]
+    assert found == [0, 9, 8, 5, 2]
+
+
+def test_a_power_cut_empties_what_was_renamed_before_its_fsync() -> None:
+    """No other test has a folder that is renamed, or an fsync after the rename, which is too late."""
+
+    def lost(*calls: Recorded) -> set[str]:
+        save = states.Save(1, [*range(len(calls))], 2)
+        cuts = states.cuts(save, calls, [states.State(len(calls), {})])
+        return {*cuts[-1].lost} if cuts else set()
+
+    written = recorded(1, "write", "d/a")
+    assert lost(written, recorded(1, "rename", "d", "e")) == {"e/a"}
+    assert lost(written, recorded(1, "fsync", "d/a"), recorded(1, "rename", "d", "e")) == set()
+    assert lost(written, recorded(1, "rename", "d/a", "d/b"), recorded(1, "fsync", "d/b")) == {"d/b"}
+    assert lost(written, recorded(1, "sync", "/"), recorded(1, "rename", "d/a", "b")) == set()
+    assert lost(written, recorded(1, "link", "d/a", "b")) == {"b"}
+
+
+def test_a_snapshot_copies_changed_files_only_and_comes_back(tmp_path: Path) -> None:
+    """No other test has links, modes and times in a state."""
+    work = tmp_path / "work"
+    (work / "out").mkdir(parents=True)
+    (work / "out" / "a").write_text("one")
+    (work / "out" / "a").chmod(0o600)
+    (work / "link").symlink_to("out/a")
+    store = states.Store(work, tmp_path / "copies")
+    first = store.snapshot()
+    store.change(work / "out" / "a")
+    (work / "out" / "a").write_text("two")
+    second = store.snapshot()
+    third = store.snapshot()
+    assert store.copied == 6
+    assert second == third
+    states.restore(first, tmp_path / "back")
+    back = tmp_path / "back" / "link"
+    assert (back.readlink(), back.read_text()) == (Path("out/a"), "one")
+    assert back.stat().st_mode & 0o777 == 0o600
+    assert back.stat().st_mtime_ns == first["out/a"].time
+    states.restore(second, tmp_path / "cut", ["out/a"])
+    assert (tmp_path / "cut" / "out" / "a").read_text() == ""
