@@ -21,7 +21,7 @@ from samestep.options import Parser, add_common
 
 ROOT = Path(__file__).resolve().parents[1]
 # The text of a link, its target and its title, which of a link "test" is a function; and whether the soak has it.
-LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak|，慢测试)?')
+LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak|\W慢测试)?')
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 # Errors without words of their own: they pass on a message of another machine or file, which is listed there.
 PASSED_ON = {
