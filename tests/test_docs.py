@@ -125,7 +125,7 @@ def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
     for command, output in shown:
         done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == output, f"copy what this prints into docs/migrating.md: {command}"
-    assert len(shown) == 3
+    assert len(shown) == 7
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

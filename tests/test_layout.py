@@ -100,6 +100,15 @@ def test_scripts_hold_only_doors() -> None:
     assert found <= {f"scripts/{name}" for name in doors}
 
 
+def test_each_file_of_tests_is_run_in_an_environment() -> None:
+    command = ["git", "ls-files", "tests/test_*.py", "tests/**/test_*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    named = {*re.findall(r"\btests/[\w/.]*\w", (ROOT / "tox.ini").read_text())}
+    for name in listed.stdout.splitlines():
+        places = {name, *map(str, Path(name).parents)}
+        assert places & named, f"no testpaths in tox.ini has {name}"
+
+
 def test_each_app_has_its_specification_its_script_and_its_environment() -> None:
     environments = (ROOT / "tox.ini").read_text()
     for app in (path.parent.name for path in ROOT.glob("apps/*/train.py")):

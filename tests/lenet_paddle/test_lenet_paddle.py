@@ -342,11 +342,13 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
 def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness, soak: bool) -> None:
     """The programs in steps/, started as a reader starts them: the mean loss of their ranks equals plain.py's.
 
-    In the matrix only four of the seven starts.
+    In the matrix only five of the eight starts.
     """
     alone = [sys.executable]
     plain, launched = printed(harness, alone, "plain"), printed(harness, LAUNCH, "launch")
     results = [(launched, 2), (printed(harness, alone, "spawn"), 2)]
+    on_one_card = [FLEETRUN[0], "--ips=127.0.0.1", "--nproc_per_node=1", "--log_dir=paddle-log"]
+    results += [(printed(harness, on_one_card, "fleet"), 1)]
     if soak:
         results += [(printed(harness, FLEETRUN, "fleet"), 2), (printed(harness, alone, "fleet"), 1)]
         results += [(printed(harness, alone, "highlevel"), 1)]

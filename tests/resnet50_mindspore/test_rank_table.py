@@ -29,17 +29,7 @@ SPEC.loader.exec_module(TOOL)
 
 IPS = [f"192.{1 + i % 4}.27.{6 + i // 4}" for i in range(8)]
 # MindSpore's tutorial on distributed training prints this table for 8 devices, with the comma before "]".
-SEED = (
-    '{"board_id": "0x0000", "chip_info": "910", "deploy_mode": "lab", "group_count": "1", "group_list": [\n'
-    '{"device_num": "8", "server_num": "1", "group_name": "", "instance_count": "8", "instance_list": [\n'
-    + "".join(
-        f'{{"devices": [{{"device_id": "{i}","device_ip": "{ip}"}}],"rank_id": "{i}","server_id": "10.*.*.*"}},\n'
-        for i, ip in enumerate(IPS)
-    )
-    + ']}], "para_plane_nic_location": "device", '
-    '"para_plane_nic_name": ["eth0","eth1","eth2","eth3","eth4","eth5","eth6","eth7"],\n'
-    '"para_plane_nic_num": "8", "status": "completed"}\n'
-)
+SEED = Path(__file__).with_name("tutorial_rank_table.json").read_text()
 MENDED = SEED.replace("},\n]", "}\n]")
 
 
