@@ -127,7 +127,7 @@ def listed(path: Path) -> list[DevicePath]:
 
 
 def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
-    """Yield what is wrong with an app's list."""
+    """Yield a message for each error in an app's list."""
     wanted, found = devices(app), {path.device for path in paths}
     if found != wanted:
         yield f"it has the devices {sorted(found)}, but --device takes {sorted(wanted)} beside auto"

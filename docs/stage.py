@@ -163,7 +163,7 @@ def targets(markdown: str) -> Iterator[str]:
 def resolved(origin: str, target: str) -> str | None:
     """Return the path, relative to the root, of a relative link in the file ``origin``.
 
-    Of a folder with a README.md it is that file. Return None for a target that is not in the repository.
+    For a folder with a README.md, return that file. Return None for a target that is not in the repository.
     """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
-APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # Those that train.
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # The apps that train.
 FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
 FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's.
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.

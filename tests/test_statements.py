@@ -19,7 +19,7 @@ from harness import APPS
 ROOT = Path(__file__).resolve().parents[1]
 APP_PAGES = {"coming_from": "docs/coming_from/*.md", "README": "README*.md"}
 TUTORIALS = "docs/coming_from"
-# Statements of these pages that were wrong: a text that is right, and the test that runs what it says.
+# Corrected statements of these pages: a part of the text, and the test that runs it.
 RUN_BY = {
     (f"{TUTORIALS}/pytorch_ddp_dlc.md", "run_mnist_ddp.sh 2 --dataset mnist-5k"): (
         "tests/test_statements.py",

@@ -132,7 +132,7 @@ class RemoteProcess:
         self.agent.send(kind="kill", rank=self._rank)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once: the agent tells the exit code later."""
+        """Return at once: the agent reports the exit code later."""
 
 
 @dataclass
@@ -602,7 +602,7 @@ class Job:
             self._updated_at = time.monotonic()
 
     def _keep(self, step: int, groups: Groups) -> None:
-        """Let ranks that come later begin with this checkpoint."""
+        """Use this checkpoint as the start of later ranks."""
         message = {**json.loads(self._collectives.parts[0]), "step": step, "groups": [*groups]}
         contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
         self._collectives.parts[:] = [json.dumps(message).encode(), *contents]

@@ -18,7 +18,7 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, sample_bits
 from samestep.step_timer import COMMUNICATION, INPUT
 
-# Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
+# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
 PADDING = 4  # pixels on each side, for the random crop

@@ -59,7 +59,7 @@ class Net(nn.Module):
 class Cifar(Dataset[tuple[Tensor, int, int]]):
     """One sample at a time through torchvision's transforms: image float64 [3, 32, 32], label, index.
 
-    The index says afterwards which samples an update had; nothing else looks at it.
+    The index records which samples an update had. Training does not use it.
     """
 
     def __init__(self, train: bool, augment: bool) -> None:

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
 
 
 def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
-    """No other test has a mistake in an adapter, at its start or in a function that it gives."""
+    """The adapter raises an error at its import, or in a function that it registered."""
     folder = program(tmp_path / "sound", PLAIN)
     (folder / "adapter.py").write_text("raise RuntimeError('a mistake')\n")
     done, _ = plain(folder, "evaluation", "--adapter=adapter.py")
@@ -145,7 +145,7 @@ def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
 
 
 def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
-    """As in a container whose user has no entry in passwd, with PYTHONOPTIMIZE=1."""
+    """The user has no entry in passwd, as in a container, and PYTHONOPTIMIZE is 1."""
     folder, site = program(tmp_path / "sound", PLAIN), tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(NO_PASSWD)

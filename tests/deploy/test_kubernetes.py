@@ -99,7 +99,7 @@ def jobs_of_runtime(manifest: Manifest) -> list[Manifest]:
 
 
 def templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Every pod template, by the name of who has it."""
+    """Return every pod template by the name of its owner."""
     for manifest in manifests:
         name, spec = f"{manifest['kind']} {manifest['metadata']['name']}", manifest["spec"]
         if manifest["kind"] == "Job":

@@ -31,7 +31,7 @@ from samestep_launch import environments
 from samestep_launch.environments import Environment
 from scratch_project import ScratchProject, end_of, gone, wait_for
 
-# On PATH as python3 and python3.11. It claims to be of another version where a file says so.
+# On PATH as python3 and python3.11. A file can make it report another version.
 BASE = """#!/usr/bin/env bash
 if [ "$1 $2" = "-m venv" ]; then
   echo "venv $3" >> {notes}

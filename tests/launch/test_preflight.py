@@ -166,7 +166,7 @@ def test_who_waits_is_told_for_whom(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
-    """Its connection alone says so."""
+    """Only the closed connection shows it."""
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(preflight.preflight, node(0), "127.0.0.1", port, 20.0, dict, nothing)
@@ -256,7 +256,7 @@ def test_another_program_on_the_port_is_not_taken_for_machine_0(monkeypatch: pyt
 def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine 0's launcher may still listen there for a while; and who has been told holds nobody up."""
+    """Machine 0's launcher may still listen for a while, and a machine that has its answer delays no other."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.3)
     port, leaves, stays = int(free_port()), node(leaver, after="job"), node(1 - leaver, after="job")
     launcher = socket.create_server(("127.0.0.1", port)) if leaver else None
@@ -292,7 +292,7 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 
 
 def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody() -> None:
-    """It need not wait for others, is compared as at the start, and may come again."""
+    """It does not wait for others, is compared as at the start, and may connect again."""
     port, plan, seen = int(free_port()), {"job": "j", "port": "1"}, list[Mapping[str, Any]]()
     late = functools.partial(preflight.preflight, address="127.0.0.1", port=port, limit=10.0, plan=dict)
     with preflight.admit_late(node(0), "127.0.0.1", port, Rendezvous((2, 2), "", "", plan)):
@@ -327,14 +327,14 @@ NOTE = """
 
 
 def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: ScratchProject) -> None:
-    """The run dir too, as on a shared disk; the second machine is told of it."""
+    """All machines use the run dir of machine 0, as on a shared disk."""
     done = [end_of(process) for process in machines(project, ("2", "--run-dir=run"), ("3", "--run-dir=run"), code=NOTE)]
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
     first, second = (json.loads((project.run_dir / f"note-{n}").read_text()) for n in (2, 3))
     assert first["environ"]["SAMESTEP_JOB"] == second["environ"]["SAMESTEP_JOB"]
     for note in (first, second):
         assert note["environ"]["SAMESTEP_MACHINES"] == "2"
-        assert "SAMESTEP_RANKS" not in note["environ"]  # none knows how many ranks were asked for
+        assert "SAMESTEP_RANKS" not in note["environ"]  # no machine has the number of ranks of the job
         assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
         assert f"--run-dir={project.run_dir}" in note["options"]
     assert "--resume" in first["options"]
@@ -402,7 +402,7 @@ def test_a_machine_that_is_stopped_while_all_wait_ends_all(project: ScratchProje
 
 @pytest.mark.parametrize("leaver", [2, 3], ids=["machine 0", "machine 1"])
 def test_a_machine_whose_ranks_failed_for_good_ends_the_others(project: ScratchProject, leaver: int) -> None:
-    """Each has a disk of its own, so that only one knows; the other would wait for it to start again."""
+    """Each machine has its own disk, so only one sees the end; the other would wait for its restart."""
     fails = f"""
 if nproc == "{leaver}":
     told = {{"code": 2, "job": os.environ["SAMESTEP_JOB"]}}

@@ -325,7 +325,7 @@ dist.all_reduce(ones)
 
 def test_plain_rank_and_world_size(harness: Harness) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
-    # Of the three APIs fleet asks the environment for most.
+    # fleet reads more variables than the other two APIs.
     command = [sys.executable, TRAIN, *SMALL, "--api=fleet", "--run-dir=run"]
     jobs = [
         harness.start_command(command, harness.folder / "run", **common, RANK=rank, LOCAL_RANK=rank)

@@ -27,7 +27,7 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
     ],
 )
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
-    """In float32 and with dropout: Lightning adds nothing to the arithmetic, nor to what is recorded and when."""
+    """In float32 with dropout, Lightning changes neither the arithmetic nor the records."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", *options]
     ours, reference = harness.train(n, *options), ddp.train(n, *options)
     assert ours["weights_sha256"] == reference["weights_sha256"]

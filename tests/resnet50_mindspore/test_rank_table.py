@@ -41,7 +41,7 @@ def run(*arguments: object, cwd: Path | None = None, path: Path | None = None) -
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
-    """The same in this process, for the many cases of a property."""
+    """Run the tool in this process, which is faster: a property has many cases."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = TOOL.main([str(each) for each in arguments])
@@ -569,7 +569,7 @@ def test_hccn_tool_is_asked(tmp_path: Path) -> None:
     devices = json.loads(made.stdout)["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == [f"192.168.{i}.1" for i in range(4, 8)]
     (tmp_path / "hccn.conf").write_text(CONF)
-    made = run("make", "--server", "a", "--hccn-conf", tmp_path / "hccn.conf", path=path)  # what is named wins
+    made = run("make", "--server", "a", "--hccn-conf", tmp_path / "hccn.conf", path=path)  # a file that is named wins
     assert [each["device_ip"] for each in json.loads(made.stdout)["server_list"][0]["device"]] == IPS
 
 

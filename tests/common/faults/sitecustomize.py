@@ -17,8 +17,8 @@ These end nothing:
   file's name gets "-<rank>" at its end.
 * ``tell``: this file gets the address and the number of values of each parameter (torch alone).
 
-A fault disturbs only the first start of a job, unless it has ``every_start``. It changes when the program ends, and
-replaces none of its code.
+A fault disturbs only the first start of a job, unless it has ``every_start``. A fault ends the program early, but
+does not replace its code.
 """
 
 from __future__ import annotations
