@@ -119,6 +119,13 @@ def test_a_page_that_shows_a_program_shows_it_as_it_is(name: str) -> None:
     assert f"```python\n{(ROOT / 'docs' / name).read_text()}```" in (ROOT / "docs" / "own_loop.md").read_text()
 
 
+def test_the_recipes_train_the_network_of_own_loop_on_its_images() -> None:
+    own, recipes = (ast.parse((ROOT / "docs" / name).read_text()).body for name in ("own_loop.py", "recipes/images.py"))
+    shown = {node.name: ast.unparse(node) for node in own if isinstance(node, ast.ClassDef)}
+    assert shown == {node.name: ast.unparse(node) for node in recipes if isinstance(node, ast.ClassDef)}
+    assert shown.keys() == {"Images", "Net"}
+
+
 def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
     shown = re.findall(r"```bash\n(diff [^\n]*)\n```\n\n```diff\n(.*?)```", text, re.DOTALL)
