@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import commands
 import pytest
@@ -55,7 +56,7 @@ def cells(text: str) -> list[list[list[str]]]:
 
 
 def in_english(target: str) -> str:
-    return target.replace(".zh.md", ".md")
+    return target.replace(".zh.", ".")
 
 
 def facts(cell: str) -> tuple[list[str], list[str], list[str]]:
@@ -136,6 +137,14 @@ def test_a_link_leads_to_the_chinese_page_or_says_that_its_page_is_english(page:
 def test_the_readme_names_the_tutorials_directly_below_the_first_command() -> None:
     below = pair("README.md")[1].split("```\n")[1]
     assert all(chinese_name(page) in below.partition("\n\n")[0] for page in COMING_FROM)
+
+
+def test_the_chinese_picture_is_the_english_one_with_chinese_words() -> None:
+    program = runpy.run_path(str(ROOT / "docs" / "first_picture.py"))
+    chinese = (ROOT / "docs" / "first_picture.zh.svg").read_text(encoding="utf-8")
+    assert chinese == program["in_chinese"]((ROOT / "docs" / "first_picture.svg").read_text(encoding="utf-8"))
+    words = " ".join(re.findall(r"<(?:text|title)[^>]*>([^<]*)<", chinese))
+    assert {*re.findall("[A-Za-z]{2,}", words)} == {"DDP", "Samestep", "epoch", "loss", "rank"}
 
 
 @pytest.mark.parametrize("page", COMING_FROM)
