@@ -215,7 +215,7 @@ class Job:
     def prepare(self) -> None:
         """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
         run, options = self.run, self._options
-        self._device = choose_device(options, run.world)  # of the ranks: this process computes nothing
+        self._device = choose_device(options, run.world)  # the ranks' device; this process computes nothing
         distributed.set_threads(options.threads)
         model = build_model(options.model, options.dropout, getattr(torch, options.dtype), options.seed)
         optimizer = build_optimizer(options, model)

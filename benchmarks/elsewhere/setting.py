@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Net(nn.Module):
-    """cifar_ddp's small VGG as one writes it without a thought of ranks: the same names, the same initial weights."""
+    """cifar_ddp's small VGG as a program for one process: the same names and the same initial weights."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()

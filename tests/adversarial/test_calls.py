@@ -103,7 +103,7 @@ def one_error(done: Done) -> str:
 
 
 class Stranger:
-    """A copy of the project and a folder that another user may not look into: nobody, or else the one of the tests."""
+    """A copy of the project and a folder that another user cannot read: nobody, or the user of the tests."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.work, self.private = root / "project", root / "work", root / "private"

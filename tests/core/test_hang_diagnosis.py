@@ -201,7 +201,7 @@ def check_line(kind: str, found: Hang) -> None:
     if kind in words:
         assert re.search(rf"last alive at step \d, silent for \d+ s, .*{re.escape(words[kind])}", line)
         assert (f", last seen at {place(kind)}" in line) == (kind == "stopped")
-    elif kind not in ("heartbeats", "unexplained"):  # of these the guilty rank may have ended, or not have answered
+    elif kind not in ("heartbeats", "unexplained"):  # in these, the guilty rank may have ended or not answered
         assert " last alive at step 3" in line
         assert ", not in a collective; " in line
 

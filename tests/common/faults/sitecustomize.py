@@ -52,7 +52,7 @@ def _change_a_weight() -> None:
 
 
 def _tell_addresses(path: str) -> None:
-    """Write the process id and, of all parameters, addresses and numbers of float32 values; the file is there whole."""
+    """Write atomically the process id, and the address and the number of float32 values of each parameter."""
     import torch
 
     weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
