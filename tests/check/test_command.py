@@ -260,8 +260,10 @@ def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
     """No other test of the matrix has docs/make_it_survive.md; the soak compares its tables."""
     page = tutorial.PAGE.read_text()
     for count, table in enumerate(tutorial.tables(tmp_path, page), 1):
-        compile((tmp_path / "train.py").read_text(), f"the script before table {count}", "exec")
+        script = (tmp_path / "train.py").read_text()
+        compile(script, f"the script before table {count}", "exec")
         assert tutorial.rows(table.text), f"table {count} is empty"
+    assert f"## The finished script\n\nAfter all changes, the script is:\n\n```python\n{script}```" in page
     assert page.count("```diff\n") == 9
     assert {verdict for verdict, _ in tutorial.rows(table.text).values()} == {"passed"}
     assert len(tutorial.rows(table.text)) == 18
