@@ -178,7 +178,7 @@ def main() -> None:  # noqa: C901
     )
     taken: dict[str, list[float]] = {name: [] for name in loops}
     for each in range(rounds + 1):  # the first warms up
-        first = each % len(loops)  # the loop that runs first changes
+        first = each % len(loops)  # who comes first changes
         for name in [*loops][first:] + [*loops][:first]:
             begun = time.perf_counter()
             loops[name]()

@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,7 +92,8 @@ def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
     if name == "CHANGELOG.md":
         text = "\n## ".join(text.split("\n## ")[:2])
     block: list[str] = []
-    start, fenced = 1, False
+    start = 1
+    fenced = False
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
         skipped = fenced or fence or not line.strip() or re.match(r"\s*(\||#|<|>|!\[|---)", line) or EXEMPT.search(line)
@@ -109,7 +110,8 @@ def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
 def docstring(name: str, start: int, text: str) -> Iterator[tuple[str, str]]:
     """Yield the paragraphs, list items and entries of Google's sections of a docstring; its indented lines are code."""
     block: list[str] = []
-    first, section = start, False
+    first = start
+    section = False
     for number, line in enumerate([*inspect.cleandoc(text).splitlines(), ""], start):
         head = re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line)
         section = bool(head) or (section and line[:1] in ("", " "))
@@ -203,8 +205,7 @@ def sample(count: int, seed: str, kind: str = "markdown") -> list[Sentence]:
     return random.Random(seed).sample(found, min(count, len(found)))  # noqa: S311  # a sample that anyone can draw again
 
 
-def main() -> int:  # noqa: C901
-    """Run the command and return its exit code."""
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--update", action="store_true", help="lower the limits to today's counts")
     parser.add_argument("--list", choices=[*PATTERNS, *EXTRA], help="show each place of this pattern")
@@ -214,34 +215,68 @@ def main() -> int:  # noqa: C901
     kinds = ["markdown", "python"]
     parser.add_argument("--kind", choices=kinds, default="markdown", help="for --sample: pages, or comments of code")
     parser.add_argument("below", nargs="*", default=[""], help="for --list and --longest: beginnings of paths")
-    options = parser.parse_args()
-    shown: list[Sentence] = []
+    return parser.parse_args()
+
+
+def asked_for(options: argparse.Namespace) -> list[Sentence] | None:
+    """Return the sentences of --sample, --list or --longest; None without one of them."""
     if options.sample:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        shown = sample(options.sample, options.seed or head.stdout.strip(), options.kind)
-    elif options.list:
-        shown = [sentence for each in faults(options.below).values() for sentence in each[options.list]]
-    elif options.longest:
+        return sample(options.sample, options.seed or head.stdout.strip(), options.kind)
+    if options.list:
+        found = faults(options.below)
+        return [*found["markdown"][options.list], *found["python"][options.list]]
+    if options.longest:
         both = [*read("markdown", options.below), *read("python", options.below)]
-        shown = sorted(both, key=lambda sentence: -len(sentence.text.split()))[:20]
-    if options.sample or options.list or options.longest:
-        for sentence in shown:
-            print(f"{sentence.place}: {sentence.text}")
-        return 0
-    found, limits = faults(), json.loads(LIMITS.read_text())
-    totals = {kind: {name: len(places) for name, places in each.items()} for kind, each in found.items()}
-    if options.update:
-        lower = {kind: {name: min(n, limits[kind][name]) for name, n in each.items()} for kind, each in totals.items()}
-        LIMITS.write_text(json.dumps(lower, indent=2) + "\n")
-        return 0
-    for kind, each in found.items():
-        for name, places in each.items():
+        return sorted(both, key=lambda sentence: -len(sentence.text.split()))[:20]
+    return None
+
+
+def lower_limits(totals: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]) -> None:
+    """Write today's counts where they are below the limits."""
+    lower: dict[str, dict[str, int]] = {}
+    for kind, counts in totals.items():
+        lower[kind] = {name: min(count, limits[kind][name]) for name, count in counts.items()}
+    LIMITS.write_text(json.dumps(lower, indent=2) + "\n")
+
+
+def above_limits(
+    found: Mapping[str, Mapping[str, list[Sentence]]], limits: Mapping[str, Mapping[str, int]]
+) -> list[Sentence]:
+    """Return the sentences of all patterns that are found too often."""
+    above: list[Sentence] = []
+    for kind, by_name in found.items():
+        for name, places in by_name.items():
             if len(places) > limits[kind][name]:
-                shown += places
+                above += places
+    return above
+
+
+def show(sentences: Iterable[Sentence]) -> None:
+    for sentence in sentences:
+        print(f"{sentence.place}: {sentence.text}")
+
+
+def main() -> int:
+    """Run the command and return its exit code."""
+    options = parse()
+    asked = asked_for(options)
+    if asked is not None:
+        show(asked)
+        return 0
+    found = faults()
+    limits = json.loads(LIMITS.read_text())
+    totals: dict[str, dict[str, int]] = {}
+    for kind, by_name in found.items():
+        totals[kind] = {name: len(places) for name, places in by_name.items()}
+    if options.update:
+        lower_limits(totals, limits)
+        return 0
+    show(above_limits(found, limits))
     errors = check(totals, limits)
-    for line in [*(f"{sentence.place}: {sentence.text}" for sentence in shown), *(f"error: {e}" for e in errors)]:
-        print(line)
-    return len(errors) > 0
+    for error in errors:
+        print(f"error: {error}")
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def test_another_program_on_the_port_is_not_taken_for_machine_0(monkeypatch: pyt
 def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine 0's launcher may still listen for a while, and a machine that has its answer delays no other."""
+    """Machine 0's launcher may still listen there for a while; and who has been told holds nobody up."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.3)
     port, leaves, stays = int(free_port()), node(leaver, after="job"), node(1 - leaver, after="job")
     launcher = socket.create_server(("127.0.0.1", port)) if leaver else None

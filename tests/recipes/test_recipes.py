@@ -86,7 +86,7 @@ def run(script: Path, world_size: int, folder: Path, out: str) -> str:
 def run_until_killed(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
     """Kill a job between its first save and its second; return its output.
 
-    Lightning and Trainer leave a damaged file if the kill interrupts a save, so a job that got too far starts again.
+    Lightning and Trainer leave a damaged file if the kill strikes a save, so a job that came too far starts anew.
     """
     for _ in range(10):
         shutil.rmtree(folder / out, ignore_errors=True)

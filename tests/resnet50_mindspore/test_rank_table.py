@@ -41,7 +41,7 @@ def run(*arguments: object, cwd: Path | None = None, path: Path | None = None) -
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
-    """Run the tool in this process, which is faster: a property has many cases."""
+    """The same in this process, for the many cases of a property."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = TOOL.main([str(each) for each in arguments])
