@@ -145,7 +145,7 @@ def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
 
 
 def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
-    """The user has no entry in passwd, as in a container, and PYTHONOPTIMIZE is 1."""
+    """As in a container whose user has no entry in passwd, with PYTHONOPTIMIZE=1."""
     folder, site = program(tmp_path / "sound", PLAIN), tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(NO_PASSWD)

@@ -292,7 +292,7 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 
 
 def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody() -> None:
-    """It does not wait for others, is compared as at the start, and may connect again."""
+    """It need not wait for others, is compared as at the start, and may come again."""
     port, plan, seen = int(free_port()), {"job": "j", "port": "1"}, list[Mapping[str, Any]]()
     late = functools.partial(preflight.preflight, address="127.0.0.1", port=port, limit=10.0, plan=dict)
     with preflight.admit_late(node(0), "127.0.0.1", port, Rendezvous((2, 2), "", "", plan)):
