@@ -86,7 +86,7 @@ def launcher_gpus() -> str | None:
 
 
 def gpu_number(gpus: str | None, world: World) -> str:
-    """Return CUDA's index of this rank's GPU, which counts the visible GPUs only."""
+    """Return the number by which CUDA knows this rank's GPU: its position among the visible ones."""
     local_rank, visible = world.local_rank or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus:
         own = gpus.split(",")[local_rank]

@@ -132,7 +132,7 @@ class RemoteProcess:
         self.agent.send(kind="kill", rank=self._rank)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once: the agent reports the exit code later."""
+        """Return at once: the agent tells the exit code later."""
 
 
 @dataclass
@@ -215,7 +215,7 @@ class Job:
     def prepare(self) -> None:
         """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
         run, options = self.run, self._options
-        self._device = choose_device(options, run.world)  # the ranks' device; this process computes nothing
+        self._device = choose_device(options, run.world)  # of the ranks: this process computes nothing
         distributed.set_threads(options.threads)
         model = build_model(options.model, options.dropout, getattr(torch, options.dtype), options.seed)
         optimizer = build_optimizer(options, model)
@@ -602,7 +602,7 @@ class Job:
             self._updated_at = time.monotonic()
 
     def _keep(self, step: int, groups: Groups) -> None:
-        """Use this checkpoint as the start of later ranks."""
+        """Let ranks that come later begin with this checkpoint."""
         message = {**json.loads(self._collectives.parts[0]), "step": step, "groups": [*groups]}
         contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
         self._collectives.parts[:] = [json.dumps(message).encode(), *contents]

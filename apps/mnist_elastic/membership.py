@@ -52,7 +52,7 @@ CHECKS = 4  # what each sub-shard adds to the sum: a count, the step, a request 
 
 
 def choose_device(options: Options, world: World) -> torch.device:
-    """Return the CPU, or with --share-gpu the first GPU. New ranks have no GPU of their own."""
+    """Return the CPU, or with --share-gpu the first GPU. Ranks that come have no GPU of their own."""
     if not options.share_gpu:
         return torch.device("cpu")
     return distributed.choose_device(options.device, world)
@@ -119,7 +119,7 @@ class Launcher:
         return row[None]
 
     def wait_to_begin(self) -> None:
-        """Wait until the ranks that the job starts with are ready. A later rank does not wait."""
+        """Wait until the ranks that the job starts with are ready. A rank that comes later does not wait."""
         self.send(kind="ready")
         self._answer("begin")
 
@@ -265,7 +265,7 @@ class Members:
         self.regroup_due, self._loss = asks > 0, loss
 
     def after_step(self, step: int) -> None:
-        """Record that update ``step`` is done, and send its number to the launcher."""
+        """Count the update ``step``, and tell the launcher."""
         self._step, self._running_loss, self._failures = step + 1, self._running_loss + self._loss, 0
         self._run.count_step(step)
         if self.rank == 0:
@@ -319,7 +319,7 @@ class Members:
     # --- the group -----------------------------------------------------------------------------------------------
 
     def _send_heartbeats(self, client: LighthouseClient) -> None:
-        """Send the lighthouse a heartbeat, unless this rank hangs: the others must not wait for it then."""
+        """Tell the lighthouse that this rank lives, unless it hangs: the others must not wait for it then."""
         limit = give_up_after(self._run.options.timeout)
         while True:
             if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from samestep_check.job import Job, started
 from samestep_check.records import Key, Records, Step
 from samestep_check.source import Source
 
-PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks after its TERM
+PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
@@ -44,7 +44,7 @@ class CannotTell(Verdict):
 
 
 class NotSeen(Verdict):
-    """The check found nothing in the script to which the row applies."""
+    """The script does not show what the row needs, from outside."""
 
 
 @dataclass
