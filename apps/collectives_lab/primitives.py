@@ -58,67 +58,64 @@ SUM = dist.ReduceOp.SUM
 
 
 def broadcast(x: Tensor, root: int) -> Tensor:
-    """Broadcast the root's tensor to all ranks."""
+    """Whole: every rank gets the root's."""
     return in_place(x, lambda y: dist.broadcast(y, src=root))
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Reduce the tensors of all ranks by ``op`` on the root; None on other ranks, where gloo leaves partial sums."""
+    """Whole: the root gets the sum of all. The other ranks' result is undefined (gloo leaves partial sums)."""
     result = in_place(x, lambda y: dist.reduce(y, dst=root, op=op, group=group))
     return result if dist.get_rank() == root else None
 
 
 def all_reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Reduce the tensors of all ranks by ``op``, on every rank."""
+    """Whole: every rank gets the sum of all."""
     return in_place(x, lambda y: dist.all_reduce(y, op=op, group=group))
 
 
 def gather(x: Tensor, root: int) -> Tensor | None:
-    """Stack the tensors of all ranks on the root, in rank order; None on other ranks."""
+    """Part: the root gets every rank's, in rank order."""
     whole = x.new_empty(dist.get_world_size(), *x.shape) if dist.get_rank() == root else None
     dist.gather(x.contiguous(), None if whole is None else list(whole), dst=root)
     return whole
 
 
 def all_gather(x: Tensor, root: int) -> Tensor:
-    """Stack the tensors of all ranks on every rank, in rank order."""
+    """Part: every rank gets every rank's, in rank order."""
     whole = x.new_empty(dist.get_world_size(), *x.shape)
     dist.all_gather(list(whole), x.contiguous())
     return whole
 
 
 def scatter(x: Tensor, root: int) -> Tensor:
-    """Return row i of the root's tensor on rank i."""
+    """Whole: rank i gets row i of the root's."""
     part = x.new_empty(x.shape[1:])
     dist.scatter(part, list(x.contiguous()) if dist.get_rank() == root else None, src=root)
     return part
 
 
 def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Return on rank i the row i, reduced by ``op`` over all ranks."""
+    """Whole: rank i gets the sum of all ranks' rows i."""
     part = x.new_empty(x.shape[1:])
     dist.reduce_scatter(part, list(x.contiguous()), op=op, group=group)
     return part
 
 
 def all_to_all(x: Tensor, root: int) -> Tensor:
-    """Return on rank i the row i of every rank, in rank order: a transposition."""
+    """Whole: a transposition, in which rank i gets every rank's row i, in rank order."""
     whole = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all(list(whole), list(x.contiguous()))
     return whole
 
 
 def barrier(x: Tensor, root: int) -> Tensor:
-    """Wait until every rank has entered. No data is exchanged."""
+    """No rank leaves before every rank has entered; no data is exchanged."""
     dist.barrier()
     return x
 
 
 def send_recv(x: Tensor, root: int) -> Tensor:
-    """Exchange tensors in a ring by blocking send and recv; return the tensor of rank i - 1.
-
-    Even ranks send first and odd ranks receive first, because two blocking sends would deadlock.
-    """
+    """Whole: a ring, in which rank i gets rank i - 1's. Both calls block, so neighbors must not both send first."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = neighbors()
     if dist.get_rank() % 2 == 0:
@@ -131,10 +128,7 @@ def send_recv(x: Tensor, root: int) -> Tensor:
 
 
 def isend_irecv(x: Tensor, root: int) -> Tensor:
-    """Exchange tensors in a ring without blocking; return the tensor of rank i - 1.
-
-    The rank waits only for the result, so the order of its two calls does not matter.
-    """
+    """Whole: the same ring. Nothing blocks until the rank waits for the result, so the order does not matter."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x.contiguous(), received)
     return received
@@ -407,7 +401,7 @@ def demonstrate_fault(options: Options, world: env.World, device: torch.device) 
     faulty = world.world_size - 1 if options.fault_rank is None else options.fault_rank
     m = 1_000_000 // world.world_size
     x = tensor(primitive, world.rank, m, torch.float32, device)
-    with collective(name):  # once without the fault, which makes the connections
+    with collective(name):  # once without the fault: connections are made, and the fault comes later
         primitive.run(x, 0)
     log.info(f"{name} among {world.world_size} ranks; rank {faulty}: {fault}")
     if world.rank == faulty:
