@@ -46,7 +46,7 @@ MODELS = (["--layers=4", "--width=256", "--heads=8"], ["--layers=8", "--width=51
 
 
 def longest(seconds: float) -> float:
-    """That of the rank that took longest, in milliseconds."""
+    """Return the largest of all ranks' durations, in milliseconds."""
     taken = torch.tensor([1000 * seconds], dtype=torch.float64)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 60.0  # seconds after a signal until what is left is killed
+LIMIT = 60.0  # seconds after a signal until the remaining processes are killed
 DIGITS = "--dataset=mnist-5k --epochs=500 --global-batch-size=250 --log-every=10 --checkpoint-every=1000000".split()
 IMAGES = "--dataset=synthetic-cifar10 --depth=18 --image-size=16 --epochs=500 --log-every=2".split()
 TORCHRUN = ["{bin}/torchrun", "--standalone", "--nproc-per-node=2", "{train}"]
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 
 def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path) -> str:
-    """Start a job, send its launcher a signal, and tell what came of it, as two cells of a table."""
+    """Start a job, send its launcher a signal, and return the outcome as two cells of a table."""
     values = {"bin": bin_of(app), "train": ROOT / "apps" / app / "train.py", "port": free_port()}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
     environ |= {"SAMESTEP_TEST": folder.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "core")}

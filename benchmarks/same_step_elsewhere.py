@@ -67,7 +67,7 @@ PROGRAMS = (
 
 @dataclass(frozen=True)
 class Update:
-    """One update of all ranks: the mean loss of its samples, which they were, and its learning rate, if it was told."""
+    """One update of all ranks: the mean loss of its samples, their indices, and the learning rate if recorded."""
 
     loss: float
     samples: list[int]  # sorted; one that was there twice is so here
@@ -152,7 +152,7 @@ def ours(program: Program, n: int, folder: Path) -> Training:
     shards = [GlobalBatches(EXAMPLES, BATCH, SEED, rank, n) for rank in range(n)]
     samples = [sorted(int(i) for each in shards for i in each.indices(step)) for step in range(len(losses))]
     result = json.loads((folder / "run" / "result.json").read_text())
-    # It does not tell its learning rate, which is a function of the step alone.
+    # It does not record its learning rate, which is a function of the step alone.
     updates = [Update(*pair) for pair in zip(losses, samples)]
     return Training(updates, result["test_accuracy"], result["test_examples"])
 

@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 128
 LIMIT = 1800  # seconds for any one run
-# What is fastest to 0.90 of all that docs/cifar_ddp_speed.md compares.
+# The recipe of docs/cifar_ddp_speed.md that reaches 0.90 first.
 RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "--dropout=0", "--label-smoothing=0"]
 RECIPE += [f"--global-batch-size={BATCH}"]
 PLAIN = ["--no-augment", "--epochs=1"]
@@ -120,7 +120,7 @@ def run(command: list[str], folder: Path, n: int, python: str) -> None:
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """A launcher that is told to end takes its ranks, which are in sessions of their own, with it."""
+    """Stop the launcher by TERM, and with it the ranks, which are in sessions of their own."""
     if job.poll() is None:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

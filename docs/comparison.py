@@ -22,7 +22,7 @@ PROGRAMS = {
 }
 HEADS = {
     "en": "| program | a rank is killed | TERM to the job | damaged checkpoint | same samples at 1 rank | evaluation |",
-    "zh": "| 程序 | 杀掉一个 rank | 向作业发送 TERM | 检查点损坏 | 与单个 rank 样本相同 | 评估 |",
+    "zh": "| 程序 | 杀掉一个 rank | 向作业发送 TERM | 检查点损坏 | 与 1 个 rank 样本相同 | 评估 |",
 }
 ROWS = ("resume-position", "term", "checkpoint-damaged", "one-rank", "evaluation")
 # A report of the check as a pattern, and its short form in each language. The first pattern that is found counts.

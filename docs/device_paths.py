@@ -51,9 +51,9 @@ STATUS = {
 HEAD = """\
 # Devices
 
-This page lists the device paths of every app, and how each was tested. `docs/device_paths.py` makes it from
-`tests/<app>/device_paths.py` and `benchmarks/gpu_proof.json`. The PyTorch apps have run on [one GPU](#one-gpu). No
-Ascend has been tested yet.
+Does an app run on your device? Each device path of an app has a row with its test. `docs/device_paths.py` makes them
+from `tests/<app>/device_paths.py` and `benchmarks/gpu_proof.json`. The PyTorch apps have run on [one GPU](#one-gpu).
+No Ascend has been tested yet.
 
 - **run**: the named test, or the named row of `tools/gpu_proof.sh`, ran on this device with this transport, on Linux,
   x86-64.
@@ -127,7 +127,7 @@ def listed(path: Path) -> list[DevicePath]:
 
 
 def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
-    """Yield what is wrong with an app's list."""
+    """Yield a message for each error in an app's list."""
     wanted, found = devices(app), {path.device for path in paths}
     if found != wanted:
         yield f"it has the devices {sorted(found)}, but --device takes {sorted(wanted)} beside auto"

@@ -1,5 +1,7 @@
 """Draw docs/first_picture.svg: the losses of docs/usual_loop.py, and of the same program with the README's diff.
 
+docs/first_picture.zh.svg is the same picture for README.zh.md.
+
     .venvs/mnist_ddp/bin/python docs/first_picture.py FOLDER
 
 Both programs train in float64 at 1, 2 and 4 ranks. A fourth run at 4 ranks is killed at step 70, and started again by
@@ -22,6 +24,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 PROGRAM = ROOT / "docs" / "usual_loop.py"
 PICTURE = ROOT / "docs" / "first_picture.svg"
+# Words of the picture, and of the picture in Chinese, as regular expressions and replacements in this order.
+CHINESE = {
+    "The losses of one training at 1, 2 and 4 ranks, and after a kill, by two programs": (
+        "同一训练在 1、2、4 个 rank 上以及被杀之后的 loss，两个程序"
+    ),
+    "A usual DDP loop": "普通的 DDP 循环",
+    "The same loop with Samestep": "同一个循环，改用 Samestep",
+    "the mean loss of the last epoch differs by up to (.+)": r"最后一个 epoch 的平均 loss 最多相差 \1",
+    "steps differ by at most (.+), also after a kill": r"每步最多相差 \1，被杀之后也一样",
+    "0 samples": "0 个样本",
+    "rank 1 killed, job repeated": "杀掉 rank 1，再次启动作业",
+    "ranks, one killed: (.+) in the last epoch": r"个 rank，杀掉一个：最后一个 epoch 为 \1",
+    "ranks?: (.+) in the last epoch": r"个 rank：最后一个 epoch 为 \1",
+}
 LOSS = re.compile(r"epoch (\d+) step (\d+) loss (\S+)")
 STEPS_PER_EPOCH = 32
 BATCH_SIZE = 128
@@ -236,10 +252,24 @@ def draw(usual: Runs, same: Runs) -> str:
     return f"{head}\n{about}\n<style>{STYLE}</style>\n{body}\n</svg>\n"
 
 
+def in_chinese(picture: str) -> str:
+    """Return the picture with its words in Chinese."""
+
+    def translate(match: re.Match[str]) -> str:
+        text = match[2]
+        for pattern, replacement in CHINESE.items():
+            text = re.sub(f"{pattern}$", replacement, text)
+        return f"{match[1]}{text}<"
+
+    return re.sub(r"(<(?:text|title)[^>]*>)([^<]*)<", translate, picture)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="draw docs/first_picture.svg from eight runs")
     parser.add_argument("folder", type=Path, help="folder for the output of the runs")
-    PICTURE.write_text(draw(*measure(parser.parse_args().folder.resolve())))
+    picture = draw(*measure(parser.parse_args().folder.resolve()))
+    PICTURE.write_text(picture)
+    PICTURE.with_suffix(".zh.svg").write_text(in_chinese(picture))
 
 
 if __name__ == "__main__":

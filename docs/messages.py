@@ -39,9 +39,9 @@ Scope = dict[str, list[str]]  # what the parameters of a function may be, as `So
 HEAD = """\
 # Messages
 
-This page lists every error message of the programs. `docs/messages.py` makes it from the code. A message is one line
-after `error: `. An ellipsis (…) is a placeholder for values, so search this page for a few words of your message.
-[Troubleshooting](troubleshooting.md) starts from symptoms.
+To find the exit code and the source of an error message, search for it here. `docs/messages.py` collects the messages
+from the code. A message is one line after `error: `. An ellipsis (…) is a placeholder for values, so search for a few
+words of your message. [Troubleshooting](troubleshooting.md) starts from symptoms.
 
 | code | meaning |
 |---|---|

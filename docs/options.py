@@ -38,9 +38,9 @@ PROGRAMS = {  # with their modules
 HEAD = """\
 # Options
 
-This page lists the options of every program. `docs/options.py` makes it from the parsers that print `--help`. An option
-of an app follows N, as in `bash scripts/run_<app>.sh N --epochs=3`. An asterisk (*) marks the options that a resume may
-change. It must repeat all others.
+To change a run, look for its options here. `docs/options.py` makes the tables from the parsers that print `--help`.
+An option of an app follows N, as in `bash scripts/run_<app>.sh N --epochs=3`. An asterisk (*) marks the options that
+a resume may change. It must repeat all others.
 """
 SHARED = """\
 ## All apps that train

@@ -68,7 +68,7 @@ def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[i
 
 @contextlib.contextmanager
 def watched(run_dir: Path, output: Path) -> Iterator[None]:
-    """Watch a run in a terminal meanwhile; its frames come to ``output``, each when it differs from the one before."""
+    """Watch a run in a terminal meanwhile; its frames go to ``output``, each when it differs from the one before."""
     pid, terminal = pty.fork()
     if pid == 0:
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "core"), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}

@@ -1,6 +1,6 @@
 """A browser without a window, for tests of pages: Chromium, driven by its DevTools protocol through two pipes.
 
-Of the machine, where it has one; else of Debian's packages, unpacked in a cache folder (`debian`).
+The browser is the machine's own, or comes from Debian's packages, unpacked in a cache folder (`debian`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def chromium() -> tuple[str, dict[str, str]]:
 
 
 class Tab:
-    """One page: what it said on its console, what it asked for, and a way to ask it."""
+    """One page: the messages of its console, its requests, and a way to evaluate JavaScript in it."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands = commands
@@ -87,7 +87,7 @@ class Tab:
                 return result
 
     def _take(self) -> dict[str, Any]:
-        """The next message, noted where it tells of the page."""
+        """Return the next message, and record it if it is about the page."""
         deadline = time.monotonic() + LIMIT
         while b"\0" not in self._rest:
             assert select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0], "no answer in time"

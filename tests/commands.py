@@ -26,9 +26,9 @@ NOT_RUN = "docs/commands.md"
 LEFT_OUT = {NOT_RUN, "docs/messages.md", "CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
-    *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),
+    *("kubectl", "ln", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),
     *("python3.11", "samestep", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard"),
-    *("torchrun", "tox", "visualdl", "wandb", "watch"),
+    *("torchrun", "tox", "visualdl", "wandb", "watch", "zensical"),
 }
 ASSIGNMENTS = r"(?:[A-Za-z_]+=(?:\$\([^)]*\)|\S)*[ ;]+)*"
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

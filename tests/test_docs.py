@@ -21,7 +21,7 @@ from samestep.options import Parser, add_common
 
 ROOT = Path(__file__).resolve().parents[1]
 # The text of a link, its target and its title, which of a link "test" is a function; and whether the soak has it.
-LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak)?')
+LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak|\W慢测试)?')
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 # Errors without words of their own: they pass on a message of another machine or file, which is listed there.
 PASSED_ON = {
@@ -119,13 +119,20 @@ def test_a_page_that_shows_a_program_shows_it_as_it_is(name: str) -> None:
     assert f"```python\n{(ROOT / 'docs' / name).read_text()}```" in (ROOT / "docs" / "own_loop.md").read_text()
 
 
+def test_the_recipes_train_the_network_of_own_loop_on_its_images() -> None:
+    own, recipes = (ast.parse((ROOT / "docs" / name).read_text()).body for name in ("own_loop.py", "recipes/images.py"))
+    shown = {node.name: ast.unparse(node) for node in own if isinstance(node, ast.ClassDef)}
+    assert shown == {node.name: ast.unparse(node) for node in recipes if isinstance(node, ast.ClassDef)}
+    assert shown.keys() == {"Images", "Net"}
+
+
 def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
     shown = re.findall(r"```bash\n(diff [^\n]*)\n```\n\n```diff\n(.*?)```", text, re.DOTALL)
     for command, output in shown:
         done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == output, f"copy what this prints into docs/migrating.md: {command}"
-    assert len(shown) == 3
+    assert len(shown) == 7
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

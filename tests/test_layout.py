@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
-APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # Those that train.
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # The apps that train.
 FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
 FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's.
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
@@ -98,6 +98,15 @@ def test_scripts_hold_only_doors() -> None:
     doors = {"launch.sh", "launch.py", "new_app.sh", "test.sh", "verify_horovod.sh"}
     doors |= {f"run_{path.name}.sh" for path in ROOT.glob("apps/*")}
     assert found <= {f"scripts/{name}" for name in doors}
+
+
+def test_each_file_of_tests_is_run_in_an_environment() -> None:
+    command = ["git", "ls-files", "tests/test_*.py", "tests/**/test_*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    named = {*re.findall(r"\btests/[\w/.]*\w", (ROOT / "tox.ini").read_text())}
+    for name in listed.stdout.splitlines():
+        places = {name, *map(str, Path(name).parents)}
+        assert places & named, f"no testpaths in tox.ini has {name}"
 
 
 def test_each_app_has_its_specification_its_script_and_its_environment() -> None:

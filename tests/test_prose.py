@@ -195,3 +195,4 @@ def test_too_many_are_shown_with_their_lines(
 
 def test_a_sample_is_the_same_for_the_same_seed() -> None:
     assert prose.sample(5, "a1b2") == prose.sample(5, "a1b2") != prose.sample(5, "c3d4")
+    assert {sentence.place.rpartition(".")[2][:2] for sentence in prose.sample(5, "a1b2", "python")} == {"py"}

@@ -2,7 +2,8 @@
 
     python tools/habits.py [PATH ...]
 
-Without paths, the program checks CHECKED. It exits with 1 if it finds a line. It knows three habits of CONTRIBUTING.md:
+Without paths, the program checks CHECKED. It exits with 1 if it finds a line that breaks one of three habits of
+CONTRIBUTING.md:
 
 - One assignment a statement: no ``a, b = x, y``, except to exchange two values.
 - No ``:=``, except in the condition of a ``while``.

@@ -5,6 +5,7 @@
     python tools/prose.py --list stands docs    show each place of one pattern, in all files or in those below a path
     python tools/prose.py --longest             show the 20 longest sentences
     python tools/prose.py --sample 60           draw sentences of the pages, with the commit's hash as the seed
+    python tools/prose.py --sample 60 --kind python     the same of docstrings and comments
 
 A limit is a total over all Markdown or all Python, and may only fall. Not counted: a line that holds `prose:` and a
 reason, code, tables, quotations, headings, Chinese pages, generated pages, and older entries of the changelog.
@@ -191,10 +192,17 @@ def check(found: Limits, limits: Limits) -> list[str]:
     return errors
 
 
-def sample(count: int, seed: str) -> list[Sentence]:
-    """Draw ``count`` sentences of the README, docs/ and the READMEs of apps."""
-    pages = [s for s in read("markdown") if re.match(r"README|docs/|apps/|deploy/|CONTRIBUTING", s.place)]
-    return random.Random(seed).sample(pages, min(count, len(pages)))  # noqa: S311  # a sample that anyone can draw again
+def sample(count: int, seed: str, kind: str = "markdown") -> list[Sentence]:
+    """Draw sentences of the pages that readers see, or of the docstrings and comments of all code.
+
+    Args:
+        count: number of sentences.
+        seed: the same seed draws the same sentences.
+        kind: "markdown" for pages, "python" for docstrings and comments.
+    """
+    below = r"README|docs/|apps/|deploy/|CONTRIBUTING" if kind == "markdown" else ""
+    found = [sentence for sentence in read(kind) if re.match(below, sentence.place)]
+    return random.Random(seed).sample(found, min(count, len(found)))  # noqa: S311  # a sample that anyone can draw again
 
 
 def parse() -> argparse.Namespace:
@@ -204,6 +212,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--longest", action="store_true", help="show the 20 longest sentences")
     parser.add_argument("--sample", type=int, nargs="?", const=60, metavar="N", help="draw N sentences; default: 60")
     parser.add_argument("--seed", help="the sample's seed; default: the commit's hash")
+    kinds = ["markdown", "python"]
+    parser.add_argument("--kind", choices=kinds, default="markdown", help="for --sample: pages, or comments of code")
     parser.add_argument("below", nargs="*", default=[""], help="for --list and --longest: beginnings of paths")
     return parser.parse_args()
 
@@ -212,7 +222,7 @@ def asked_for(options: argparse.Namespace) -> list[Sentence] | None:
     """Return the sentences of --sample, --list or --longest; None without one of them."""
     if options.sample:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        return sample(options.sample, options.seed or head.stdout.strip())
+        return sample(options.sample, options.seed or head.stdout.strip(), options.kind)
     if options.list:
         found = faults(options.below)
         return [*found["markdown"][options.list], *found["python"][options.list]]

@@ -6,9 +6,9 @@
 uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. For
 all apps, this takes a minute and 20 MB, none of it a wheel. It resolves for Linux on x86-64 with glibc 2.28 or newer.
 
-What it found is recorded in python_versions.json beside this file, and decides the line ``# python: 3.11 3.12`` of each
-requirements.in, in whose order the launch script looks for a Python. What wheels do not tell is said in the same file,
-and leaves of the line only what it names::
+The program records its findings in python_versions.json beside this file. They decide the line ``# python: 3.11 3.12``
+of each requirements.in, in whose order the launch script looks for a Python. A limit that wheels do not show is a line
+of the same file, and excludes all other versions::
 
     # python limit: 3.11, because ...
 

@@ -134,7 +134,7 @@ class Interrupt:
         self._send(signal.SIGKILL, None)
 
     def _left(self) -> bool:
-        """Return whether a process is left, and remember the descendants of those that are."""
+        """Return whether a process is left, and store the descendants of the remaining processes."""
         known = parents()
         alive = [pid for pid, start in self.processes.items() if known.get(pid, (0, ""))[1] == start]
         for pid in alive:

@@ -94,7 +94,7 @@ def received_bytes() -> dict[str, int]:
 
 
 def loopback_after_barrier() -> int:
-    """Return the bytes on loopback when all ranks have come here; 0 if the kernel does not report them."""
+    """Return the bytes on loopback when all ranks have arrived here; 0 if the kernel does not report them."""
     with collective("barrier"):
         dist.barrier()
         count = received_bytes().get("lo", 0)

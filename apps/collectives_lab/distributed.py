@@ -53,7 +53,7 @@ class Session:
     failed: bool = False  # a collective has failed, and the main thread reports it
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of those that are done
     trace: IO[str] | None = None  # with --trace, this rank's file of all events
-    condition: str = ""  # under which a command measures at the moment; the trace has it
+    condition: str = ""  # the condition that a command measures now, for the trace
 
 
 session = Session()

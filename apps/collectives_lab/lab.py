@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 
 def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequence[str]) -> None:
     """Run one program on ``n`` ranks. Exits with code 1 if it fails; its ranks have reported why."""
-    # Of several --nproc-per-node the last counts.
+    # torchrun uses the last of several --nproc-per-node.
     words = [*torchrun, f"--nproc-per-node={n}", str(HERE / f"{command}.py"), *arguments]
     code = subprocess.run(words, check=False).returncode
     if code != 0:

@@ -173,7 +173,7 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
     """Compare DataParallel, and DDP on n ranks, with the plain step.
 
     Raises:
-        NonRetryableError: the first gradients, or up to CLOSE_STEPS steps the weights, are not those of the plain step.
+        NonRetryableError: the first gradients, or the weights within CLOSE_STEPS steps, differ from the plain step's.
     """
     log.info(f"DataParallel, and DDP on {ranks_of(n)}, beside the plain step")
     arguments = [f"--run-dir={run_dir}", f"--steps={options.steps}", device_argument(options), "--quiet"]

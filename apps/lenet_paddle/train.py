@@ -182,7 +182,7 @@ def train(run: Run, options: Options, device: str) -> None:
             correct: `count_correct` of this shard.
         """
         top1, top2 = correct.tolist()
-        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts, and beats for the watchdog
+        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step, and writes the heartbeat
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

@@ -74,5 +74,5 @@ class Scalars:
                 self._writer.add_scalar(tag, values[name], values["step"])
 
     def close(self) -> None:
-        """Write out what is held in memory: at exit nothing runs that would do it."""
+        """Write the buffered records to disk, because VisualDL does not do so at exit."""
         self._writer.close()

@@ -119,7 +119,7 @@ def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
     The assistant's texts are tokenized apart from the rest, so that no token has characters of both.
 
     Raises:
-        ValueError: a text has a special token, or the template changes what came before.
+        ValueError: a text has a special token, or the template changes earlier messages.
     """
     for message in messages:
         for special in tokenizer.special:

@@ -1,4 +1,4 @@
-"""Start ranks on this machine for the launcher, which is on machine 0, and tell it when they end."""
+"""Start ranks on this machine for the launcher on machine 0, and report to it when they end."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RunCallback(pl.Callback):
         try:
             for logger in trainer.loggers:
                 logger.log_metrics(values, line["step"])
-                if self.actions.save:  # a job that resumes from this checkpoint repeats what comes later
+                if self.actions.save:  # a job that resumes from this checkpoint repeats later lines
                     logger.save()
         except OSError as error:
             raise NonRetryableError(f"cannot write Lightning's log: {error.strerror}: {error.filename}") from error

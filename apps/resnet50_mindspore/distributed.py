@@ -104,7 +104,7 @@ def serve(options: Options) -> NoReturn:
     seen = _wait_for_workers(scheduler)
     with contextlib.suppress(ProcessLookupError):
         os.kill(scheduler, signal.SIGKILL)
-    os._exit(0 if seen else 1)  # msrun knows how the workers ended
+    os._exit(0 if seen else 1)  # msrun has the exit codes of the workers
 
 
 def _wait_for_workers(scheduler: int) -> bool:

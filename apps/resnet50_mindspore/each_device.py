@@ -63,7 +63,7 @@ def rehearsal(placement: Placement) -> dict[str, str]:
     """Return the variables by which ranks on CPU, and their scheduler, find each other.
 
     Raises:
-        ConfigError: the table has several servers, and nobody said where the scheduler listens.
+        ConfigError: the table has several servers, and MASTER_ADDR or MASTER_PORT is not set.
     """
     address = os.environ.get("MASTER_ADDR", "")
     port = os.environ.get("MASTER_PORT", "")

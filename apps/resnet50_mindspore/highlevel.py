@@ -37,7 +37,7 @@ class RunCallback(Callback):  # type: ignore[misc]
 
     def on_train_step_end(self, run_context: Any) -> None:
         self.current.close()
-        self.run.timer.mark(COMMUNICATION)  # with all else that the compiled graph does: nothing measures it
+        self.run.timer.mark(COMMUNICATION)  # includes all work of the compiled graph, which cannot be measured in parts
         arguments = run_context.original_args()
         loss = arguments.net_outputs
         if self.step == self.run.first_step:

@@ -175,7 +175,7 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
 
 def check_start(options: Options, dataset: str, start: int) -> None:
-    """Call `check_steps` for a dataset by its name. For the launch script, when it knows dataset and checkpoint."""
+    """Call `check_steps` for a dataset by its name. The launch script calls this."""
     check_steps(options, TRAIN_EXAMPLES[dataset], start)
 
 

@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Net(nn.Module):
-    """cifar_ddp's small VGG as one writes it without a thought of ranks: the same names, the same initial weights."""
+    """cifar_ddp's small VGG as a program for one process: the same names and the same initial weights."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Net(nn.Module):
 class Cifar(Dataset[tuple[Tensor, int, int]]):
     """One sample at a time through torchvision's transforms: image float64 [3, 32, 32], label, index.
 
-    The index says afterwards which samples an update had; nothing else looks at it.
+    The index records which samples an update had. Training does not use it.
     """
 
     def __init__(self, train: bool, augment: bool) -> None:

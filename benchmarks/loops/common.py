@@ -61,7 +61,7 @@ class Clock:
 
 
 def _synchronize() -> None:
-    """Wait until the GPU has done what was asked of it."""
+    """Wait until the GPU has finished all its work."""
     import torch
 
     torch.cuda.synchronize()

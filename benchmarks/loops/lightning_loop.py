@@ -50,7 +50,7 @@ def textbook(options: argparse.Namespace) -> None:
         strategy="ddp",
         max_steps=options.warm_up + options.steps,
         default_root_dir=str(options.out.parent),
-        # Nobody's checkpoint is in what is timed; a bar would only slow it down.
+        # No contestant's time includes checkpoints, and a progress bar would slow the loop down.
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

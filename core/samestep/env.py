@@ -248,7 +248,7 @@ def launcher_variables() -> frozenset[str]:
 
 
 def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
-    """Return name and value of the first variable of `A|B` that is set; of none, the first name and an empty value."""
+    """Return name and value of the first variable of `A|B` that is set, else the first name and an empty value."""
     choices = names.split("|")
     for name in choices:
         if environ.get(name):

@@ -18,13 +18,13 @@ class Attempt:
 
     Attributes:
         number: its target's number in the list of former defects.
-        what: what is tried, which names the test.
+        what: the attempt, in words; the name of the test.
         code: the exit code of the script.
         error: a regular expression for the one line ``error: ...`` on stderr; "" if there must be none.
         warning: the same for ``warning: ...``.
         arguments: words after the script's name.
         environ: variables of its environment.
-        prepare: makes what is in the way.
+        prepare: creates the obstacle.
         launcher: the source of the launcher that the script starts, see `scratch_project.LAUNCHER`.
         starts: how often the launcher must have been started.
     """

@@ -1,4 +1,4 @@
-"""Calls of a launch script by which it once failed with a traceback, started nothing and said "done", or hung.
+"""Calls of a launch script that once caused a traceback, a hang, or exit code 0 without a job.
 
 Paths, names, streams, and variables of the environment that bash and Python obey themselves.
 """
@@ -103,7 +103,7 @@ def one_error(done: Done) -> str:
 
 
 class Stranger:
-    """A copy of the project and a folder that another user may not look into: nobody, or else the one of the tests."""
+    """A copy of the project and a folder that another user cannot read: nobody, or the user of the tests."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "project"
@@ -200,7 +200,7 @@ def test_a_file_beside_the_app_that_is_no_program_is_left_alone(
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_file_of_the_job(project_root: Path, tmp_path: Path, closed: str) -> None:
-    """Of the launcher neither: what is printed there is lost, and nothing else is written in its place."""
+    """If the launcher's streams are closed too, its output is lost, and no other file receives it."""
     run_dir = tmp_path / "run"
     shows = "import os\nfor number in range(3):\n    os.fstat(number)\nos.write(1, b'out'); note(started=True)"
     (tmp_path / "launcher.py").write_text(LAUNCHER + shows)

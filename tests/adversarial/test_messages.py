@@ -1,4 +1,4 @@
-"""Strangers at MASTER_PORT, and machines that lie: they end no job with a secret, and no job by an invalid message."""
+"""Strangers at MASTER_PORT, and false machines: they end no job with a secret, and no job by an invalid message."""
 
 from __future__ import annotations
 

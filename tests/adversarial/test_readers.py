@@ -111,7 +111,7 @@ def limited(seconds: int = 20) -> Iterator[None]:
 
 
 def read_by_all(run_dir: Path, output: Path) -> None:
-    """The three programs in this process; that they print what a terminal obeys is for `test_no_escape_...` to find."""
+    """Run the three programs in this process. `test_no_escape_...` tests for escape sequences in their output."""
     with limited():
         for main, words in (
             (hang_report.main, ["--threads"]),

@@ -122,7 +122,7 @@ def put(kind: str, path: Path, outside: Path) -> bool:
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the content and the time of all that lies in a folder."""
+    """Return the content and the time of all files in a folder."""
     return {
         str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.lstat().st_mtime_ns)
         for path in (folder, *folder.rglob("*"))

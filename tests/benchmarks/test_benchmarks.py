@@ -20,7 +20,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
 @pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs mnist_ddp's row
 def test_throughput(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
-    # Those that need no package beside the app's.
+    # These contestants need no package beside the app's.
     contestants = "--contestants=textbook,app,limit,plain-limit,fused-limit"
     found_in = harness.folder / "found.json"
     outcome = quick(harness, "throughput", f"--apps={harness.app.name}", contestants, f"--json={found_in}")

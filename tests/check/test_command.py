@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
 
 
 def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
-    """No other test has a mistake in an adapter, at its start or in a function that it gives."""
+    """The adapter raises an error at its import, or in a function that it registered."""
     folder = program(tmp_path / "sound", PLAIN)
     (folder / "adapter.py").write_text("raise RuntimeError('a mistake')\n")
     done, _ = plain(folder, "evaluation", "--adapter=adapter.py")
@@ -265,8 +265,10 @@ def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
     """No other test of the matrix has docs/make_it_survive.md; the soak compares its tables."""
     page = tutorial.PAGE.read_text()
     for count, table in enumerate(tutorial.tables(tmp_path, page), 1):
-        compile((tmp_path / "train.py").read_text(), f"the script before table {count}", "exec")
+        script = (tmp_path / "train.py").read_text()
+        compile(script, f"the script before table {count}", "exec")
         assert tutorial.rows(table.text), f"table {count} is empty"
+    assert f"## The finished script\n\nAfter all changes, the script is:\n\n```python\n{script}```" in page
     assert page.count("```diff\n") == 9
     assert {verdict for verdict, _ in tutorial.rows(table.text).values()} == {"passed"}
     assert len(tutorial.rows(table.text)) == 18

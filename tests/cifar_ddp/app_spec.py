@@ -13,7 +13,7 @@ SPEC = App(
     accuracy=0.9,
     dataset="synthetic-cifar10",
     test_examples=256,
-    # 1,024 samples by 64: 16 steps an epoch. Everything is on in what is killed, stopped, damaged and resumed.
+    # 1,024 samples by 64: 16 steps an epoch. The runs that are killed, stopped or resumed have every option on.
     small=(
         *("--dataset=synthetic-cifar10", "--epochs=2", "--global-batch-size=64", "--checkpoint-every=5"),
         *("--log-every=1", "--input=loader", "--workers=1", *EVERYTHING),

@@ -197,7 +197,7 @@ def test_the_steps_are_those_of_a_plain_loop(harness: Harness, soak: bool) -> No
             arrays = checkpoint.load_weights(run_dir / f"{name}.safetensors")
             total = sum(float(np.abs(array).sum()) for key, array in arrays.items() if key.endswith(("weight", "bias")))
             assert total == pytest.approx(expected, rel=1e-9)
-    # The best is of the average, which is what was evaluated.
+    # The best weights are the averaged weights, because the evaluation uses them.
     run_dir = harness.folder / "adamw"
     best = checkpoint.load_weights(run_dir / "model-best.safetensors")
     step = json.loads((run_dir / "result.json").read_text())["best_step"]

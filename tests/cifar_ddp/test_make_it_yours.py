@@ -25,7 +25,7 @@ SMALL = (
     *("--max-steps=8", "--global-batch-size=61", "--log-every=1", "--optimizer=adamw", "--warmup-steps=3"),
     *("--clip-norm=1", "--accumulate=3", "--ema=0.9"),
 )
-# The weights that a run left, evaluated by one process that knows no ranks, in the terms of the definition.
+# Evaluate the final weights of a run in one process, by the definition of the metric.
 PLAINLY = """
 import json, sys
 import numpy as np, torch
@@ -57,7 +57,7 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of the repository with my_app in it, changed as the page says, and its data made."""
+    """A clone of the repository with my_app in it, with the page's changes and data."""
     root = clone(tmp_path_factory.mktemp("walk") / "samestep")
     run(root, "bash", "scripts/new_app.sh", "my_app", "--from", "cifar_ddp")
     walk.apply_patches(root, PAGE)

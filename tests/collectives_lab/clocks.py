@@ -1,4 +1,4 @@
-"""Run the programs for ranks on one simulated GPU rank, and report which clock readings came too early.
+"""Run the programs for ranks on one simulated GPU rank, and report the clock readings that were too early.
 
     clocks.py RUN_DIR
 

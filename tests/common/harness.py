@@ -370,7 +370,7 @@ def faulty(fault: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def python_path(folder: Path) -> str:
-    """PYTHONPATH with a folder before what is there."""
+    """Return PYTHONPATH with a folder before its present folders."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from harness import ROOT, Harness
 
-# N, options, environment, words that the one line must hold. All are told by the first stage, without the framework.
+# N, options, environment, words of the error line. The launch script's first stage reports all of them.
 MISTAKES = [
     ("0", [], {}, "N=0"),
     ("-1", [], {}, "N=-1"),
@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_the_first_stage_needs_no_packages(harness: Harness) -> None:
-    """A mistake is told before anything is installed: on an interpreter that sees the standard library alone."""
+    """Each mistake is reported before anything is installed: the interpreter has the standard library only."""
     bare = harness.folder / "bin"
     bare.mkdir()
     (bare / "python3").write_text(f'#!/bin/sh\nexec {Path("/proc/self/exe").resolve()} -S "$@"\n')

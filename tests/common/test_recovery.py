@@ -151,7 +151,7 @@ def stopped_at(run_dir: Path, number: int) -> int:
     if not stops:
         return 0
     assert newest is not None
-    # MindSpore's compiler sends its own process a TERM where an INT comes in.
+    # On INT, MindSpore's compiler sends a TERM to its own process.
     assert stops[-1] in [(name, str(newest.step)) for name in (signal.Signals(number).name, "SIGTERM")]
     assert last_step(run_dir) == newest.step
     return newest.step
@@ -177,7 +177,7 @@ STOPS = [
 
 
 def has_come(job: Job, n: int) -> bool:
-    """Whether all ranks have come to their Run, and listen."""
+    """Return whether all ranks have created their Run, and handle signals."""
     return all(job.alive(rank) for rank in range(n))
 
 
@@ -208,7 +208,7 @@ def test_signals_at_random_moments(
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir)
         at = chance.randrange(1, reference["steps"] - Shape.of(reference).every) if i else 0
-        if at == 0:  # as it starts: the ranks have come to their Run
+        if at == 0:  # as it starts: the ranks have created their Run
             job.wait_for(partial(has_come, job, n))
         else:
             job.wait_for_step(at)
@@ -309,7 +309,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 
 def slow_steps(n: int) -> dict[str, str]:
-    """The environment in which each step takes 0.1 s longer, so that a fault comes in time on a busy machine."""
+    """The environment in which each step takes 0.1 s longer, so that a fault is in time on a busy machine."""
     slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
     return faulty({"slow": slow, "seconds": 0.1, "every_start": True})
 
@@ -319,7 +319,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     """A checkpoint is damaged, ranks or their launcher are killed, one hangs, and a signal stops the run.
 
     The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its
-    steps are slow, so that each fault comes in time on a busy machine, too. A hanging or swapping machine looks like
+    steps are slow, so that each fault is in time on a busy machine, too. A hanging or swapping machine looks like
     SIGSTOP: alive, and holding all others up.
     """
     n = 2

@@ -157,7 +157,7 @@ def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
 
 @pytest.mark.core_only
 def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
-    """torchrun gives each rank a session of its own, so nothing but the rank's watchdog ends it."""
+    """torchrun gives each rank a session of its own, so only the rank's watchdog can end it."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", train(harness), *harness.app.small]
     job = harness.start_command([*command, "--run-dir=run", "--epochs=1000"], harness.folder / "run")
     job.wait_for_step(5)
@@ -276,7 +276,7 @@ def test_a_flipped_bit_is_named_and_undone(
 
 
 def flip_a_bit(addresses: dict[str, Any], chance: random.Random, bit: int) -> tuple[int, int]:
-    """Flip this bit of any float32 weight of the process that told its addresses; returns where and which."""
+    """Flip a bit of a random float32 weight in the memory of a process; return its address and its index."""
     place = chance.choice([first + 4 * i for first, count in addresses["weights"] for i in range(count)])
     with open(f"/proc/{addresses['pid']}/mem", "r+b", buffering=0) as memory:
         memory.seek(place + bit // 8)  # little-endian

@@ -38,7 +38,7 @@ def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
     assert lines[-1]["step"] == result["steps"]
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert lines[-1]["test_loss"] == result["test_loss"]
-    # The substitute for a data set that cannot be had is said loudly, and rank 0 alone speaks.
+    # If a dataset cannot be downloaded, rank 0 alone warns about the substitute.
     parsed = options_of(harness.app.name).parse([*harness.app.defaults])
     wanted = parsed.dataset or parsed.default_dataset
     notices = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]
@@ -158,7 +158,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
             harness.train(n, *options, run_dir=run_dir)
             curves[n] = losses(run_dir)
             assert len(curves[n]) == steps
-        assert min(curves[1][1:-1]) < curves[1][0]  # the last step may be of a single sample, which tells nothing
+        assert min(curves[1][1:-1]) < curves[1][0]  # the last step may have a single sample, whose loss is noise
         for n in counts[1:]:
             assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
 

@@ -192,7 +192,7 @@ def start(
 
 
 def end(processes: Sequence[subprocess.Popen[str]], limit: float = LIMIT) -> list[tuple[int, str, str]]:
-    """How the ranks ended: exit code, stdout, stderr. Those that wait for one that was killed are killed, too."""
+    """Return exit code, stdout and stderr of each rank. If one was killed, the others are killed too."""
     until = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if any(process.poll() == -signal.SIGKILL for process in processes):

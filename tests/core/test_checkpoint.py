@@ -130,7 +130,7 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path, no_warning)
     assert found is not None
     assert (found.app, found.step, found.resume_invariants) == ("toy", 12, ARITHMETIC)
-    # JSON tells -0.0 from 0.0 and 2.0 from 2.
+    # In JSON, -0.0 differs from 0.0, and 2.0 from 2.
     assert json.dumps(found.state, sort_keys=True) == json.dumps(state, sort_keys=True)
 
 
@@ -686,7 +686,7 @@ def test_a_disk_that_fails_later_is_told_by_the_next_call(tmp_path: Path) -> Non
 def test_files_are_synced_before_their_checkpoint_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing here can crash a machine, which loses what is not synced: the order of calls must do."""
+    """The test compares the order of calls, because it cannot crash a machine, which would lose unsynced data."""
     save(tmp_path, 1)
     calls: list[str] = []
     open_files = len(os.listdir("/proc/self/fd"))
@@ -1103,5 +1103,5 @@ def test_a_checkpoint_holds_what_it_was_given_not_what_became_of_it(tmp_path: Pa
     folder = save(tmp_path, 3, groups=groups)
     groups["model"]["weight"][:] = 0
     found: Checkpoint = checkpoint.read(folder)
-    (folder / "model.safetensors").unlink()  # what was verified is what is used
+    (folder / "model.safetensors").unlink()  # the arrays come from the verified bytes, not from the file
     np.testing.assert_array_equal(found.arrays("model")["weight"], values()["model"]["weight"])

@@ -60,7 +60,7 @@ def idx(array: NDArray[np.uint8]) -> bytes:
 
 
 def tiny(label: int = 0) -> dict[str, bytes]:
-    """A data set of 3 + 2 images; `label` tells one from another."""
+    """Write a dataset of 3 + 2 images, which differ in their ``label``."""
     files = {}
     for split, n in (("train", 3), ("t10k", 2)):
         files[f"{split}-images-idx3-ubyte"] = idx(np.full((n, 28, 28), 7, np.uint8))
@@ -321,7 +321,7 @@ def test_default_cache_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest
 def test_without_a_home_that_can_be_written_data_are_kept_with_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
-    """As in a container whose user has no home, or a file system that nobody writes to."""
+    """The user has no home, as in a container, or the file system is read-only."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(os, "access", lambda path, mode: str(path).startswith(str(tmp_path)))
@@ -713,7 +713,7 @@ def test_the_made_up_images_are_the_same_everywhere(tmp_path: Path, monkeypatch:
     load("synthetic-cifar10", tmp_path)
     again = {path.name: path.stat().st_mtime_ns for path in resolve("synthetic-cifar10", tmp_path).folder.iterdir()}
     assert again == kept, "it is generated once"
-    # Its classes can be told apart: the nearest of the training images' class means is right for most test images.
+    # Its classes differ: the nearest class mean of the training images is right for most test images.
     means = np.stack([data.train_images[data.train_labels == label].mean(0) for label in range(10)])
     distances = ((data.test_images[:, None].astype(float) - means) ** 2).sum((2, 3, 4))
     assert (distances.argmin(1) == data.test_labels).mean() > 0.95

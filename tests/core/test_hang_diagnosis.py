@@ -107,11 +107,11 @@ class Hang:
     run_dir: Path
     guilty: int
     pids: dict[int, int]
-    lines: dict[int, str]  # what each rank has told on its console
+    lines: dict[int, str]  # each rank's console output
 
     @property
     def seconds(self) -> float:
-        """From the last progress of the rank that was not guilty until it had told its line."""
+        """Return the seconds between the last progress of the innocent rank and its error line."""
         return float(untrusted.read_object(self.run_dir / "log" / f"hang-{1 - self.guilty}.json")["waited"])
 
 
@@ -203,7 +203,7 @@ def check_line(kind: str, found: Hang) -> None:
     if kind in words:
         assert re.search(rf"last alive at step \d, silent for \d+ s, .*{re.escape(words[kind])}", line)
         assert (f", last seen at {place(kind)}" in line) == (kind == "stopped")
-    elif kind not in ("heartbeats", "unexplained"):  # of these the guilty rank may have ended, or not have answered
+    elif kind not in ("heartbeats", "unexplained"):  # in these, the guilty rank may have ended or not answered
         assert " last alive at step 3" in line
         assert ", not in a collective; " in line
 
@@ -222,7 +222,7 @@ def check_hang_report(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]
 
 
 def check_lone_hang_report(found: Hang, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody could tell of it: what is there is its last heartbeat, and the stack that a C thread wrote."""
+    """No rank reported the hang: only its last heartbeat and the stack of a C thread are left."""
     (folder / "log").mkdir(parents=True)
     for name in ("alive-1", "stack-1.txt"):
         (folder / "log" / name).write_bytes((found.run_dir / "log" / name).read_bytes())
@@ -362,7 +362,7 @@ def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: 
 
 
 def test_of_ranks_that_are_not_known_to_wait_the_smallest_group_is_named(tmp_path: Path) -> None:
-    """A framework that waits where its result is read, without a record of collectives; or in a module of its own."""
+    """The framework records no collectives, and waits where the program reads the result, or in its own module."""
     reads = ("/a/train.py", 137, "train", "float(loss)")
     for rank in range(64):
         left(tmp_path, rank, SLEEPS if rank == 7 else reads)
@@ -478,7 +478,7 @@ def test_hang_report_of_nothing_is_one_line(
         (2, "lives", True),
         (2, "gone", False),  # its launcher has ended the others for it
         (2, "of another job", False),
-        (2, "nowhere", False),  # it has not come to its Run
+        (2, "nowhere", False),  # it has not created its Run
         (1, "nowhere", True),
     ],
 )
@@ -497,7 +497,7 @@ def test_whether_all_ranks_of_a_job_live_is_known(
 
 
 def test_a_crash_after_other_stacks_is_still_told(tmp_path: Path) -> None:
-    """A heartbeat that came late has left stacks in the file, and the next one took them away."""
+    """A late heartbeat has written stacks to the file, and the next heartbeat removed them."""
     code = f"""
 import faulthandler, os, time
 from pathlib import Path

@@ -108,7 +108,7 @@ def test_after_any_crashes_each_step_is_there_once(crashes: list[tuple[int, int,
         for lost, more, torn in crashes:
             resumed_from = max(0, done - lost)
             content = path.read_bytes()
-            synced = content.find(b'"step": %d, "loss"' % (resumed_from + 1))  # only what came after may be torn
+            synced = content.find(b'"step": %d, "loss"' % (resumed_from + 1))  # only later lines may be torn
             keep = len(content) if synced < 0 else max(synced - 1, len(content) - torn)
             path.write_bytes(content[:keep])
             done = resumed_from + more

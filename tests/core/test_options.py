@@ -1,4 +1,4 @@
-"""The options every app shares: each mistake is one line that names its option, told before anything is installed."""
+"""The options that all apps share: each mistake is one error line that names its option, before any installation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ METHODS: dict[str, Callable[[Root], object]] = {
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    """Return all that lies in a folder, with the bytes of files."""
+    """Return all paths below a folder, with the bytes of files."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 

@@ -728,7 +728,7 @@ def test_a_loss_that_is_no_number_ends_every_rank_and_names_the_learning_rate(ru
 def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's first start and its restarts: a flipped bit does not come again, a learning rate does."""
+    """The job's first start and its restarts: a flipped bit does not recur, a wrong learning rate does."""
     all_done(job(2, options_for(tmp_path / "undisturbed")))
     message = f"at step 7 the loss is nan: lower --lr, now 1.0, {ONCE}"
     for start, (step, kind, words) in enumerate(

@@ -225,7 +225,7 @@ assert gc.isenabled()
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
     """The launch script wants to know whether a start that failed got so far."""
-    job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # no tick comes in between
+    job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # without a tick in between
     assert job.alive(0, lambda seen: seen["updates"] == 1)["step"] == 8
 
 

@@ -93,7 +93,7 @@ def test_the_version_stands_in_one_place_and_the_newest_change_is_its() -> None:
 
 
 def test_a_project_elsewhere_imports_it_and_its_digits(built: Built, tmp_path: Path, soak: bool) -> None:
-    """In the soak, mypy also knows its types there."""
+    """In the soak, mypy also finds the package's types there."""
     python = tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", "venv", folder=tmp_path)
     run(python, "-m", "pip", "install", "--quiet", "--no-compile", built.wheel, folder=tmp_path)

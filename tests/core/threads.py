@@ -109,7 +109,7 @@ def parse(*arguments: str) -> Options:
 
 
 def put(data_dir: Path, label: int = 0) -> Path:
-    """Write a data set of 20 + 6 images; ``label`` tells one from another. Returns its folder."""
+    """Write a dataset of 20 + 6 images, which differ in their ``label``. Returns its folder."""
     folder = data_dir / "mnist"
     folder.mkdir(parents=True, exist_ok=True)
     for (images_file, labels_file), n in ((MNIST_FILES[:2], TRAINING), (MNIST_FILES[2:], TEST)):

@@ -77,7 +77,7 @@ def check(manifest: Manifest) -> None:
     if manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1":
         model = getattr(models, f"TrainerV1alpha1{kind}")
         read = model.from_dict(manifest).to_dict()
-        if read != manifest:  # the models pass over what they do not know
+        if read != manifest:  # the models ignore unknown fields
             raise ValueError(f"{kind} has unknown fields: {manifest} is read as {read}")
         for job in jobs_of_runtime(manifest):
             check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, "spec": job["template"]["spec"]})
@@ -99,7 +99,7 @@ def jobs_of_runtime(manifest: Manifest) -> list[Manifest]:
 
 
 def templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Every pod template, by the name of who has it."""
+    """Return every pod template by the name of its owner."""
     for manifest in manifests:
         name = f"{manifest['kind']} {manifest['metadata']['name']}"
         spec = manifest["spec"]

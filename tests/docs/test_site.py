@@ -1,4 +1,4 @@
-"""The site builds without a warning, is complete, and loads nothing from the network."""
+"""Zensical and MkDocs build the same site without a warning; it is complete, and loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import browser
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILDERS = ("zensical", "mkdocs")
 LOADED = {
     "script": "src",
     "img": "src",
@@ -41,17 +42,62 @@ class Loads(HTMLParser):
         self.found += re.findall(r"url\(([^)]*)\)", values.get("style") or "")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site strictly: a warning is an error."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+class Headings(HTMLParser):
+    """Find the anchors of a page's headings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        anchor = dict(attrs).get("id")
+        if anchor and re.fullmatch("h[1-6]", tag):
+            self.found.append(anchor)
+
+
+def run(*command: str) -> str:
     # Material and mkdocs-redirects advertise forks of MkDocs by warnings.
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    command = (sys.executable, *command)
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
-    return folder
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build the site strictly by each builder: a warning is an error."""
+    found = {}
+    for builder in BUILDERS:
+        folder = tmp_path_factory.mktemp(builder)
+        run("docs/stage.py", str(folder))
+        printed = run("-m", builder, "build", "--strict", "--config-file", str(folder / "mkdocs.yml"))
+        assert "WARNING" not in printed, printed
+        found[builder] = folder / "html"
+    return found
+
+
+@pytest.fixture(params=BUILDERS)
+def site(request: pytest.FixtureRequest, sites: dict[str, Path]) -> Path:
+    return sites[request.param]
+
+
+def anchors(site: Path) -> dict[str, list[str]]:
+    """Return the anchors of the headings of each page by its place."""
+    found = {}
+    for page in site.rglob("*.html"):
+        headings = Headings()
+        headings.feed(page.read_text())
+        found[str(page.relative_to(site))] = headings.found
+    return found
+
+
+def test_both_builders_make_the_same_pages_and_anchors(sites: dict[str, Path]) -> None:
+    zensical, mkdocs = (anchors(sites[builder]) for builder in BUILDERS)
+    assert zensical.keys() == mkdocs.keys()
+    assert len(mkdocs) > 200
+    different = [page for page, found in mkdocs.items() if zensical[page] != found]
+    assert not different
 
 
 def moved(site: Path) -> list[Path]:

@@ -114,7 +114,7 @@ def run_in(buildah: Buildah, container: str, *command: str, volumes: tuple[str, 
 
 def result_of(stdout: str) -> dict[str, Any]:
     line = next(line for line in reversed(stdout.splitlines()) if "RESULT {" in line)
-    print(line)  # with pytest -s or -rP: what the image said
+    print(line)  # pytest -s or -rP shows the output of the image
     found: dict[str, Any] = json.loads(line.partition("RESULT ")[2])
     return found
 
@@ -141,7 +141,7 @@ def test_an_image_trains(family: str, options: list[str], buildah: Buildah, tmp_
             run_in(buildah, container, "bash", f"/samestep/scripts/run_{app}.sh", *command)
     if family == "horovod":
         check_mpi_job(buildah, container, tmp_path, result["weights_sha256"])
-    # Of all that is not mounted, the user may write to nothing but its runs, so that a pod's root may be read-only.
+    # Outside of mounts, the user may write only to its runs, so that a pod's root may be read-only.
     ours = "-path /proc -o -path /dev -o -path /tmp -o -path /work/runs"
     found = run_in(
         buildah, container, "bash", "-c", f"find / '(' {ours} ')' -prune -o -type d -writable -print 2>&-; true"
@@ -176,4 +176,4 @@ def check_mpi_job(buildah: Buildah, container: str, folder: Path, weights: str) 
     result = result_of(stdout)
     assert (result["launcher"], result["backend"], result["world_size"]) == ("openmpi", "mpi", 2)
     assert result["weights_sha256"] == weights  # two ranks: gloo's and MPI's sums are the same
-    assert stdout.splitlines()[-1] == "1"  # mpirun came by ssh, once for the worker
+    assert stdout.splitlines()[-1] == "1"  # mpirun connected by ssh, once for the worker

@@ -1,6 +1,6 @@
 """Run a script, and send its process a signal at an exact step: fault.py RANK STEP SIGNAL SCRIPT [ARGUMENTS].
 
-The signal comes between the optimizer's step and the call of `Checkpoints.step`, which then reduces the votes at once.
+The signal is between the optimizer's step and the call of `Checkpoints.step`, which then reduces the votes at once.
 A negative RANK sends it to the process group, once.
 """
 

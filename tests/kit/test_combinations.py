@@ -108,7 +108,7 @@ if __name__ == "__main__":
     print(json.dumps(results))
     end()
 """
-# Of lower precision: rounding differs with the number of rows.
+# Limits for lower precision, in which rounding differs with the number of rows.
 LIMITS = {"bfloat16": 0.05, "scaler": 1e-5}
 
 

@@ -31,7 +31,7 @@ from samestep_launch import environments
 from samestep_launch.environments import Environment
 from scratch_project import ScratchProject, end_of, gone, wait_for
 
-# On PATH as python3 and python3.11. It claims to be of another version where a file says so.
+# On PATH as python3 and python3.11. A file can make it report another version.
 BASE = """#!/usr/bin/env bash
 if [ "$1 $2" = "-m venv" ]; then
   echo "venv $3" >> {notes}
@@ -520,7 +520,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
 
 @pytest.mark.soak
 def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street) -> None:
-    """With a word, and before anything is downloaded."""
+    """The script reports it before it downloads anything."""
     path = street.root / "launch" / "samestep_launch" / "environments.py"
     text, count = re.subn(r'(?m)^CPU_INDEX = ".*"', 'CPU_INDEX = "file:///nowhere"', path.read_text())
     text, more = re.subn(r"(def has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)

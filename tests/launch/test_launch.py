@@ -292,7 +292,7 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
     (root / "apps" / "toy" / "requirements.in").write_text("numpy==0.0.1\nno-such-package-anywhere==1.0\n")
     done = ScratchProject(root, project.work).run("note()")
     assert done.returncode == 2
-    assert "warning: numpy " in done.stderr  # another version than the tested one is said
+    assert "warning: numpy " in done.stderr  # a warning for a version that was not tested
     assert f"error: {sys.executable} lacks no-such-package-anywhere: " in done.stderr
     assert project.notes() == []
 
@@ -470,7 +470,7 @@ def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> No
         words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]
         return end_of(project.script(*words, environ=environ))
 
-    assert machines("2", TABLE="yes").stdout == "3 1 6\n"  # nobody has said NNODES, MASTER_ADDR, MASTER_PORT
+    assert machines("2", TABLE="yes").stdout == "3 1 6\n"  # NNODES, MASTER_ADDR and MASTER_PORT are not set
     assert machines("2").stdout == "1 0 2\n"
     assert machines("2", **SECOND).stdout == "2 1 4\n"
     done = machines("4", TABLE="yes")
@@ -613,7 +613,7 @@ def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(
 
 
 def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(project: ScratchProject) -> None:
-    """By the watchdog's file alone, although the launcher and a rank ignore TERM; its message still comes out."""
+    """By the watchdog's file alone, although the launcher and a rank ignore TERM; its message is still printed."""
     code = f"""
 note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
 if attempt == 0:
@@ -631,7 +631,7 @@ if attempt == 0:
     assert "ended with code -9; starting it again" in warning
 
 
-# Of a launcher with one rank that core's own watchdog watches.
+# A launcher with one rank, which core's own watchdog watches.
 WATCHED = """
 code = '''
 import os, sys, time
@@ -826,7 +826,7 @@ def test_under_nohup_a_hangup_is_ignored(project: ScratchProject) -> None:
     assert (done.returncode, done.stdout) == (0, "RESULT {}\n")
 
 
-# In the launch script's own process: a signal comes in when its launcher has just been started.
+# In the launch script's own process: a signal arrives just after the start of its launcher.
 UNLUCKY = """
 import os, signal, subprocess, sys
 

@@ -75,13 +75,13 @@ def listed(root: Path) -> set[str]:
 
 
 def python(root: Path, *words: str, limit: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run this Python with its core, and with the modules that the tests there import."""
+    """Run this Python in ``root``, with this repository's core and with the modules of the tests in ``root``."""
     paths = os.pathsep.join(map(str, (root / "tests", root / "tests" / "common", CORE)))
     return run(root, sys.executable, *words, limit=limit, PYTHONPATH=paths)
 
 
 def specs(root: Path) -> dict[str, dict[str, Any]]:
-    """Return the specifications of all apps there, as the harness reads them."""
+    """Return the specifications of all apps in ``root``, as the harness reads them."""
     done = python(root, "-c", SPECS)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
@@ -114,7 +114,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(soak: bool) -> dict[str, str]:
-    """Return the name of each app's copy; the matrix copies the app to copy, and one that starts slowly."""
+    """Return the name of each app's copy; the matrix copies cifar_ddp, and an app that starts slowly."""
     return {app: name for app, name in NAMES.items() if soak or app in ("cifar_ddp", "resnet50_mindspore")}
 
 

@@ -167,7 +167,7 @@ def test_who_waits_is_told_for_whom(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
-    """Its connection alone says so."""
+    """Only the closed connection shows it."""
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(preflight.preflight, node(0), "127.0.0.1", port, 20.0, dict, nothing)
@@ -332,14 +332,14 @@ NOTE = """
 
 
 def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: ScratchProject) -> None:
-    """The run dir too, as on a shared disk; the second machine is told of it."""
+    """All machines use the run dir of machine 0, as on a shared disk."""
     done = [end_of(process) for process in machines(project, ("2", "--run-dir=run"), ("3", "--run-dir=run"), code=NOTE)]
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
     first, second = (json.loads((project.run_dir / f"note-{n}").read_text()) for n in (2, 3))
     assert first["environ"]["SAMESTEP_JOB"] == second["environ"]["SAMESTEP_JOB"]
     for note in (first, second):
         assert note["environ"]["SAMESTEP_MACHINES"] == "2"
-        assert "SAMESTEP_RANKS" not in note["environ"]  # none knows how many ranks were asked for
+        assert "SAMESTEP_RANKS" not in note["environ"]  # no machine has the number of ranks of the job
         assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
         assert f"--run-dir={project.run_dir}" in note["options"]
     assert "--resume" in first["options"]
@@ -407,7 +407,7 @@ def test_a_machine_that_is_stopped_while_all_wait_ends_all(project: ScratchProje
 
 @pytest.mark.parametrize("leaver", [2, 3], ids=["machine 0", "machine 1"])
 def test_a_machine_whose_ranks_failed_for_good_ends_the_others(project: ScratchProject, leaver: int) -> None:
-    """Each has a disk of its own, so that only one knows; the other would wait for it to start again."""
+    """Each machine has its own disk, so only one sees the end; the other would wait for its restart."""
     fails = f"""
 if nproc == "{leaver}":
     told = {{"code": 2, "job": os.environ["SAMESTEP_JOB"]}}

@@ -353,7 +353,7 @@ log.run(main)
     assert len(command.project.notes()) == 1
 
 
-# A program that fails at a step that its monitor knows.
+# A program that fails at a step that its monitor has counted.
 FAILS = """
 from samestep import ConfigError, RetryableError, log
 from samestep.monitor import Monitor

@@ -325,7 +325,7 @@ dist.all_reduce(ones)
 
 def test_plain_rank_and_world_size(harness: Harness) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
-    # Of the three APIs fleet asks the environment for most.
+    # fleet reads more variables than the other two APIs.
     command = [sys.executable, TRAIN, *SMALL, "--api=fleet", "--run-dir=run"]
     jobs = [
         harness.start_command(command, harness.folder / "run", **common, RANK=rank, LOCAL_RANK=rank)
@@ -342,12 +342,14 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
 def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness, soak: bool) -> None:
     """The programs in steps/, started as a reader starts them: the mean loss of their ranks equals plain.py's.
 
-    In the matrix only four of the seven starts.
+    In the matrix only five of the eight starts.
     """
     alone = [sys.executable]
     plain = printed(harness, alone, "plain")
     launched = printed(harness, LAUNCH, "launch")
     results = [(launched, 2), (printed(harness, alone, "spawn"), 2)]
+    on_one_card = [FLEETRUN[0], "--ips=127.0.0.1", "--nproc_per_node=1", "--log_dir=paddle-log"]
+    results += [(printed(harness, on_one_card, "fleet"), 1)]
     if soak:
         results += [(printed(harness, FLEETRUN, "fleet"), 2), (printed(harness, alone, "fleet"), 1)]
         results += [(printed(harness, alone, "highlevel"), 1)]

@@ -45,5 +45,5 @@ def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[...
     result = harness.checked(first, 2)
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert (result["node_count"], result["restarts"]) == (2, 0)
-    assert (second.code, second.stdout) == (0, "")  # the result is said once
+    assert (second.code, second.stdout) == (0, "")  # only one machine prints the result
     assert {path.name for path in (run_dir / "log").glob("rank-*.log")} == {"rank-0.log", "rank-1.log"}

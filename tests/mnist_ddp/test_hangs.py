@@ -52,7 +52,7 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     ],
 )
 def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, collective: str) -> None:
-    """Of two nobody can say which one is wrong: the one that left out a collective, or called them in another order."""
+    """With two ranks, the report cannot name the guilty one, which left out a collective or changed their order."""
     line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
         "skip": rf"all_gather (\d+) \[16\] long at {place('train.py', 'run.save(')}train ",

@@ -125,7 +125,7 @@ class Disturbance:
 
 @contextlib.contextmanager
 def nothing_left(harness: Harness) -> Iterator[None]:
-    """End, after a failure, what was started."""
+    """End all started processes after a failure."""
     try:
         yield
     except BaseException:

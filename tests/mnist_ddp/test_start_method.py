@@ -20,7 +20,7 @@ def main():
 
 
 def run(harness: Harness, program: str, *words: str, **environ: str) -> Outcome:
-    """``samestep run --start-method fork`` with 2 ranks of a program of a person's own."""
+    """Run a user's program on 2 ranks by ``samestep run --start-method fork``."""
     path = harness.folder / "program.py"
     path.write_text(program)
     run_dir = harness.folder / "own"
@@ -44,7 +44,7 @@ def test_fork_and_exec_end_with_the_same_weights(harness: Harness, n: int) -> No
 
 
 def test_a_restart_forks_from_the_process_that_has_imported_the_program(harness: Harness) -> None:
-    """The killed run ends with the weights of an uninterrupted run of programs; ps tells ranks apart."""
+    """The killed run ends with the weights of an uninterrupted run of programs; ps shows each rank's number."""
     options = [*harness.app.small]
     job = harness.start(2, *options)
     job.wait_for_step(5)

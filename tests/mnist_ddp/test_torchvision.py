@@ -35,7 +35,7 @@ def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: 
 
 
 def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, where torchvision is; the other half is in tests/resnet50_mindspore."""
+    """This environment has torchvision; the other half of the test is in tests/resnet50_mindspore."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
     importlib.import_module("common").torchvision_that_imports()
     import torch

@@ -29,7 +29,7 @@ def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
 
 
 def waits_for(harness: Harness, members: int) -> dict[str, str]:
-    """Return an environment in which the steps of fewer members take longer, so that the others come back in time."""
+    """Return an environment in which the steps of fewer members take longer, so that the others rejoin in time."""
     path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "SAMESTEP_COMPLETE": str(members)}
 
@@ -68,7 +68,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
         first = {rank: beat["pid"] for rank, beat in heartbeats(job).items()}
         assert len(first) == 4
         for _ in range(kills // 4):
-            # One rank, two at once, and one that has not come back yet or another.
+            # Kill one rank, two at once, and one that has not yet rejoined or another.
             where += [kill(job, chance)]
             time.sleep(chance.uniform(0, 2))
             where += [kill(job, chance), kill(job, chance)]
@@ -131,7 +131,7 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     os.kill(job.alive(0)["pid"], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
     assert (result["restarts"], result["rejoins"]) == (1, 1)
-    assert result["members"][-1]["ranks"] == [1]  # the job does not wait for a rank that comes too late
+    assert result["members"][-1]["ranks"] == [1]  # the job does not wait for a late rank
     check_same(result, reference)
 
 

@@ -218,7 +218,7 @@ def test_a_failed_check_is_told(harness: Harness) -> None:
 
 
 def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
-    """With an empty cache and nothing but Python on PATH."""
+    """With an empty cache and only Python on PATH."""
     environ = {"PATH": str(harness.folder), "XDG_CACHE_HOME": str(harness.folder / "cache")}
     outcome = bare(harness, [sys.executable, BUILD, "--rebuild"], **environ)
     assert outcome.code == 1

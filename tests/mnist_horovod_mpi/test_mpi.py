@@ -27,7 +27,7 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 
 @cache
 def mpirun() -> list[str]:
-    """The words that start ranks: Open MPI wants to be told that root may, and that processors may be shared."""
+    """Return the command that starts ranks. Open MPI needs options to run as root and to share processors."""
     version = subprocess.run(
         [BIN / "mpirun", "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout

@@ -28,7 +28,7 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
     ],
 )
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
-    """In float32 and with dropout: Lightning adds nothing to the arithmetic, nor to what is recorded and when."""
+    """In float32 with dropout, Lightning changes neither the arithmetic nor the records."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", *options]
     ours = harness.train(n, *options)
     reference = ddp.train(n, *options)

@@ -143,7 +143,7 @@ print(json.dumps(told))
 
 
 def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
-    """torch says that there are 4 GPUs: ranks of one machine, of two, and of two with one GPU's rank each."""
+    """torch reports 4 GPUs: ranks on one machine, on two, and on two with one rank for each GPU."""
     *own, shared = told_by("mnist_lightning", GPUS)
     assert own == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
     assert shared == ["cuda:0", "cuda:0", [0], 2, 3]

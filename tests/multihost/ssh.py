@@ -43,7 +43,7 @@ def ssh_between(hosts: Sequence[Host], folder: Path, environ: Mapping[str, str])
         )
     shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
     users = Path("/etc/passwd").read_text()
-    if "\nsshd:" not in users:  # as whom the server handles who has not yet logged in
+    if "\nsshd:" not in users:  # the user of a connection before its login
         users += "sshd:x:74:65534:sshd:/run/sshd:/usr/sbin/nologin\n"
     (folder / "passwd").write_text(users)
 

@@ -1,4 +1,4 @@
-"""Apps on several hosts, by their own launchers: the losses of one host, links that break, machines that come late."""
+"""Apps on several hosts, by their own launchers: the losses of one host, broken links, late machines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def start_on(
 
 
 def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
-    """The result that the first host says, after checking that all ended well."""
+    """Return the first host's result, after a check that all hosts succeeded."""
     outcomes = [job.finish() for job in jobs]
     assert [outcome.code for outcome in outcomes] == [0] * len(jobs), outcomes
     assert [outcome.stdout for outcome in outcomes[1:]] == [""] * (len(jobs) - 1)
@@ -154,7 +154,7 @@ def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str],
 def test_three_hosts_that_come_late_and_by_late_names(
     of: Callable[[str], Harness], hosts: list[Host], soak: bool
 ) -> None:
-    """1 + 2 + 1 ranks; at first no name resolves, and the third host comes when the others wait.
+    """1 + 2 + 1 ranks: at first no name resolves, and the third host joins while the others wait.
 
     With virtual ranks they end with the bits of one rank.
     """
@@ -237,7 +237,7 @@ def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harne
 
 
 def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
-    """The second host stops by a signal, as for maintenance, and comes back; then one of its ranks is killed.
+    """The second host stops by a signal, as for maintenance, and rejoins; then one of its ranks is killed.
 
     In the soak, its cable is pulled for 20 s, in which it takes no step.
     """

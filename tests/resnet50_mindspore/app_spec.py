@@ -13,7 +13,7 @@ SPEC = App(
         *("--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--epochs=2", "--max-steps=8"),
         *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
     ),
-    # MindSpore on CPU knows float32 alone, so rounding must be kept from growing.
+    # MindSpore on CPU has float32 only, so the options keep rounding errors small.
     exact=(
         *("--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
         *("--log-every=1", "--epochs=100"),

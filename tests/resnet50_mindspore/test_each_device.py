@@ -217,7 +217,7 @@ def changed(servers: Servers, old: str, new: str, form: str = "1.0") -> str:
     return text.replace(old, new)
 
 
-# name: (N, the table's text, environment, what the message says)
+# name: (N, the table's text, environment, words of the message)
 MISTAKES: dict[str, tuple[int | str, str | None, dict[str, str], Sequence[str]]] = {
     "no table": (4, None, {}, ["No such file", "name a rank table that can be read"]),
     "no JSON": (4, "rank 0: device 0", {}, ["line 1 column 1", "correct it there"]),
@@ -535,7 +535,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harne
 
 
 def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, project: Path) -> None:
-    """Before it makes an environment: PYTHON, which would keep it from that, is not set."""
+    """The script refuses it before it makes an environment. PYTHON, which would prevent that, is not set."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
     for n, words, environ in (
         (8, "N=8, but RANK_TABLE_FILE=rank_table.json lists 4 for this machine (6, 5, 7, 4): give N=4", {}),

@@ -29,17 +29,7 @@ SPEC.loader.exec_module(TOOL)
 
 IPS = [f"192.{1 + i % 4}.27.{6 + i // 4}" for i in range(8)]
 # MindSpore's tutorial on distributed training prints this table for 8 devices, with the comma before "]".
-SEED = (
-    '{"board_id": "0x0000", "chip_info": "910", "deploy_mode": "lab", "group_count": "1", "group_list": [\n'
-    '{"device_num": "8", "server_num": "1", "group_name": "", "instance_count": "8", "instance_list": [\n'
-    + "".join(
-        f'{{"devices": [{{"device_id": "{i}","device_ip": "{ip}"}}],"rank_id": "{i}","server_id": "10.*.*.*"}},\n'
-        for i, ip in enumerate(IPS)
-    )
-    + ']}], "para_plane_nic_location": "device", '
-    '"para_plane_nic_name": ["eth0","eth1","eth2","eth3","eth4","eth5","eth6","eth7"],\n'
-    '"para_plane_nic_num": "8", "status": "completed"}\n'
-)
+SEED = Path(__file__).with_name("tutorial_rank_table.json").read_text()
 MENDED = SEED.replace("},\n]", "}\n]")
 
 
@@ -582,7 +572,7 @@ def test_hccn_tool_is_asked(tmp_path: Path) -> None:
     devices = json.loads(made.stdout)["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == [f"192.168.{i}.1" for i in range(4, 8)]
     (tmp_path / "hccn.conf").write_text(CONF)
-    made = run("make", "--server", "a", "--hccn-conf", tmp_path / "hccn.conf", path=path)  # what is named wins
+    made = run("make", "--server", "a", "--hccn-conf", tmp_path / "hccn.conf", path=path)  # a file that is named wins
     assert [each["device_ip"] for each in json.loads(made.stdout)["server_list"][0]["device"]] == IPS
 
 

@@ -411,7 +411,7 @@ def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks:
 
 
 def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
-    """MindSpore's functions that only Ascend has are replaced; how they are called is what is seen."""
+    """Record the calls of MindSpore's functions for Ascend, which are replaced."""
     *made, refused = told_of_ranks["called"]
     assert made == [["Ascend", 3], "init", "init"]
     assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
@@ -419,7 +419,7 @@ def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
 
 
 def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
-    """The watchdog must come first: they would wait for 30, 600 and 1,836 s, and name no rank."""
+    """The watchdog must act before MindSpore's own timeouts of 30, 600 and 1,836 s, which name no rank."""
     assert told_of_ranks["timeouts"] == ["1860", "1860", "1860"]
 
 
@@ -641,7 +641,7 @@ def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Ca
     assert "RESULT" not in (run_dir / "log" / "scheduler.log").read_text()
 
 
-@pytest.mark.soak  # common cases kill workers too; this one says how long it took
+@pytest.mark.soak  # common cases kill workers too; this one prints the seconds
 def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
     """Five times: msrun's scheduler alone would hold the job up for 44 s."""
     for i in range(5):

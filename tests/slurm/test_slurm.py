@@ -164,7 +164,7 @@ def test_a_preempted_job_goes_on_where_it_was(
 
 @pytest.mark.soak  # in the matrix a preemption sends the same signal
 def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Slurm counts minutes, and looks at them once in a minute: the signal comes between 25 and 85 s from the start."""
+    """Slurm counts minutes, and looks at them once in a minute: the signal is 25 to 85 s after the start."""
     expected = undisturbed(2, *LONGER)
     slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))  # for two minutes
     job = slurm.train("mnist_ddp", *LONGER, sbatch=("--time=2", "--signal=B:USR1@35"))

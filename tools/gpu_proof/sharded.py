@@ -61,7 +61,7 @@ def reshard(row: Row) -> dict[str, Any]:
 
 
 def elastic(row: Row) -> dict[str, Any]:
-    """Kill a rank of three, which comes back; the weights equal a run with one rank. Gradients go through gloo."""
+    """Kill a rank of three, which rejoins; the weights equal a run with one rank. Gradients go through gloo."""
     if importlib.util.find_spec("torchft") is None:
         raise NotRunError("torchft is missing")
     steps = steps_of(row, "mnist_ddp")

@@ -353,7 +353,7 @@ def _scaled(scaler: Any, *_: Any, **__: Any) -> None:
 
 
 def _watch_accelerator(module: ModuleType) -> None:
-    """Record how many examples gather_for_metrics drops of this rank's last batch, as they only fill it."""
+    """Record how many examples of this rank's last batch gather_for_metrics drops as padding."""
     size = sys.modules["accelerate.utils.operations"].find_batch_size
 
     def gathered(found: Any, accelerator: Any, data: Any, *_: Any, **__: Any) -> None:

@@ -99,7 +99,7 @@ def restore_generators(states: tuple[Any, Any, Tensor]) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two examples have the same values. Of types that it does not know, the types decide."""
+    """Return whether two examples have the same values; for unknown types, whether their types are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -17,8 +17,8 @@ These end nothing:
   file's name gets "-<rank>" at its end.
 * ``tell``: this file gets the address and the number of values of each parameter (torch alone).
 
-A fault disturbs only the first start of a job, unless it has ``every_start``. It changes when the program ends, and
-replaces none of its code.
+A fault disturbs only the first start of a job, unless it has ``every_start``. A fault ends the program early, but
+does not replace its code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _change_a_weight() -> None:
 
 
 def _tell_addresses(path: str) -> None:
-    """Write the process id and, of all parameters, addresses and numbers of float32 values; the file is there whole."""
+    """Write atomically the process id, and the address and the number of float32 values of each parameter."""
     import torch
 
     weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]

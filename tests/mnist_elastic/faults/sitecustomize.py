@@ -3,7 +3,7 @@
 SAMESTEP_FAULTS holds a JSON list. Each fault has ``step``, ``rank`` (none: the first rank that gets there), ``at``, and
 ``done``, a file that is made when the fault strikes, so that it strikes once. The moments are:
 
-* ``updated``: the rank has updated its weights, and told nobody. It gets ``signal``.
+* ``updated``: the rank has updated its weights, and has not reported it. It gets ``signal``.
 * ``reduced``: the reduction has succeeded on all ranks, and fails on this one.
 * ``copying``: the rank has sent half of its state to a member that needs it. It gets ``signal``.
 * ``stranger``: a rank that was started again connects to the group, proves nothing and checks nothing. If the others

@@ -1,0 +1,276 @@
+"""Write the pages of the site to one folder, which Zensical and MkDocs read.
+
+    python3 docs/stage.py             # writes site/pages and site/mkdocs.yml
+    python3 docs/stage.py FOLDER      # the same in another folder
+
+The pages of the repository are written to be read there, where a link leads to any file of it. On the site:
+
+- A link to a page of docs/, a README.md or one of the few other pages of the repository leads to that page.
+- A link to anything else that git knows leads to source/<its path>, which shows the file or lists the folder.
+
+No link therefore needs an address of the repository. The README of the repository is the first page. Each module of
+core/ that an app imports has a page of its docstrings. A notebook becomes a page. The configuration is the
+repository's mkdocs.yml, with the pages of its empty sections. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import posixpath
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "core" / "samestep"
+IMAGES = (".png", ".svg")
+PROGRAMS = (".py", ".sh")  # of docs/, which the site shows as pages below source/
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ini": "ini", ".json": "json"}
+# Code, which is left as it is, or the target of a link.
+CODE_OR_TARGET = re.compile(
+    r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=[)\s])", re.M | re.S
+)
+PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # a user's own program may be a copy of one
+KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # of the names that samestep.torch exports
+# Launchers of apps call these, or an app names them in a type. A program of a user needs none of them.
+INTERNAL = {"samestep.monitor", "samestep.root", "samestep.rundir", "samestep.step_sync", "samestep.untrusted"}
+KIT = "samestep.torch"
+UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="write the pages of the site to one folder")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "site", help="default: site")
+    folder = parser.parse_args().folder
+    pages = staged()
+    write(folder / "pages", pages)
+    (folder / "mkdocs.yml").write_text(configuration(pages))
+    print(f"{len(pages)} files in {folder / 'pages'}")
+
+
+def write(folder: Path, pages: dict[str, bytes]) -> None:
+    """Write the files that changed, so that a server builds their pages only, and delete all others."""
+    for name, content in pages.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in pages:
+            path.unlink()
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def staged() -> dict[str, bytes]:
+    """Return the content of each file of the site by its place."""
+    pages = {"api/index.md": b"# The package samestep\n\n::: samestep\n"}
+    pages |= {api_page(name): api_content(name).encode() for name in modules()}
+    for path in reached():
+        pages[place(path)] = content(path)
+    for path in known():
+        if path.startswith("docs/") and not path.endswith((".md", *PROGRAMS)):
+            pages[path.removeprefix("docs/")] = (ROOT / path).read_bytes()
+    return pages
+
+
+def reached() -> set[str]:
+    """Return the pages of the repository, and what links of them lead to, as paths relative to the root."""
+    is_first = re.compile(r"README\.md|docs/.*\.md|apps/\w+/README\.md|docs/\w+\.ipynb")
+    waiting = [path for path in known() if is_first.fullmatch(path)]
+    seen: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        if path.endswith(".md") and path in known():
+            found = [resolved(path, target) for target in targets((ROOT / path).read_text())]
+            waiting += [each for each in found if each]
+    return seen
+
+
+def content(path: str) -> bytes:
+    """Return what the site shows of a file or folder: a page, an image, or a page with its text or its list."""
+    source = ROOT / path
+    if path.endswith(IMAGES):
+        return source.read_bytes()
+    if path.endswith(".ipynb"):
+        return notebook_page(source).encode()
+    if is_page(path):
+        return with_places(source.read_text(), path).encode()
+    if source.is_dir():
+        return folder_page(path).encode()
+    language = LANGUAGES.get(source.suffix, "text")
+    return f"{UNLISTED}# {path}\n\n``````{language}\n{source.read_text()}\n``````\n".encode()
+
+
+def folder_page(path: str) -> str:
+    """Return a page that lists the files of a folder. Pages of docs/ are links."""
+    names = sorted(name.removeprefix(f"{path}/") for name in known() if name.startswith(f"{path}/"))
+    shown = [name for name in names if path.startswith("docs/") and name.endswith(".md")]
+    links = {name: f"[`{name}`]({posixpath.relpath(place(f'{path}/{name}'), f'source/{path}')})" for name in shown}
+    lines = [f"- {links.get(name, f'`{name}`')}" for name in names]
+    return "\n".join([f"{UNLISTED}# {path}/\n", *lines]) + "\n"
+
+
+def notebook_page(source: Path) -> str:
+    """Return a notebook as Markdown: its texts, its code, and the text and pictures that the code prints."""
+    cells = json.loads(source.read_text())["cells"]
+    parts = [f"[Download this notebook]({source.name})"]
+    for cell in cells:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            printed = "".join(output.get("text", data.get("text/plain", [])))
+            if "image/png" in data:
+                parts.append(f"![Output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})")
+            elif printed:
+                parts.append(f"```text\n{printed}\n```")
+    first = next((index for index, part in enumerate(parts) if part.startswith("# ")), 0)  # the title comes first
+    return "\n\n".join([parts[first], *parts[:first], *parts[first + 1 :]]) + "\n"
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def with_places(markdown: str, origin: str) -> str:
+    """Return a page of the repository with the places on the site as the targets of its links."""
+    here = posixpath.dirname(place(origin))
+
+    def replace(match: re.Match[str]) -> str:
+        target = match["target"]
+        found = resolved(origin, target) if target else None
+        if not found:
+            return match[0]
+        _, mark, anchor = target.partition("#")
+        return posixpath.relpath(place(found), here or ".") + mark + anchor
+
+    return CODE_OR_TARGET.sub(replace, markdown)
+
+
+def targets(markdown: str) -> Iterator[str]:
+    """Return the targets of a page's links."""
+    return (match["target"] for match in CODE_OR_TARGET.finditer(markdown) if match["target"])
+
+
+def resolved(origin: str, target: str) -> str | None:
+    """Return the path, relative to the root, of a relative link in the file ``origin``.
+
+    For a folder with a README.md, return that file. Return None for a target that is not in the repository.
+    """
+    path = target.partition("#")[0]
+    if not path or re.match("[a-z]+:", path):
+        return None
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+    readme = posixpath.normpath(posixpath.join(path, "README.md"))
+    if readme in known():
+        return readme
+    return path if path in known() or path in folders() else None
+
+
+def place(path: str) -> str:
+    """Return the place on the site of a file or folder of the repository."""
+    if path == "README.md":
+        return "index.md"
+    if not is_page(path):
+        return f"source/{path}/index.md" if path in folders() else f"source/{path}.md"
+    return re.sub(r"\.ipynb$", "_notebook.md", path.removeprefix("docs/"))
+
+
+def is_page(path: str) -> bool:
+    """Return whether the site shows the file as it is: a text with links, a notebook or an image."""
+    return path.endswith((".md", ".ipynb", *IMAGES))
+
+
+@lru_cache
+def known() -> frozenset[str]:
+    """Return the files of the repository, with new ones that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return frozenset(name for name in listed.stdout.splitlines() if (ROOT / name).is_file())
+
+
+@lru_cache
+def folders() -> frozenset[str]:
+    found: set[str] = set()
+    for name in known():
+        found.update(map(str, Path(name).parents))
+    return frozenset(found)
+
+
+# --- pages of docstrings ---------------------------------------------------------------------------------------------
+
+
+def modules() -> list[str]:
+    """Return the names of the public modules: those that programs of apps/ and docs/ import.
+
+    The parts of the kit are imported from one package, and have its page.
+    """
+    text = "\n".join((ROOT / name).read_text() for name in sorted(known()) if re.fullmatch(PROGRAM, name))
+    imported = {f"samestep.{name}" for name in re.findall(r"^ *from samestep\.([\w.]+) import", text, re.M)}
+    for package, names in re.findall(r"^ *from (samestep[\w.]*) import ([\w, ]+)", text, re.M):
+        imported |= {f"{package}.{name.split()[0]}" for name in names.split(",")}
+    imported -= {*kit_modules(), *INTERNAL}
+    found = [name for name in imported if (PACKAGE.parent / f"{name.replace('.', '/')}.py").exists()]
+    return sorted([KIT, *found], key=lambda name: (name.count("."), name))
+
+
+def kit_modules() -> list[str]:
+    """Return the names of the modules that define the kit's parts."""
+    text = (PACKAGE / "torch" / "__init__.py").read_text()
+    return sorted({f"{KIT}.{name}" for name in KIT_MODULE.findall(text)})
+
+
+def api_content(name: str) -> str:
+    """Return the Markdown of a module's page. The page of the kit has all modules of its parts."""
+    shown = [name, *kit_modules()] if name == KIT else [name]
+    directives = "".join(f"::: {module}\n\n" for module in shown)
+    return f"# {name}\n\n{directives}"
+
+
+def api_page(name: str) -> str:
+    """Return the page of a module, such as api/data/datasets.md."""
+    return f"api/{name.removeprefix('samestep.').replace('.', '/')}.md"
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+def configuration(pages: Iterable[str]) -> str:
+    """Return mkdocs.yml with the pages of its empty sections, for the pages at these places.
+
+    A page of docs/ must be in its nav. All other pages may be reached by links alone.
+    """
+    text = (ROOT / "mkdocs.yml").read_text()
+    for title, section in sections().items():
+        listed = f"- {title}: {json.dumps(section)}"
+        text, count = re.subn(rf"- {title}: \[\]", listed if section else "", text)
+        if count != 1:
+            raise SystemExit(f"error: mkdocs.yml has {count} empty sections {title}: it must have one")
+    in_nav = {*re.findall(r"[\w./-]+\.md", text.partition("\nnav:\n")[2])}
+    by_links = [name for name in pages if name.endswith(".md") and not (ROOT / "docs" / name).exists()]
+    lines = [f"  /{name}\n" for name in sorted(by_links) if name not in in_nav]
+    text = text.replace("not_in_nav: |\n", "not_in_nav: |\n" + "".join(lines))
+    return text.replace("paths: [core]", f"paths: [{json.dumps(str(ROOT / 'core'))}]")
+
+
+def sections() -> dict[str, list[Any]]:
+    """Return the pages of the sections that mkdocs.yml leaves empty, by their titles."""
+    apps = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("apps/*/README.md"))
+    coming_from = sorted(path for path in ROOT.glob("docs/coming_from/*.md") if not path.name.endswith(".zh.md"))
+    return {
+        "Apps": [{app.split("/")[1]: app} for app in apps],
+        "API": ["api/index.md", *({name: api_page(name)} for name in modules())],
+        "Coming from": [str(path.relative_to(ROOT / "docs")) for path in coming_from],
+    }
+
+
+if __name__ == "__main__":
+    main()
