@@ -80,7 +80,7 @@ def staged() -> dict[str, bytes]:
 
 
 def reached() -> set[str]:
-    """Return the pages of the repository, and what links of them lead to, as paths relative to the root."""
+    """Return the pages of the repository and the targets of their links, as paths relative to the root."""
     is_first = re.compile(r"README\.md|docs/.*\.md|apps/\w+/README\.md|docs/\w+\.ipynb")
     waiting = [path for path in known() if is_first.fullmatch(path)]
     seen: set[str] = set()
