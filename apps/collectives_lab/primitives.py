@@ -715,7 +715,7 @@ def _outcome(cases: list[dict[str, Any]]) -> str:
 
 def _count_wrong(case: dict[str, Any]) -> int:
     """Return how many layouts and roots were wrong on any rank."""
-    wrong = set()
+    wrong: set[tuple[str, int]] = set()
     for of_rank in case["wrong"].values():
         wrong.update(tuple(each) for each in of_rank)
     return len(wrong)

@@ -131,10 +131,9 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     check(options)
-    if options.lr is None:
+    if not options.lr:
         options.lr = 1e-3 if options.lora else 1e-5
-    if options.lora_alpha is None:
-        options.lora_alpha = 2.0 * options.lora
+    options.lora_alpha = options.lora_alpha or 2.0 * options.lora
     if options.data_file is not None:
         options.dataset = "file"
         options.data_file = options.data_file.absolute()
