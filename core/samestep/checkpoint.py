@@ -123,8 +123,7 @@ def save(
         NonRetryableError: a value cannot be kept in a checkpoint, or the previous checkpoint could not be written;
             earlier ones are untouched.
     """
-    folder = folder_of(run_dir, step)
-    wait_for_previous(folder, report)
+    wait_for_previous(f"step {step}", report)
     if keep < 1:
         raise NonRetryableError(f"cannot save a checkpoint with keep={keep}: keep at least 1")
     for arrays in groups.values():
@@ -137,6 +136,7 @@ def save(
         files[name] = {"size": snapshot.sizes[name], "sha256": "0" * 64, "tensors": tensors}
     values = {"app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
     body = manifest.seal({**values, "files": files})
+    folder = folder_of(run_dir, step)
     snapshot.copy()
 
     def write() -> None:
@@ -220,11 +220,11 @@ def _finish_at_exit() -> None:
 os.register_at_fork(after_in_child=_pending.clear)  # a child has no thread that writes
 
 
-def wait_for_previous(folder: Path, report: Report = None, writer: int = 0) -> None:
+def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None:
     """Wait as `finish` before a save, because one checkpoint at a time is written.
 
     Args:
-        folder: final name of the checkpoint that waits.
+        what: names the checkpoint that waits, such as "step 20".
         report: called with one line if training waited; once in a process.
         writer: the rank that writes.
 
@@ -238,8 +238,8 @@ def wait_for_previous(folder: Path, report: Report = None, writer: int = 0) -> N
     if report and seconds >= REPORTED_WAIT and not _is_wait_reported:
         _is_wait_reported = True
         report(
-            f"training waited {seconds:.1f} s before {folder.name}, until the checkpoint before was on the disk: "
-            "save less often, or to a faster disk"
+            f"training waited {seconds:.1f} s before the save of {shown(what)}, until the checkpoint before was on "
+            "the disk: save less often, or to a faster disk"
         )
 
 

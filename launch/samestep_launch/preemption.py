@@ -57,7 +57,7 @@ class Notice(NamedTuple):
     def __str__(self) -> str:
         """Return one line for the log."""
         at = f" at {shown(self.deadline)}" if self.deadline else ""
-        return f"notice of preemption: {shown(self.text)}{at}"
+        return f"notice of preemption: {shown(self.text, limit=1000)}{at}"
 
 
 Ask = Callable[[], Optional[Notice]]

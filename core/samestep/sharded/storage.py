@@ -223,7 +223,7 @@ def _begin(
     All ranks have checked their values before any of them copies.
     """
     try:
-        checkpoint.wait_for_previous(folder, report, writer=rank)
+        checkpoint.wait_for_previous(folder.name, report, writer=rank)
         part = _Part(rank, folder, groups, body)
     except Failures:
         _exchange(collectives, {})  # collective: the other ranks must not wait
