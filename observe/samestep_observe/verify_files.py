@@ -127,7 +127,7 @@ def _step_problem(values: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 def gaps(run: RecordedRun, steps: list[Line]) -> Iterator[str]:
     """Yield the steps that lack a line: multiples of --log-every, and steps of checkpoints."""
     present = {line.values["step"] for line in steps if non_negative_int(line.values.get("step"))}
-    last = run.metrics.step or 0
+    last = run.last_step if run.result else run.metrics.step or 0
     expected = {each.step for each in run.checkpoints if each.step <= last}
     bounds = [*run.metrics.starts, run_reader.Start(last, {})]
     for start, end in pairwise(bounds):

@@ -708,7 +708,8 @@ def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
     resumed = lines_of(run_dir)[3]["resumed"]
     assert resumed.pop("step") == 2
     for found in (header, resumed):
-        assert {"app", "time", "python", "machine", "host", "numpy", "world", "options"} == found.keys()
+        expected = {"app", "time", "python", "machine", "host", "numpy", "world", "options", "command"}
+            assert found.keys() == {*expected, "dataset_fingerprint"}
         assert (found["app"], found["numpy"]) == ("toy", np.__version__)
         assert found["world"] == dataclasses.asdict(World(0, 2, launcher="torchrun", node_count=1))
         wanted = vars(parse(*arguments)) | {"run_dir": str(run_dir), "data_dir": "data", "dataset": "mnist"}
