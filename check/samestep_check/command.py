@@ -77,7 +77,7 @@ def build_parser() -> Parser:
     add("--html", type=Path, metavar="FILE", help="write the table as a page")
     add("--junit", type=Path, metavar="FILE", help="write the table as JUnit XML")
     add("--json", type=Path, metavar="FILE", help="write the table as JSON")
-    add("--list", action="store_true", help="print the rows, and run nothing")
+    add("--list", action="store_true", help="print the rows and how often each starts the script, and run nothing")
     add("--keep", type=Path, metavar="DIR", help="new folder for the copies and their output (default: keep none)")
     add("--adapter", type=Path, metavar="FILE", help="Python file that records steps without a DataLoader")
     add("--loss-pattern", default=LOSS, metavar="RE", help="regular expression of a loss (default: loss and a number)")
@@ -97,7 +97,7 @@ def build_parser() -> Parser:
 def run(options: Options, command: Sequence[str]) -> int:
     """Run the command ``samestep check`` and return the exit code."""
     if options.list:
-        print("\n".join(f"{name:19}{row.title}" for name, row in ROWS.items()))
+        print(row_list())
         return 0
     if not command:
         raise ConfigError("COMMAND is missing: write it after --")
@@ -113,6 +113,11 @@ def run(options: Options, command: Sequence[str]) -> int:
     print(table(results))
     write_outputs(options, results, command, notes=notes)
     return exit_code(results, required)
+
+
+def row_list() -> str:
+    """Return a line for each row: its name, how often it starts the script, and its title."""
+    return "\n".join(f"{name:19}{row.starts:2} starts  {row.title}" for name, row in ROWS.items())
 
 
 def write_outputs(options: Options, results: Sequence[Result], command: Sequence[str], notes: Sequence[str]) -> None:

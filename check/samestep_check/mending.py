@@ -90,7 +90,10 @@ MENDING: dict[str, Mending] = {
         "if rank == 0:\n    save(step)  # one state for all ranks, with the number of the global step",
         _CHECKPOINTS,
     ),
-    "two-jobs": Mending("torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc-per-node=2 train.py"),
+    "two-jobs": Mending(
+        'dist.init_process_group("gloo")  # takes the launcher\'s address and free port, no fixed one\n'
+        'command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]  # each job gets a free port'
+    ),
     "all-killed": Mending(_ALL_STATE, _CHECKPOINTS),
     "replicas": Mending(
         "bad = (~torch.isfinite(loss.detach())).float()\n"
@@ -133,7 +136,7 @@ def markdown(titles: dict[str, str]) -> str:
     for mending, names in rows.items():
         lines.append(f"## {', '.join(f'`{name}`' for name in names)}")
         lines += ["", *(f"- `{name}`: {titles[name]}" for name in names), ""]
-        lines += ["```python" if "torchrun" not in mending.plain else "```bash", mending.plain, "```", ""]
+        lines += ["```python", mending.plain, "```", ""]
         if mending.kit:
             lines += ["With the kit:", "", "```python", mending.kit, "```", ""]
     return "\n".join(lines)

@@ -372,6 +372,11 @@ class Records:
         attempts = self.attempts()
         return attempts[-1] if attempts else []
 
+    def first_times(self) -> list[float]:
+        """Return when the fastest rank had done each step of the last start, which saves may follow at once."""
+        ranks = [[step.time for step in processes[-1].steps] for processes in self.ranks().values()]
+        return [min(time for time in times if time is not None) for times in zip_longest(*ranks)]
+
     def last_digests(self) -> dict[int, dict[int, int | None]]:
         """Return the checksums of weights and state after each rank's last step, by optimizer and rank."""
         found: dict[int, dict[int, int | None]] = {}

@@ -459,7 +459,7 @@ class ScriptRunner:
         with self.job(work, calls=calls) as job:
             if not job.ended(self.patience()) or job.code:
                 raise CannotTell(f"does not train to its end while it is recorded: {job.error_line()}")
-            times = [step.time for step in job.read().steps()]
+            times = job.read().first_times()
         if calls.error:
             raise CannotTell(f"its folder cannot be recorded: {calls.error}")
         recorder.finish()

@@ -233,7 +233,7 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
     Args:
         calls: the calls of a run.
-        times: the times of its steps, in order.
+        times: when its fastest rank had done each step, in order.
     """
     names = [_without_digits(call.path) for call in calls]
     groups = _groups(calls, times)

@@ -42,7 +42,7 @@ def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, 
         *adapters,
         *limits,
         "--",
-        *(sys.executable, "-m", "samestep_launch", "run", *run.split()),
+        *(sys.executable, "-m", "samestep", "run", *run.split()),
         *("--epochs=2", "--checkpoint-every=3", *options),
     )
     took = time.monotonic() - begun

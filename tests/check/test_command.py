@@ -140,7 +140,7 @@ def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
     """No other test uses --list or --json."""
     folder = program(tmp_path / "unsound", PLAIN, PADDED)
     done, _ = check(folder, "--list")
-    assert done.stdout.splitlines()[0].split() == ["rank-killed", "A", "rank", "is", "killed"]
+    assert done.stdout.splitlines()[0].split() == ["rank-killed", "2", "starts", "A", "rank", "is", "killed"]
     done, _ = plain(folder, "evaluation", f"--json={tmp_path / 'table.json'}")
     (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert (row["row"], row["verdict"], row["page"]) == ("evaluation", "failed", "docs/same_step.md")

@@ -189,6 +189,13 @@ def test_another_setting_of_a_group_is_named() -> None:
     assert difference([], wanted) == "0 parameter groups, 1 undisturbed"
 
 
+def test_a_step_is_done_when_the_first_rank_has_done_it(tmp_path: Path) -> None:
+    """No other test has ranks whose steps end at different times; rank 0 may save before the others have ended."""
+    read = records(tmp_path, [step(), step()], [{"event": "start"}, step(), step()])
+    assert read.first_times() == [0, 1]
+    assert [each.time for each in read.steps()] == [1, 2]
+
+
 def begins(state: int) -> dict[str, Any]:
     """Return the event of a loader that begins, with the state of torch's generator."""
     loader = {"loader": 1, "size": 9, "batches": 9, "subset": None}
