@@ -36,7 +36,7 @@ class Average:
 
 def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> dict[str, Arrays]:
     """Return what a checkpoint holds: as `weights.groups`, and the average."""
-    found = weights.groups(model, optimizer)
+    found = dict(weights.groups(model, optimizer))
     if average:
         found["ema"] = weights.model_arrays(average.model)
     return found

@@ -225,7 +225,7 @@ def main() -> None:
         return
     run = Run(APP, options, world, Watchdog(), datasets.resolve)
     check_gpus(options, world.local_world_size, world.local_rank or 0)
-    if options.run_dir and writes_scalars(options, world):
+    if options.visualdl and options.run_dir and writes_scalars(options, world):
         check_folder(options.visualdl, options.run_dir)  # before other ranks wait for this one
     device = distributed.choose_device(options.device, options.gpus, world)
     with run.monitor.collective("rendezvous"):
