@@ -72,8 +72,8 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> Tensor:
         """Map features [m, length, width] to [m, heads, length, size]."""
-        by_head: Tensor = x.unflatten(-1, (-1, self.size))
-        return by_head.transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.size))
+        return heads.transpose(1, 2)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         q = self.split(self.q(x))

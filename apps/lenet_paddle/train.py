@@ -182,7 +182,7 @@ def train(run: Run, options: Options, device: str) -> None:
             correct: `count_correct` of this shard.
         """
         top1, top2 = correct.tolist()
-        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step, and writes the heartbeat
+        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts, and beats for the watchdog
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
@@ -225,7 +225,7 @@ def main() -> None:
         return
     run = Run(APP, options, world, Watchdog(), datasets.resolve)
     check_gpus(options, world.local_world_size, world.local_rank or 0)
-    if options.run_dir and options.visualdl and writes_scalars(options, world):
+    if options.visualdl and options.run_dir and writes_scalars(options, world):
         check_folder(options.visualdl, options.run_dir)  # before other ranks wait for this one
     device = distributed.choose_device(options.device, options.gpus, world)
     with run.monitor.collective("rendezvous"):
