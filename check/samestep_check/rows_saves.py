@@ -188,8 +188,8 @@ def baseline(runner: ScriptRunner, recording: Recording) -> int:
     """Return the step at which a restart before the recorded save resumes.
 
     Raises:
-        Failed: it does not resume.
-        CannotTell: its first step is none of the undisturbed run.
+        Failed: it fails.
+        CannotTell: it starts over, or its first step is none of the undisturbed run.
     """
     results = runner.results
     if "baseline" not in results:
@@ -206,7 +206,7 @@ def _baseline(runner: ScriptRunner, recording: Recording) -> int:
         raise CannotTell("the first step after a resume has other samples or weights than undisturbed")
     at = max(found.steps)
     if at == 0:
-        raise Failed(f"before the save of step {recording.save.done}: starts over at step 0")
+        raise CannotTell(f"before the save of step {recording.save.done}, a restart starts over at step 0")
     return at
 
 

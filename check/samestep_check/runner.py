@@ -291,7 +291,7 @@ class ScriptRunner:
             found.append(f"not copied, as they are no files: {', '.join(self.source.special)}")
         old = self.source.checkpoints(self.options.checkpoint)
         if old:
-            found.append(f"the folder already holds {old[0]}, which each run finds: --fresh {old[0]!r} leaves it out")
+            found.append(f"if {old[0]} is a checkpoint of an earlier run, leave it out by --fresh {old[0]!r}")
         return found
 
     def samples(self) -> list[list[Key]]:

@@ -228,39 +228,66 @@ class Save(NamedTuple):
 def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """Return the saves of checkpoints among a run's calls.
 
-    The calls after a step belong to one group. Logs, and files that are also written in groups with few calls, are no
-    checkpoints.
+    The calls between two steps are a save if they write the largest file of the run. Logs, and files that are also
+    written without the largest one, are no part of a save. Names are compared without their digits.
 
     Args:
         calls: the calls of a run.
         times: when its fastest rank had done each step, in order.
     """
-    names = [_without_digits(call.path) for call in calls]
     groups = _groups(calls, times)
+    middle = [group for group in groups if group.done < len(times)] or groups
+    largest = _largest(calls, middle)
     between: set[str] = set()
-    for group in _light(groups):
-        between.update(names[number] for number in group.calls)
-    found = []
+    for group in middle:
+        names = _names_in(calls, group)
+        if largest not in names:
+            between |= names
+    with_largest = [group for group in groups if largest in _names_in(calls, group)]
+    return [_without(between, group, calls) for group in with_largest]
+
+
+def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
+    """Return a group without the calls on files of these names."""
+    own = [number for number in group.calls if not names.issuperset(_names_of(calls[number]))]
+    return Save(group.done, own, _weight([calls[number] for number in own]))
+
+
+def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
+    """Return the name of the largest file; of several with about its size, the name that most groups have."""
+    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for group in groups:
-        own = [number for number in group.calls if names[number] not in between]
-        if own:
-            found.append(Save(group.done, own, _weight([calls[number] for number in own])))
+        for name in _names_in(calls, group):
+            counts[name] = counts.get(name, 0) + 1
+        for number in group.calls:
+            for name in _names_of(calls[number]):
+                sizes[name] = max(sizes.get(name, 0), calls[number].size)
+    most = max(sizes.values(), default=0)
+    large = [name for name, size in sizes.items() if 2 * size >= most]
+    return max(large, key=lambda name: counts[name], default="")
+
+
+def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:
+    found: set[str] = set()
+    for number in group.calls:
+        found |= _names_of(calls[number])
     return found
 
 
-def _light(groups: Sequence[Save]) -> list[Save]:
-    """Return the groups that do at most half as much as the heaviest one, and so save no checkpoint."""
-    heaviest = max((group.weight for group in groups), default=0)
-    return [group for group in groups if 2 * group.weight <= heaviest]
+def _names_of(call: Recorded) -> set[str]:
+    """Return the names of a call's path and target, without digits."""
+    return {_without_digits(path) for path in (call.path, call.target) if path}
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
-    """Return the calls between steps, without those on logs."""
+    """Return the calls after each step, without those on logs."""
     logs = _logs(calls, times)
     groups: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
-        if call.kind != "sync" and call.path not in logs:
-            groups.setdefault(bisect_right(times, call.time), []).append(number)
+        done = bisect_right(times, call.time)
+        if done > 0 and call.kind != "sync" and call.path not in logs:
+            groups.setdefault(done, []).append(number)
     found = []
     for done, numbers in sorted(groups.items()):
         found.append(Save(done, numbers, _weight([calls[number] for number in numbers])))
@@ -299,14 +326,14 @@ def _without_digits(path: str) -> str:
 
 
 def chosen(found: Sequence[Save], total: int) -> Save | None:
-    """Return the heaviest save after the first and before the end, to test it; None if there is one only.
+    """Return the save to test: the last of the heaviest after the first and before the end. None if there is one only.
 
     Args:
-        found: the saves of a run.
+        found: the saves of a run, in order.
         total: its number of steps.
     """
     later = [save for save in found[1:] if save.done < total] or found[1:]
-    return max(later, key=lambda save: save.weight, default=None)
+    return max(reversed(later), key=lambda save: save.weight, default=None)
 
 
 def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], most: int) -> list[State]:

@@ -194,17 +194,17 @@ def recorded(time: float, kind: str, path: str, target: str | None = None, size:
 
 def save_of(time: float, name: str) -> list[Recorded]:
     written = [recorded(time, "open", "new.tmp"), recorded(time, "write", "new.tmp")]
-    return [*written, recorded(time, "rename", "new.tmp", name)]
+    return [*written, recorded(time, "rename", "new.tmp", name, size=100)]
 
 
 TIMES = [1.0, 2.0, 3.0, 4.0]  # of steps
 
 
-def test_saves_are_the_groups_of_calls_that_do_most() -> None:
-    """No other test has a log, or a file that each step writes beside a save."""
+def test_saves_are_the_groups_of_calls_that_write_the_largest_file() -> None:
+    """No other test has a log, a file that each step writes beside a save, or files at the end."""
     calls = [
         recorded(1.5, "write", "log.txt", size=0),
-        recorded(1.6, "rename", "at-1.tmp", "at-1"),
+        recorded(1.6, "rename", "at-1.tmp", "at-1", size=9),
         *save_of(1.7, "1.pt"),
         recorded(2.5, "write", "log.txt", size=9),
         recorded(2.6, "rename", "at-2.tmp", "at-2"),
@@ -212,12 +212,14 @@ def test_saves_are_the_groups_of_calls_that_do_most() -> None:
         recorded(3.6, "rename", "at-3.tmp", "at-3"),
         *save_of(3.7, "3.pt"),
         recorded(3.8, "unlink", "1.pt"),
+        *save_of(4.1, "4.pt"),
+        recorded(4.2, "rename", "model.tmp", "model.pt", size=1000),
     ]
     found = states.saves(calls, TIMES)
-    assert [(save.done, save.calls) for save in found] == [(1, [2, 3, 4]), (3, [9, 10, 11, 12])]
-    chosen = states.chosen(found, total=9)
-    assert chosen == found[1]
-    assert states.chosen(found[:1], total=9) is None
+    assert [(save.done, save.calls) for save in found[:2]] == [(1, [2, 3, 4]), (3, [9, 10, 11, 12])]
+    assert [save.done for save in found[2:]] == [4]
+    assert states.chosen(found, total=4) == found[1]
+    assert states.chosen(found[:1], total=4) is None
 
 
 def test_the_states_at_names_come_first_and_the_others_are_spread() -> None:
