@@ -327,7 +327,7 @@ def test_what_listens_there_does_not_extend_the_time(
 
 @contextlib.contextmanager
 def on_the_way(port: int, change: Callable[[list[bytes]], bytes]) -> Iterator[int]:
-    """A port from which another one is reached, by somebody who changes what machine 0 has sent: its lines so far."""
+    """Forward a port to another one, and let ``change`` replace the lines that machine 0 has sent so far."""
     listener = socket.create_server(("127.0.0.1", 0))
     lines = list[bytes]()
 

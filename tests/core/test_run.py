@@ -523,7 +523,7 @@ def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
 def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
     run_dir: Path, tmp_path: Path, number: signal.Signals, at: int
 ) -> None:
-    """Handlers run in a process's main thread, and these ranks are others: what a handler leaves is put there."""
+    """The test sets the stop request of each rank itself, because handlers run in the main thread only."""
     reference = all_done(job(3, [f"--run-dir={tmp_path / 'whole'}", "--log-every=5"]))
     ranks: list[Rank] = []
 

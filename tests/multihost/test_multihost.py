@@ -114,7 +114,7 @@ def check_losses(harness: Harness, folder: Path) -> None:
     assert relative_difference(alone, losses(folder)) < harness.app.tolerance
 
 
-# cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would be in the way of Lightning's import.
+# cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would prevent the import of Lightning.
 # In the matrix mnist_ddp takes the steps of one host on three hosts, below, for all apps that torchrun starts.
 # MindSpore compiles for a minute here. mnist_elastic has a test of its own.
 @pytest.mark.parametrize(
