@@ -87,7 +87,7 @@ def _run(options: Options) -> int:
 
 def report(found: Replayed, comparison: Comparison) -> list[str]:
     """Return the lines about all steps of a replay, and its verdict."""
-    lines = []
+    lines: list[str] = []
     for step in range(found.plan.first, found.plan.last + 1):
         lines += describe_step(found, step)
     lines += describe_verdict(found, comparison)

@@ -705,7 +705,7 @@ def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
     assert resumed.pop("step") == 2
     for found in (header, resumed):
         expected = {"app", "time", "python", "machine", "host", "numpy", "world", "options", "command"}
-            assert found.keys() == {*expected, "dataset_fingerprint"}
+        assert found.keys() == {*expected, "dataset_fingerprint"}
         assert (found["app"], found["numpy"]) == ("toy", np.__version__)
         assert found["world"] == dataclasses.asdict(World(0, 2, launcher="torchrun", node_count=1))
         wanted = vars(parse(*arguments)) | {"run_dir": str(run_dir), "data_dir": "data", "dataset": "mnist"}

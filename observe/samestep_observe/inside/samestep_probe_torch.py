@@ -73,7 +73,7 @@ class Torch(Framework):
 
     def take(self, rows: int) -> dict[str, Any]:
         names = _parameter_names(self.roots)
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for key, values in self.tensors.items():
             tensors[names.get(key, f"parameter {len(tensors)}")] = values
         values = {
@@ -315,7 +315,7 @@ def _digest(value: Any) -> str:
 
 def _write_gradients(before: dict[int, tuple[Any, Any]], names: dict[int, str]) -> None:
     """Write this rank's gradients. Ranks with a replica have the same, so rank 0 writes them."""
-    gradients = {}
+    gradients: dict[str, Any] = {}
     is_whole = True
     for key, (_, gradient) in before.items():
         if gradient is None:
