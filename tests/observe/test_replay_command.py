@@ -28,11 +28,11 @@ RECORD = step_losses.RECORD.itemsize
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The runs of `rundirs.make`, and one with another learning rate, whose losses are the same."""
+    """The runs of `rundirs.make`, and one with another momentum, whose losses are the same."""
     folder = tmp_path_factory.mktemp("runs")
     found = rundirs.make(folder)
     found["other"] = folder / "other"
-    assert rundirs.start(found["other"], "whole", "--lr=2", "--log-every=5") == 0
+    assert rundirs.start(found["other"], "whole", "--momentum=0.25", "--log-every=5") == 0
     return found
 
 
@@ -259,7 +259,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "two lines exchanged": (edit_lines(lambda lines: [*lines[:3], lines[4], lines[3], *lines[5:]]), "line 5: step"),
     "a line cut off": (edit_bytes("metrics.jsonl", lambda content: content[:-9]), "its last line is cut off"),
     "a line that is no JSON": (edit_lines(lambda lines: [*lines[:3], "{", *lines[4:]]), "line 4 is no JSON object"),
-    "the header left out": (edit_lines(lambda lines: lines[1:]), "metrics.jsonl has no header"),
+    "the header left out": (edit_lines(lambda lines: lines[1:]), "its first line is no header"),
     "all lines left out": (edit_lines(lambda lines: lines[:1]), "step 1 has no line"),
     "a changed loss": (edit_lines(with_value("loss", 0.125, 2)), "step 2 has "),
     "a changed sample count": (edit_lines(with_value("samples_seen", 1, 3)), "line 4: samples_seen 1 follows"),
@@ -312,7 +312,7 @@ def test_diff_names_the_setting_and_the_tensor_after_equal_losses(
 ) -> None:
     assert diff.main([str(made["whole"]), str(made["other"])]) == 1
     text = output(capsys)
-    assert "settings: --lr: 1.0, 2.0" in text
+    assert "settings: --momentum: 0.5, 0.25" in text
     assert "model: w differs, after equal losses" in text
 
 
