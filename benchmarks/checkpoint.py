@@ -70,7 +70,8 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
         for arrays in groups.values():
             for array in arrays.values():
                 replica_check.checksum(array)
-        state, arithmetic = {"seconds": time.monotonic()}, {"seed": 1, "lr": 0.1}
+        state = {"seconds": time.monotonic()}
+        arithmetic = {"seed": 1, "lr": 0.1}
         return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
 
     for _ in range(3):

@@ -89,7 +89,8 @@ def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
 
 def test_fresh_files_are_left_out_and_old_checkpoints_are_named(tmp_path: Path) -> None:
     """No other test has --fresh."""
-    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    folder = tmp_path / "folder"
+    target = tmp_path / "copies" / "1"
     (folder / "out" / "more").mkdir(parents=True)
     target.parent.mkdir()
     for name in ("train.py", "checkpoint_tools.py", "old.pt", "out/last.pt", "out/more/first.pt"):

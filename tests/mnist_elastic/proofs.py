@@ -26,7 +26,8 @@ from authentication import (  # type: ignore[import-not-found]  # noqa: E402
     sign,
 )
 
-KEY, GROUP = b"k" * 32, "group"
+KEY = b"k" * 32
+GROUP = "group"
 SIGNED = {  # by the second process, for the first
     "other-key": sign(b"j" * 32, GROUP, "1", "0"),
     "other-group": sign(KEY, "earlier group", "1", "0"),

@@ -36,7 +36,8 @@ class Stranger:
     """The attacks, and their results."""
 
     def __init__(self, ports: list[int]) -> None:
-        self._ports, self._is_over = ports, threading.Event()
+        self._ports = ports
+        self._is_over = threading.Event()
         self.groups: set[tuple[str, ...]] = set()
         self.most_bytes = self.accepted = 0
 

@@ -61,7 +61,8 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
     kills, options, runs = (20, (*RUN, "--epochs=200"), 5) if soak else (4, SHORT, 1)
     reference = undisturbed(1, *options)
     for number in range(runs):
-        chance, where = random.Random(number), []
+        chance = random.Random(number)
+        where = []
         environ = {} if soak else waits_for(harness, 4)
         job = harness.start(4, *options, run_dir=harness.folder / str(number), **environ)
         job.wait_for_step(10)
@@ -163,7 +164,8 @@ def members(job: Job) -> list[list[int]]:
 
 
 KILLED = signal.SIGKILL
-REDUCED, FLIPPED = ("reduced", 1, 0), ("differs", 2, 0)
+REDUCED = ("reduced", 1, 0)
+FLIPPED = ("differs", 2, 0)
 # Each fault: its moment, the rank or None, and the signal. The soak has each list alone.
 MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
     "a reduction fails on one rank, the others have updated": ([REDUCED], 0),

@@ -21,7 +21,8 @@ def test_a_killed_rank_is_forked_again_from_the_process_that_has_imported_train(
     reference = undisturbed(1, *SHORT)
     job = harness.start(2, *SHORT, run_dir=harness.folder / "run", **waits_for(harness, 2))
     job.wait_for_step(5)
-    first, forker = heartbeats(job)[1]["pid"], parent(job.alive(0)["pid"])
+    first = heartbeats(job)[1]["pid"]
+    forker = parent(job.alive(0)["pid"])
     assert {parent(beat["pid"]) for beat in heartbeats(job).values()} == {forker}
     os.kill(first, signal.SIGKILL)
     second = job.wait_for(lambda: (pid := heartbeats(job).get(1, {}).get("pid")) != first and pid)

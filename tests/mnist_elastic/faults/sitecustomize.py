@@ -68,7 +68,8 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
 
     def copy_state_or_strike(self: Any, *arguments: Any) -> None:
         distributed = module.distributed
-        broadcast, calls = distributed.broadcast, []
+        broadcast = distributed.broadcast
+        calls = []
 
         def broadcast_or_strike(content: bytes) -> bytes:
             calls.append(content)
@@ -84,14 +85,18 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
             distributed.broadcast = broadcast
 
     members.regroup = _regroup_or_lie(module, faults)
-    members.after_step, members.note = after_step_or_strike, note_or_change
-    members.all_gather, members._copy_state = all_gather_or_fail, copy_state_or_strike
+    members.after_step = after_step_or_strike
+    members.note = note_or_change
+    members.all_gather = all_gather_or_fail
+    members._copy_state = copy_state_or_strike
 
 
 def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
     """Return `Members.regroup` for a rank that may take part once without the job's key."""
-    members, dist = module.Members, module.dist
-    regroup, prove_key = members.regroup, module.prove_key
+    members = module.Members
+    dist = module.dist
+    regroup = members.regroup
+    prove_key = module.prove_key
 
     def prove_nothing(key: bytes, group: str) -> None:
         zeros = module.torch.zeros(dist.get_world_size(), 32, dtype=module.torch.uint8)
@@ -107,11 +112,13 @@ def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
             open(f"{lies[0]['done']}-state", "x").close()
 
         if lies:
-            module.prove_key, members._copy_state = prove_nothing, copy_and_tell
+            module.prove_key = prove_nothing
+            members._copy_state = copy_and_tell
         try:
             regroup(self)
         finally:
-            module.prove_key, members._copy_state = prove_key, copy_state
+            module.prove_key = prove_key
+            members._copy_state = copy_state
 
     return regroup_or_lie
 
