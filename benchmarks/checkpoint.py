@@ -61,45 +61,67 @@ def large_model(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:  # noqa: C901
-    """Milliseconds of each contestant in each round."""
-    steps = iter(range(1, 10**6))
+class Ways:
+    """The three ways to write a model to the disk, in folders of their own.
 
-    def save() -> Path:
-        groups = weights.groups(model, optimizer)
+    Attributes:
+        place: the folder of the ways other than a checkpoint.
+        contents: the bytes of each file of a checkpoint, which the plain way writes.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Save three times, so that the fourth save also deletes one."""
+        self.model = model
+        self.optimizer = optimizer
+        self.run_dir = folder / "run"
+        self.place = folder / "others"
+        self.step = 0
+        for _ in range(3):
+            saved = self.save()
+        checkpoint.finish()
+        self.contents = [path.read_bytes() for path in sorted(saved.iterdir())]
+
+    def save(self) -> Path:
+        """Compare checksums and save, as an app's step does."""
+        groups = weights.groups(self.model, self.optimizer)
         for arrays in groups.values():
             for array in arrays.values():
                 replica_check.checksum(array)
+        self.step += 1
         state = {"seconds": time.monotonic()}
         arithmetic = {"seed": 1, "lr": 0.1}
-        return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
+        return checkpoint.save(self.run_dir, "benchmark", self.step, groups, state, arithmetic, keep=3)
 
-    for _ in range(3):
-        saved = save()
-    checkpoint.finish()
-    contents = [path.read_bytes() for path in sorted(saved.iterdir())]
-    place = folder / "others"
-
-    def plain() -> None:
-        for number, content in enumerate(contents):
-            with (place / str(number)).open("wb") as file:
+    def plain(self) -> None:
+        """Write and sync the same bytes."""
+        for number, content in enumerate(self.contents):
+            with (self.place / str(number)).open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
 
-    def torch_save() -> None:
-        with (place / "all.pt").open("wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    def torch_save(self) -> None:
+        """Write and sync the same state by `torch.save`."""
+        with (self.place / "all.pt").open("wb") as file:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
             file.flush()
             os.fsync(file.fileno())
 
-    contestants: dict[str, Callable[[], object]] = {"save": save, "plain": plain, "torch.save": torch_save}
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Return the milliseconds of each way in each round, and the bytes of each file of a checkpoint."""
+    ways = Ways(model, optimizer, folder)
+    contestants: dict[str, Callable[[], object]] = {
+        "save": ways.save,
+        "plain": ways.plain,
+        "torch.save": ways.torch_save,
+    }
     taken: dict[str, list[float]] = {name: [] for name in (*contestants, "whole")}
     for number in range(rounds):
         names = list(contestants)
         for name in names[number % 3 :] + names[: number % 3]:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
+            shutil.rmtree(ways.place, ignore_errors=True)
+            ways.place.mkdir()
             os.sync()  # so that no contestant pays for the previous one's writes
             begun = time.perf_counter()
             contestants[name]()
@@ -107,7 +129,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
             if name == "save":
                 checkpoint.finish()
                 taken["whole"].append(1000 * (time.perf_counter() - begun))
-    taken["bytes"] = [float(len(content)) for content in contents]
+    taken["bytes"] = [float(len(content)) for content in ways.contents]
     return taken
 
 

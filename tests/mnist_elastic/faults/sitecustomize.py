@@ -38,12 +38,17 @@ def _strikes(fault: dict[str, Any], at: str, step: int) -> bool:
     return True
 
 
-def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C901
+def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:
     members: Any = module.Members
+    members.regroup = _regroup_or_lie(module, faults)
+    members.after_step = _after_step_or_strike(members.after_step, faults)
+    members.note = _note_or_change(members.note, faults)
+    members.all_gather = _all_gather_or_fail(members.all_gather, module, faults)
+    members._copy_state = _copy_state_or_strike(members._copy_state, module, faults)
+
+
+def _after_step_or_strike(after_step: Any, faults: list[dict[str, Any]]) -> Any:
     complete = int(os.environ.get("SAMESTEP_COMPLETE", "0"))
-    after_step, note, all_gather, copy_state = (
-        getattr(members, name) for name in ("after_step", "note", "all_gather", "_copy_state")
-    )
 
     def after_step_or_strike(self: Any, step: int) -> None:
         for fault in faults:
@@ -53,12 +58,20 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
         if self.world_size < complete:
             time.sleep(0.25)
 
+    return after_step_or_strike
+
+
+def _note_or_change(note: Any, faults: list[dict[str, Any]]) -> Any:
     def note_or_change(self: Any, step: int, loss: Any) -> None:
         for fault in faults:
             if _strikes(fault, "differs", step):
                 self._parts.groups()["model"]["fc1.weight"][0, 0] += 0.5  # shares its memory with the model
         note(self, step, loss)
 
+    return note_or_change
+
+
+def _all_gather_or_fail(all_gather: Any, module: Any, faults: list[dict[str, Any]]) -> Any:
     def all_gather_or_fail(self: Any, tensor: Any) -> Any:
         gathered = all_gather(self, tensor)
         for fault in faults:
@@ -66,10 +79,14 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
                 raise module.Failed("the test's fault")
         return gathered
 
+    return all_gather_or_fail
+
+
+def _copy_state_or_strike(copy_state: Any, module: Any, faults: list[dict[str, Any]]) -> Any:
     def copy_state_or_strike(self: Any, *arguments: Any) -> None:
         distributed = module.distributed
         broadcast = distributed.broadcast
-        calls = []
+        calls: list[bytes] = []
 
         def broadcast_or_strike(content: bytes) -> bytes:
             calls.append(content)
@@ -84,11 +101,7 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
         finally:
             distributed.broadcast = broadcast
 
-    members.regroup = _regroup_or_lie(module, faults)
-    members.after_step = after_step_or_strike
-    members.note = note_or_change
-    members.all_gather = all_gather_or_fail
-    members._copy_state = copy_state_or_strike
+    return copy_state_or_strike
 
 
 def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
