@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import math
 import numbers
 import os
 import re
@@ -57,11 +58,21 @@ class Options(argparse.Namespace):
     evaluate_only: bool = False
     first_step_timeout: float | None = None
     global_batch_size: int = 0  # of programs whose batches have a number of tokens
+    grace: float = 10.0  # seconds
+    init_from: Path | None = None
     log_format: str = "plain"
+    max_restarts: int = 0
     preemption_notice: str | None = None
     share_gpu: bool = False
+    start_method: str | None = EXEC
     threads: int | None = None
+    timeout: float = math.inf  # seconds
+    track: str | None = None
     virtual_ranks: int | None = None
+
+    def offers(self, name: str) -> bool:
+        """Return whether the app has an option, by its name with underscores."""
+        return name in vars(self)
 
 
 Parsed = TypeVar("Parsed", bound=Options)

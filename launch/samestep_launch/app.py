@@ -248,10 +248,9 @@ def _run(app: App, job: Job) -> int:
 
 
 def _tracker_names(options: Options) -> list[str]:
-    names = getattr(options, "track", None)
-    if names is None:
+    if options.track is None:
         return []
-    return trackers.parse_names(names)
+    return trackers.parse_names(options.track)
 
 
 def _tracker_process(root: Path, job: Job) -> trackers.TrackerProcess | None:
@@ -379,12 +378,10 @@ def _check_imports(folder: Path) -> None:
 def _check_paths(options: Options) -> None:
     """Raise ConfigError if --data-dir or --run-dir is a file, or --init-from is not a safetensors file."""
     check_run_dir(options.run_dir)
-    data_dir = getattr(options, "data_dir", None)
-    if data_dir is not None:
-        _check_directory("--data-dir", data_dir)
-    init_from = getattr(options, "init_from", None)
-    if init_from is not None:
-        _check_weights(init_from)
+    if options.offers("data_dir"):
+        _check_directory("--data-dir", options.data_dir)
+    if options.init_from is not None:
+        _check_weights(options.init_from)
 
 
 def _check_weights(path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from samestep import ConfigError, NonRetryableError, env, events, failures, untrusted
-from samestep.options import EXEC, FORK, Options
+from samestep.options import FORK, Options
 from samestep.root import Root
 
 from samestep_launch import supervise, user_folder
@@ -193,7 +192,7 @@ class Job:
     @property
     def trains(self) -> bool:
         """Whether the job has a dataset and checkpoints that are resolved before it starts."""
-        return hasattr(self.options, "resume")
+        return self.options.offers("resume")
 
     @property
     def forks(self) -> bool:
@@ -201,7 +200,7 @@ class Job:
 
         Forked ranks have not run on a GPU yet, so a machine with an NVIDIA driver takes exec unless fork is named.
         """
-        method = getattr(self.options, "start_method", EXEC)
+        method = self.options.start_method
         return method == FORK or (method is None and not has_nvidia())
 
     def command(self, python: str, port: int, logs: Path, *more: str, met: Rendezvous | None = None) -> list[str]:
@@ -585,7 +584,6 @@ def _never_stepped_twice(outcomes: Sequence[Outcome]) -> bool:
 
 def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:
     """Start the launcher, and again after failures; return the job's exit code."""
-    max_restarts = getattr(job.options, "max_restarts", 0)
     resolve = functools.cache(lambda: _resolve(job))  # at the first start
     if job.nodes.count == 1:
         user_folder.check_loopback()
@@ -601,7 +599,7 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
         if outcome.code != 0 and not logs.is_dir():
             remedy = "leave the run dir in place while the job runs"
             raise NonRetryableError(f"the job cannot start again: its run dir {logs.parent} was removed: {remedy}")
-        decision = decide(outcome, history, max_restarts, logs)
+        decision = decide(outcome, history, job.options.max_restarts, logs)
         if decision.message:
             print_stderr(decision.message)
             events.append_event(logs, events.FAILURE, source="launcher", code=outcome.code, text=decision.message)
@@ -678,7 +676,7 @@ def _is_local() -> bool:
 def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: Mapping[str, str]) -> supervise.Start:
     """Return all that `supervise.run_once` needs to know."""
     logs = job.options.run_dir / "log"
-    grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
+    grace = job.options.grace
     startup_grace = grace
     if job.has_heartbeats:
         startup_grace = min(grace, supervise.STOP_SECONDS)
@@ -688,7 +686,7 @@ def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: M
     watch = supervise.HeartbeatWatch(
         state.name,
         logs,
-        timeout=getattr(job.options, "timeout", math.inf),
+        timeout=job.options.timeout,
         first_step_timeout=job.options.first_step_timeout or 0.0,
         must_start=job.trains and job.has_heartbeats and _is_local(),
     )
