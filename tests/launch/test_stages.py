@@ -15,7 +15,7 @@ from scratch_project import LAUNCH
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 FOLDER = LAUNCH / "samestep_launch"
 MODULES = ["__init__", "app", "elastic_agent", "environments", "fork_server", "imports", "job", "job_processes"]
-MODULES += ["machine", "preflight", "process_info", "program", "rank_forker", "run_command"]
+MODULES += ["machine", "preemption", "preflight", "process_info", "program", "rank_forker", "run_command"]
 MODULES += ["stderr_forwarder", "supervise", "torchrun", "trackers", "user_folder"]
 
 FIRST_STAGE = """
