@@ -36,7 +36,7 @@ class Split:
     def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
         """Return this rank's shard of the global batch of each of ``steps``.
 
-        Every rank has ceil(global batch / world size) rows at every step, because MindSpore compiles anew for another
+        Every rank has ceil(global batch / world size) rows at every step, because MindSpore compiles again for another
         shape and refuses an empty one. Rows that the rank's shard does not fill repeat samples of the batch, with
         weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
 

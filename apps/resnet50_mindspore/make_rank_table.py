@@ -262,7 +262,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
-    """Return the place of a mistake, and what it is with the remedy."""
+    """Return the place of a mistake, and its name with the remedy."""
     at = error.pos
     comma = max(0, text.rfind(",", 0, at + 1))
     trailing = re.compile(r",\s*([]}])").match(text, comma)
