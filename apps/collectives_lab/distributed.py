@@ -115,9 +115,8 @@ def missing_rank(text: str) -> str:
     """Return what torch's message means if another rank did not answer, else ""."""
     if re.search("closed by peer|reset by peer|broken pipe", text, re.IGNORECASE):
         return "another rank has ended"
-    if re.search("timed out|timeout", text, re.IGNORECASE):
-        return "another rank is stopped, or never came"
-    return ""
+    is_late = re.search("timed out|timeout", text, re.IGNORECASE)
+    return "another rank is stopped, or never came" if is_late else ""
 
 
 def _exit_on_signal(stopped: Stopped) -> None:

@@ -141,7 +141,7 @@ def _check_layout(table: Table, product: Product) -> list[str]:
         allowed = product.each
         whose = "each of several servers"
         if product is PRODUCTS["training"]:
-            remedy = f"{remedy}, such as training-cann7, which takes 1, 2, 4 or 8"
+            remedy = "list others, or name another --product, such as training-cann7, which takes 1, 2, 4 or 8"
     on = f"on {product.title}"
     for name, devices in servers.items():
         ids = sorted(device.device_id for device in devices)
