@@ -78,10 +78,8 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
         finish()  # inside: with NCCL a rank waits for the others here, and a failure is raised here
     except (RuntimeError, ValueError) as error:
         session.failed = True
-        duration = time.monotonic() - begun
-        raise NonRetryableError(
-            f"rank {session.world.rank}: {name} failed after {duration:.1f} s: {reason(error)}"
-        ) from error
+        failure = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
+        raise NonRetryableError(f"rank {session.world.rank}: {failure}") from error
     finally:
         session.pending = None
     ended = time.monotonic()
@@ -106,17 +104,16 @@ def reason(error: BaseException) -> str:
     line = log.first_line(str(error)) or type(error).__name__
     text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # the place in C++, and gloo's advice
     missing = missing_rank(text)
-    if missing:
-        return f"{text}: {missing}"
-    return text
+    return f"{text}: {missing}" if missing else text
 
 
 def missing_rank(text: str) -> str:
     """Return what torch's message means if another rank did not answer, else ""."""
     if re.search("closed by peer|reset by peer|broken pipe", text, re.IGNORECASE):
         return "another rank has ended"
-    is_late = re.search("timed out|timeout", text, re.IGNORECASE)
-    return "another rank is stopped, or never came" if is_late else ""
+    if re.search("timed out|timeout", text, re.IGNORECASE):
+        return "another rank is stopped, or never came"
+    return ""
 
 
 def _exit_on_signal(stopped: Stopped) -> None:
