@@ -78,10 +78,8 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
         finish()  # inside: with NCCL a rank waits for the others here, and a failure is raised here
     except (RuntimeError, ValueError) as error:
         session.failed = True
-        duration = time.monotonic() - begun
-        raise NonRetryableError(
-            f"rank {session.world.rank}: {name} failed after {duration:.1f} s: {reason(error)}"
-        ) from error
+        failure = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
+        raise NonRetryableError(f"rank {session.world.rank}: {failure}") from error
     finally:
         session.pending = None
     ended = time.monotonic()
@@ -106,9 +104,7 @@ def reason(error: BaseException) -> str:
     line = log.first_line(str(error)) or type(error).__name__
     text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # the place in C++, and gloo's advice
     missing = missing_rank(text)
-    if missing:
-        return f"{text}: {missing}"
-    return text
+    return f"{text}: {missing}" if missing else text
 
 
 def missing_rank(text: str) -> str:

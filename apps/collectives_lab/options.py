@@ -54,7 +54,7 @@ class QuickDefault(NamedTuple):
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it stands on the command line."""
+    """Return a value as a user writes it on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)

@@ -91,10 +91,11 @@ def refuse_gpus(gpus: str | None, world: World, *, available: int, ranks: int) -
     users = f"{ranks} ranks"
     if world.local_world_size is None and world.local_rank is not None:
         users = f"local rank {world.local_rank}"
-    if not paddle.is_compiled_with_cuda():
-        users = f"{users} (this Paddle is the CPU build)"
+    build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
     option = f"--gpus {gpus}" if gpus else "--device gpu"
-    raise ConfigError(f"{option}: this machine has {available} GPUs for {users}: start fewer, or leave the option out")
+    raise ConfigError(
+        f"{option}: this machine has {available} GPUs for {users}{build}: start fewer, or leave the option out"
+    )
 
 
 def launcher_gpus() -> str | None:

@@ -18,7 +18,7 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, sample_bits
 from samestep.step_timer import COMMUNICATION, INPUT
 
-# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
+# Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
 PADDING = 4  # pixels on each side, for the random crop
@@ -36,7 +36,7 @@ class Split:
     def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
         """Return this rank's shard of the global batch of each of ``steps``.
 
-        Every rank has ceil(global batch / world size) rows at every step, because MindSpore recompiles for another
+        Every rank has ceil(global batch / world size) rows at every step, because MindSpore compiles again for another
         shape and refuses an empty one. Rows that the rank's shard does not fill repeat samples of the batch, with
         weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
 

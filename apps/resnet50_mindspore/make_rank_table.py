@@ -141,7 +141,7 @@ def _check_layout(table: Table, product: Product) -> list[str]:
         allowed = product.each
         whose = "each of several servers"
         if product is PRODUCTS["training"]:
-            remedy = f"{remedy}, such as training-cann7, which takes 1, 2, 4 or 8"
+            remedy = "list others, or name another --product, such as training-cann7, which takes 1, 2, 4 or 8"
     on = f"on {product.title}"
     for name, devices in servers.items():
         ids = sorted(device.device_id for device in devices)
@@ -262,7 +262,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
-    """Return the place of a mistake, and what it is with the remedy."""
+    """Return the place of a mistake, and its name with the remedy."""
     at = error.pos
     comma = max(0, text.rfind(",", 0, at + 1))
     trailing = re.compile(r",\s*([]}])").match(text, comma)

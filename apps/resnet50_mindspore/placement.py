@@ -109,10 +109,10 @@ def _shown(server_ids: Sequence[str]) -> str:
     """Return how many servers there are, and the names of the first."""
     if len(server_ids) == 1:
         return f"1 server: {server_ids[0]!a}"
-    names = ", ".join(map(ascii, server_ids[:8]))
+    names = [ascii(server_id) for server_id in server_ids[:8]]
     if len(server_ids) > 8:
-        names = f"{names}, ..."
-    return f"{len(server_ids)} servers: {names}"
+        names.append("...")
+    return f"{len(server_ids)} servers: {', '.join(names)}"
 
 
 def is_own(server_id: str) -> bool | None:

@@ -1,0 +1,85 @@
+"""Call parts of mnist_elastic on small inputs, and print what they decide as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_elastic")]
+
+import membership  # type: ignore[import-not-found]  # noqa: E402
+from ranks import Ranks  # type: ignore[import-not-found]  # noqa: E402
+from records import History  # type: ignore[import-not-found]  # noqa: E402
+
+
+class SevenStarter:
+    """Start processes that end with code 7."""
+
+    def start(self, **values: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(7)"])
+
+
+class Counter:
+    """Stand in for a Run, and note the updates that it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.monitor = SimpleNamespace(record_event=lambda kind, **fields: None)
+
+    def count_step(self, step: int) -> None:
+        self.steps.append(step + 1)
+
+
+def order() -> list[str]:
+    """Return the names of members by rank; two of the three that are ahead have the same bits."""
+    states = [("000000", 8, "x"), ("000001", 9, "y"), ("000005", 9, "x"), ("000003", 9, "x")]
+    found = [{"name": name, "progress": progress, "digest": digest} for name, progress, digest in states]
+    return [each["name"] for each in membership._in_order(found)]
+
+
+def numbers_and_codes() -> tuple[list[int], list[int | None]]:
+    """Return the free numbers before and after rank 1 has left, and its exit code with and without a connection."""
+    ranks = Ranks(SevenStarter(), 2)
+    for rank in (1, 2):
+        ranks.start(rank)
+    free = [ranks.free_rank()]
+    first, second = ranks.all()
+    for each in (first, second):
+        each.process.wait()
+    first.channel = SimpleNamespace()
+    codes = [first.exit_code()]
+    first.channel = None
+    codes.append(first.exit_code())
+    first.has_left = True
+    free.append(ranks.free_rank())
+    return free, codes
+
+
+def history() -> tuple[list[int], dict[str, Any]]:
+    """Return the updates that a history counted, and its result."""
+    run = Counter()
+    found = History(run)
+    found.regrouped(0, [1, 2])
+    found.count(1)
+    found.count(1)
+    found.pause()
+    found.regrouped(1, [1])
+    found.regrouped(1, [1])
+    found.count(2)
+    return run.steps, found.result()
+
+
+def main() -> None:
+    free, codes = numbers_and_codes()
+    steps, result = history()
+    cases = {"order": order(), "free": free, "exit codes": codes, "steps": steps, "result": result}
+    print(json.dumps(cases), flush=True)
+
+
+if __name__ == "__main__":
+    main()
