@@ -50,7 +50,7 @@ class Snapshot:
         for name, size in self.sizes.items():
             content = self._memory[begin : begin + size]
             self.arrays[name] = self._fill(name, content)
-            self.contents[name] = memoryview(content)
+            self.contents[name] = content.data
             begin += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def _fill(self, name: str, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
