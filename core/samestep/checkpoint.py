@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any, Optional, Union
 
 import numpy as np
@@ -43,6 +44,7 @@ FORMAT = manifest.FORMAT
 _MANIFEST = "manifest.json"
 REPORTED_WAIT = 0.5  # seconds from which `wait_for_previous` reports a wait
 _pending: dict[int, Future[None]] = {}  # the checkpoint that is being written, by the rank that writes
+_threads: dict[int, _WriterThread] = {}  # by rank
 _is_wait_reported = False
 process_fails = threading.Event()  # `samestep.log.run` sets it: other ranks may have ended, so no thread waits for them
 
@@ -180,18 +182,37 @@ def check_array(name: Any, array: Any) -> None:
 
 def submit(write: Callable[[], None], writer: int = 0) -> None:
     """Let a thread call ``write``; `finish` waits for it and raises its exception. ``writer`` is the rank."""
-    future: Future[None] = Future()
+    if writer not in _threads:
+        _threads[writer] = _WriterThread()
+    _pending[writer] = _threads[writer].submit(write)
 
-    def run() -> None:
-        try:
-            write()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
 
-    _pending[writer] = future
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+class _WriterThread:
+    """A thread that writes checkpoints. To start one takes longer than to wake it.
+
+    It is a daemon, so that a program whose other ranks are gone can end; see `_finish_at_exit`.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def submit(self, write: Callable[[], None]) -> Future[None]:
+        """Let the thread call ``write``; the result has its exception."""
+        future: Future[None] = Future()
+        self._jobs.put((write, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            write, future = self._jobs.get()
+            try:
+                write()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del write  # and with it, the arrays that it holds
 
 
 def finish(writer: int | None = None) -> None:
@@ -217,7 +238,12 @@ def _finish_at_exit() -> None:
         finish()
 
 
-os.register_at_fork(after_in_child=_pending.clear)  # a child has no thread that writes
+def _forget_threads() -> None:
+    _pending.clear()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # a child has no thread that writes
 
 
 def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None:

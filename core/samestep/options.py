@@ -344,7 +344,7 @@ def preemption_notice_option() -> Any:
     """Declare --preemption-notice."""
     help = (
         "stop as at TERM when the provider takes this machine back: aws, gcp, azure, auto (the one that the machine's "
-        "DMI strings name), or file:PATH, where something puts a file as the notice (default: none)"
+        "DMI strings name), or file:PATH, whose appearance is the notice (default: none)"
     )
     return option(None, help, group=FAULT_TOLERANCE, may_change=True, type=notice_source, metavar="SOURCE")
 

@@ -37,8 +37,7 @@ def test_a_snapshot_is_the_file_of_the_arrays_as_they_were() -> None:
     """Of any strides, and also of NumPy's scalars; they change before the file is written."""
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)
     model: Arrays = {"turned": whole.T, "part": whole[1:3, ::2], "none": np.empty((0, 3)), "flag": np.array(True)}
-    step: Any = np.int64(7)
-    optimizer: Arrays = {"step": step, "bytes": np.arange(5, dtype=np.uint8)}
+    optimizer: dict[str, Any] = {"step": np.int64(7), "bytes": np.arange(5, dtype=np.uint8)}
     files = {"model.safetensors": model, "optimizer.safetensors": optimizer, "empty.safetensors": {}}
     expected = {name: serialize(arrays) for name, arrays in files.items()}
     for _ in range(2):  # the second takes the memory of the first

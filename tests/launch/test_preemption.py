@@ -183,21 +183,21 @@ def watch_for(seconds: float, ask: preemption.Ask, act: Callable[[Notice], None]
 
 
 def test_silence_is_one_warning_after_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    acted: list[Notice] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         service = Service(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        notices: list[Notice] = []
-        watch_for(0.1, functools.partial(ask_gcp, service), notices.append)
-    assert notices == []
+        watch_for(0.1, functools.partial(ask_gcp, service), acted.append)
+    assert not acted
     (line,) = capsys.readouterr().err.splitlines()
     assert "no answer within 1 s" in line or "timed out" in line
 
 
 def test_a_service_that_refuses_connections_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    acted: list[Notice] = []
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    notices: list[Notice] = []
-    watch_for(0.1, functools.partial(ask_aws, Service(f"http://127.0.0.1:{port}")), notices.append)
-    assert notices == []
+    watch_for(0.1, functools.partial(ask_aws, Service(f"http://127.0.0.1:{port}")), acted.append)
+    assert not acted
     (line,) = capsys.readouterr().err.splitlines()
     assert "Connection refused" in line
 

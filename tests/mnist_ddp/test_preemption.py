@@ -47,9 +47,8 @@ def test_a_notice_saves_a_step_and_ends_the_job_within_its_grace(
     give: dict[str, Callable[[], None]] = {"file": path.touch, "gcp": Preemptible.notice.set}
     text = {"file": f"{path} exists", "gcp": "Google Cloud preempts this machine"}
     value = f"file:{path}" if source == "file" else source
-    proxy = "http://127.0.0.1:9"
-    words = [*OPTIONS, f"--preemption-notice={value}"]
-    job = harness.start(2, *words, SAMESTEP_METADATA_URL=metadata_url, http_proxy=proxy)
+    options = [*OPTIONS, f"--preemption-notice={value}"]
+    job = harness.start(2, *options, SAMESTEP_METADATA_URL=metadata_url, http_proxy="http://127.0.0.1:9")
     job.wait_for_step(5)
     give[source]()
     begun = time.monotonic()
