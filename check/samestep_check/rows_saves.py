@@ -15,9 +15,10 @@ from samestep_check.job import Job
 from samestep_check.records import Save, Step
 from samestep_check.rows_resume import restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
-from samestep_check.verdicts import CannotTell, Failed, NotSeen
+from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
 BESIDE = 5.0  # seconds between the files of one checkpoint
+FEWEST = 3  # states that must be restarted
 PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
 
 
@@ -219,9 +220,12 @@ def save_every_write(runner: ScriptRunner) -> str:
     found = {before}
     tried = 1
     for state in wanted[1:]:
-        if tried > 1 and runner.clock.left() < 2 * runner.reference.duration:
+        try:
+            at = restart_from(runner, state)
+        except OutOfTime:
+            if tried < FEWEST:
+                raise
             break
-        at = restart_from(runner, state)
         problem = problem_of(at, before)
         if problem:
             raise Failed(f"killed {states.words_of(state, save, recording.calls)}: {problem}")
@@ -271,39 +275,62 @@ def save_power_cut(runner: ScriptRunner) -> str:
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 
+class FullRun(NamedTuple):
+    """A run whose disk was full from the middle of a save on."""
+
+    path: str  # of the first file that failed
+    code: int | None  # None if the job hangs
+    error: str
+    is_silent: bool  # its output has no more warnings than an undisturbed one
+
+
 def disk_full(runner: ScriptRunner) -> str:
     """Check that a job whose disk is full ends with an error or warns, and the previous checkpoint loads."""
     recording: Recording = runner.recording
-    save = recording.save
     if not recording.is_complete:
         raise NotSeen("the kernel refuses a filter, which could answer that the disk is full")
     before = baseline(runner, recording)
     work = runner.copy()
-    pattern = runner.options.loss_pattern
+    run = run_on_full_disk(runner, recording, work)
+    where = f"no space for {run.path}"
+    if run.code is None:
+        raise Failed(f"{where}: the job hangs")
+    if run.code == 0 and run.is_silent:
+        raise Failed(f"{where}: exit 0 without an error or a warning")
+    problem = problem_of(resumed(runner, runner.first_step(work)), before)
+    if problem:
+        raise Failed(f"{where}: exit {run.code}; then {problem}")
+    if run.code == 0:
+        return f"{where}: trains on with a warning; a restart resumes"
+    return f"{where}: exit {run.code}: {run.error}; a restart resumes"
+
+
+def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
+    """Run the script, and answer its writes with ENOSPC from the middle of a save on.
+
+    Args:
+        runner: runs the script.
+        recording: the calls of an earlier run, and the save.
+        work: the copied folder.
+
+    Raises:
+        CannotTell: the job writes nothing then, or the row has no time to wait for its end.
+    """
     running: list[Job] = []
+    pattern = runner.options.loss_pattern
 
     def done() -> int:
         return max((job.progress(pattern) for job in running), default=0)
 
-    disk = states.FullDisk(work, save, recording.calls, done)
+    disk = states.FullDisk(work, recording.save, recording.calls, done)
     with runner.job(work, pause=runner.pause(), calls=FilteredCalls(work, disk)) as job:
         running.append(job)
         job.wait(lambda: disk.path or job.code is not None, runner.patience())
-        has_ended = job.ended(min(PATIENCE, runner.patience()))
-        code = job.code
-        output = job.output()
-        error = job.error_line()
-    if not disk.path:
-        raise CannotTell(f"no write after step {save.done}")
-    where = f"no space for {disk.path}"
-    if not has_ended:
-        raise Failed(f"{where}: the job hangs")
-    is_silent = warnings_in(output) <= runner.reference.warnings
-    if code == 0 and is_silent:
-        raise Failed(f"{where}: exit 0 without an error or a warning")
-    problem = problem_of(resumed(runner, runner.first_step(work)), before)
-    if problem:
-        raise Failed(f"{where}: exit {code}; then {problem}")
-    if code == 0:
-        return f"{where}: trains on with a warning; a restart resumes"
-    return f"{where}: exit {code}: {error}; a restart resumes"
+        patience = runner.patience()
+        has_ended = job.ended(min(PATIENCE, patience))
+        if not has_ended and patience < PATIENCE:
+            raise OutOfTime
+        if not disk.path:
+            raise CannotTell(f"no write after step {recording.save.done}")
+        is_silent = warnings_in(job.output()) <= runner.reference.warnings
+        return FullRun(disk.path, job.code if has_ended else None, job.error_line(), is_silent)

@@ -23,9 +23,10 @@ from samestep_check.job import Job, started
 from samestep_check.records import Key, Records, Step
 from samestep_check.script import Script
 from samestep_check.source import Source
-from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, Verdict
+from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfTime, Verdict
 
 PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
+HANGS = 5  # a restart that takes so many times as long as the whole undisturbed run has no first step
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 MOST_OWN = 0.01  # of weights, between two runs that are compared
@@ -405,13 +406,22 @@ class ScriptRunner:
             return Restart(job.code if ended else None, job.error_line(), records.steps(), records)
 
     def first_step(self, work: Path) -> Restart:
-        """Restart the script in a folder, until the first step of all ranks."""
+        """Restart the script in a folder, until the first step of all ranks.
+
+        Raises:
+            OutOfTime: the row has no time to wait for the first step.
+        """
         wanted = len(self.reference.records.ranks())
+        limit = max(PATIENCE, HANGS * self.reference.duration)
+        patience = self.patience()
         with self.job(work, self.ranks, is_restart=True, pause=self.pause(PATIENCE)) as job:
             # A rank's pause is long, so all ranks are in their first step.
-            job.wait(lambda: job.code is not None or job.ranks_with_steps() >= wanted, self.patience())
+            job.wait(lambda: job.code is not None or job.ranks_with_steps() >= wanted, min(limit, patience))
             records = job.read()
-            return Restart(job.code, job.error_line(), records.steps()[:1], records)
+            steps = records.steps()[:1]
+            if job.code is None and not steps and patience < limit:
+                raise OutOfTime
+            return Restart(job.code, job.error_line(), steps, records)
 
     @cached
     def killed(self) -> Faulted:

@@ -17,5 +17,12 @@ class CannotTell(Verdict):
     """The runs of the script do not decide it."""
 
 
+class OutOfTime(CannotTell):
+    """The time of the row does not suffice."""
+
+    def __init__(self) -> None:
+        super().__init__("the time of the row is over: raise --row-limit")
+
+
 class NotSeen(Verdict):
     """The script does not show what the row needs, from outside."""

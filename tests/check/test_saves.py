@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[str, str, Replaced]] = {
         "killed before the open of new.tmp: starts over at step 0",
         ((OPENED, "    for path in saves():\n        path.unlink()\n" + OPENED),),
     ),
-    "no fsync": ("save-power-cut", "checkpoint-4.json is empty", ((FSYNC, ""), *ONE_KEPT)),
+    "no fsync": ("save-power-cut", "checkpoint-6.json is empty", ((FSYNC, ""), *ONE_KEPT)),
     "written in place": (
         "disk-full",
         "no space for checkpoint-0.json",
