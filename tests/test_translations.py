@@ -164,6 +164,7 @@ def test_chinese_text_has_chinese_punctuation(page: str) -> None:
     text = prose(pair(page)[1])
     assert re.findall(rf"[{HAN}][,;:()!?]|[,;:()!?][{HAN}]|`[;:]`", text) == []
     assert re.findall(r"[，。；：、（] +\S", text) == []
+    assert re.findall("[\u4e00-\u9fff]\n[\u4e00-\u9fff]", text) == []  # a browser shows a space between the lines
 
 
 @pytest.mark.parametrize("page", PAGES)
