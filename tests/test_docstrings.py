@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core/samestep", "launch/samestep_launch", "observe/samestep_observe", "check/samestep_check")
 # Functions without the section, by file. A number may only fall; a file that is not here has none.
 LEFT: dict[str, int] = {
-    "core/samestep/sharded/storage.py": 5,
+    "core/samestep/sharded/storage.py": 4,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

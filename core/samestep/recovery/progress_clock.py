@@ -35,13 +35,13 @@ class ProgressClock:
         self._timeout = timeout
         self._first_step_timeout = first_step_timeout
         self.expect_compilation()
-        self.touch()
+        self.restart()
 
     def expect_compilation(self) -> None:
         """Allow as much time as for a first step, until the next `beat`."""
         self.is_compiling = self._first_step_timeout is not None
 
-    def touch(self) -> None:
+    def restart(self) -> None:
         """Measure from now on."""
         self.last_progress = time.monotonic()
 
@@ -49,11 +49,11 @@ class ProgressClock:
         """Note that earlier processes have done ``step`` updates."""
         self.step = step
         self.first_step = step
-        self.touch()
+        self.restart()
 
     def beat(self, step: int | None) -> None:
         """Note progress, and after an update the number of updates done."""
-        self.touch()
+        self.restart()
         self.is_compiling = False
         if step is not None:
             self.step = step

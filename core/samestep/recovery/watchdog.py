@@ -219,7 +219,7 @@ class Watchdog(Monitor):
         while not self._stopped.wait(self._seconds_to_next_look(ticked)):
             now = time.monotonic()
             if now - ticked > _SILENT:  # this process was stopped and continues: restart its timeout
-                self._clock.touch()
+                self._clock.restart()
             ticked = now
             if self._launcher.is_gone():
                 log.error(f"rank {self._world.rank}: its launcher (pid {self._launcher.pid}) is gone; ending")
