@@ -159,7 +159,7 @@ def wanted_rows(options: Options) -> list[str]:
 def check_writable(options: Options) -> None:
     """Raise ConfigError if an output cannot be written after the check."""
     for name in OUTPUTS:
-        path = getattr(options, name)
+        path = vars(options)[name]
         if path:
             _try_to_write(f"--{name}", path)
 

@@ -134,7 +134,7 @@ def _real_paths(places: Sequence[str | Path]) -> list[str]:
 def _check_patterns(options: Options) -> None:
     for name in ("loss_pattern", "checkpoint"):
         try:
-            re.compile(getattr(options, name))
+            re.compile(vars(options)[name])
         except re.error as error:
             raise ConfigError(f"--{name.replace('_', '-')}: {error}: give a regular expression") from None
 

@@ -94,12 +94,12 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
     kind = type(module)
     if kind in _REPLACED.values():
         raise ValueError(f"{name} is exact already: call exact() once")
-    if kind in _NORMS and not getattr(module, "track_running_stats", True):
+    if isinstance(module, batchnorm._BatchNorm) and kind in _NORMS and not module.track_running_stats:
         raise ValueError(
             f"{name} keeps no running statistics, so an evaluation depends on the number of ranks: use "
             "track_running_stats=True"
         )
-    if kind in _DROPOUTS and getattr(module, "p", 0) > 0 and rows is None:
+    if isinstance(module, dropout._DropoutNd) and kind in _DROPOUTS and module.p > 0 and rows is None:
         raise ValueError(f"{name} is a dropout, which needs the rows of the batch: pass the sampler, or FixedRows")
     if is_sharded_itself(module):
         raise ValueError(
@@ -113,7 +113,8 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
 def is_sharded_itself(module: nn.Module) -> bool:
     """Return whether FSDP2 shards a norm or a dropout as a unit of its own, which gives it another class."""
     is_known = isinstance(module, (batchnorm._BatchNorm, dropout._DropoutNd))
-    return is_known and hasattr(module, "unshard")  # a method of FSDPModule, whose import takes long
+    bases = [base.__name__ for base in type(module).__mro__]
+    return is_known and "FSDPModule" in bases  # by its name, because its import takes long
 
 
 def check_draws(name: str, module: nn.Module) -> None:
@@ -121,9 +122,10 @@ def check_draws(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, _DRAWING):
         raise ValueError(f"{name} ({kind}) draws random numbers, which exact() cannot replace: use another module")
-    own = getattr(module, "dropout", 0)
-    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and own:
-        raise ValueError(f"{name} ({kind}) has a dropout of {own}, which exact() cannot replace: set it to 0")
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout:
+        raise ValueError(
+            f"{name} ({kind}) has a dropout of {module.dropout}, which exact() cannot replace: set it to 0"
+        )
 
 
 def separate(norms: list[Any], rows: Any) -> None:

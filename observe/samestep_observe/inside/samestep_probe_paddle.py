@@ -92,7 +92,7 @@ def _keep_activation(layer: Any, output: Any) -> None:
 
 def _watch_optimizers(module: ModuleType) -> None:
     for name in ("SGD", "Momentum", "Adam", "AdamW"):
-        optimizer_class = getattr(module, name)
+        optimizer_class = vars(module)[name]
         optimizer_class.step = _watched_step(optimizer_class.step)
 
 

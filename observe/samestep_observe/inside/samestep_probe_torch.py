@@ -104,7 +104,7 @@ def _is_training() -> bool:
 def _watch_losses(module: ModuleType) -> None:
     probe.frameworks.append(seen)
     for name in LOSSES:
-        setattr(module, name, _watched_loss(getattr(module, name)))
+        setattr(module, name, _watched_loss(vars(module)[name]))
 
 
 def _watched_loss(own: Any) -> Any:
