@@ -76,7 +76,7 @@ def _watch_layers(module: ModuleType) -> None:
             _keep_activation(layer, output)
         return output
 
-    module.Layer.__call__ = call  # type: ignore[method-assign]
+    module.Layer.__call__ = call
 
 
 @guarded
