@@ -249,13 +249,14 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         config: for the probes.
         output: file for its standard output and error.
     """
-    path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_REPLAY": json.dumps(config)}
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = [str(INSIDE), *map(os.path.abspath, given)]  # the job has another working directory
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_REPLAY": json.dumps(config)}
     environ.pop("OMP_NUM_THREADS", None)
     if command.threads:
         environ["OMP_NUM_THREADS"] = command.threads
     folder = command.folder if command.folder and command.folder.is_dir() else None
-    before = signal.signal(signal.SIGTERM, _exit_at_signal)
+    before = {number: signal.signal(number, _exit_at_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(
             words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -265,7 +266,8 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         finally:
             _stop(process)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit_at_signal(number: int, frame: object) -> None:
