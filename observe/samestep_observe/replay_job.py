@@ -31,6 +31,7 @@ INSIDE = Path(__file__).with_name("inside")
 # A replay cannot make their steps: they are not functions of (seed, step, weights) alone, or made without a Run.
 NOT_REPLAYED = ("collectives_lab", "llm_finetune", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
+MOST_SHARDS = 10_000  # ranks of a recorded run whose samples are listed
 STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
 Record = dict[str, Any]
 
@@ -140,7 +141,7 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
         config = {
             "first": plan.first,
             "last": plan.last,
-            "ranks": plan.run.ranks,
+            "ranks": min(plan.run.ranks, MOST_SHARDS),
             "records": str(records),
             "export": plan.export,
         }
@@ -249,13 +250,14 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         config: for the probes.
         output: file for its standard output and error.
     """
-    path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_REPLAY": json.dumps(config)}
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = [str(INSIDE), *map(os.path.abspath, given)]  # the job has another working directory
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_REPLAY": json.dumps(config)}
     environ.pop("OMP_NUM_THREADS", None)
     if command.threads:
         environ["OMP_NUM_THREADS"] = command.threads
     folder = command.folder if command.folder and command.folder.is_dir() else None
-    before = signal.signal(signal.SIGTERM, _exit_at_signal)
+    before = {number: signal.signal(number, _exit_at_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(
             words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -265,7 +267,8 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         finally:
             _stop(process)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit_at_signal(number: int, frame: object) -> None:

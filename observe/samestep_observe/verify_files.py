@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from samestep_observe.run_reader import count_of, finite_number, get_object, non
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 WEIGHTS = "model.safetensors"
+MOST_PROBLEMS = 1000  # of a file that are counted
 # Fields of a result that repeat an option.
 REPEATED = ("dataset", "dtype", "global_batch_size", "seed")
 
@@ -53,10 +54,10 @@ def check(run: RecordedRun) -> list[Finding]:
 
 def _finding(file: str, claim: str, problems: Iterator[str]) -> Finding:
     """Return a finding with the first problem, and the number of the others."""
-    found = list(problems)
+    found = list(islice(problems, MOST_PROBLEMS))
     if not found:
         return Finding(file, claim)
-    others = f" (and {count_of(len(found) - 1, 'more problem')})" if len(found) > 1 else ""
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return Finding(file, claim, found[0] + others)
 
 
@@ -128,15 +129,19 @@ def gaps(run: RecordedRun, steps: list[Line]) -> Iterator[str]:
     """Yield the steps that lack a line: multiples of --log-every, and steps of checkpoints."""
     present = {line.values["step"] for line in steps if non_negative_int(line.values.get("step"))}
     last = run.last_step if run.result else run.metrics.step or 0
-    expected = {each.step for each in run.checkpoints if each.step <= last}
     bounds = [*run.metrics.starts, run_reader.Start(last, {})]
     for start, end in pairwise(bounds):
         every = non_negative_int(get_object(start.header, "options").get("log_every"))
         if every:
             first = start.step // every * every + every
-            expected.update(range(first, end.step + 1, every))
-    for step in sorted(expected - present):
-        yield f"step {step} has no line"
+            yield from _without_line(range(first, end.step + 1, every), present)
+    yield from _without_line([each.step for each in run.checkpoints if each.step <= last], present)
+
+
+def _without_line(steps: Iterable[int], present: Set[int]) -> Iterator[str]:
+    for step in steps:
+        if step not in present:
+            yield f"step {step} has no line"
 
 
 # --- log/losses.bin --------------------------------------------------------------------------------------------------

@@ -58,6 +58,10 @@ class Framework:
     def keep_batch(self, batch: Any) -> None:
         """Look at the batch that the loop has received."""
 
+    def forget(self) -> None:
+        """Forget the observations of a step."""
+        vars(self).update(vars(type(self)()))
+
 
 probe = Probe()
 Hook = TypeVar("Hook", bound=Callable[..., Any])

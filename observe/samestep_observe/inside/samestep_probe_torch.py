@@ -65,7 +65,7 @@ class Torch(Framework):
         if not rows:
             return
         if not self.inputs:
-            self.__init__()  # type: ignore[misc]  # forget passes before the step, such as those that build DDP
+            self.forget()  # passes before the step, such as those that build DDP
         self.inputs += [_digest(row) for row in rows[0].detach().cpu()]
         if config.get("export"):
             named = {f"{number}": value.detach().cpu().contiguous() for number, value in enumerate(rows)}
@@ -86,7 +86,7 @@ class Torch(Framework):
         }
         if config.get("export"):
             _write_gradients(self.before, names)
-        self.__init__()  # type: ignore[misc]
+        self.forget()
         return values
 
 
