@@ -38,6 +38,9 @@ OUTSIDE = {
     "launch/samestep_launch/preflight.py read_secret": "reads",
     "launch/samestep_launch/app.py _check_weights": "reads",
     "observe/samestep_observe/command.py run_command": "/dev/null",
+    "observe/samestep_observe/inside/samestep_probe.py": "records of a replay in a temporary folder",
+    "observe/samestep_observe/replay_export.py": "the folder that --export names",
+    "observe/samestep_observe/replay_job.py": "a copy of the run dir in a temporary folder",
     "observe/samestep_observe/track_tensorboard.py delete_stale": "a descriptor from Root",
 }
 
@@ -117,8 +120,11 @@ PAGES = {
     "check/samestep_check/results.py",
     "core/samestep/log.py _to_console",
     "core/samestep/untrusted.py shown",
+    "observe/samestep_observe/diff.py",
     "observe/samestep_observe/hang_report.py _run",
+    "observe/samestep_observe/replay.py",
     "observe/samestep_observe/report_page.py text",
+    "observe/samestep_observe/verify.py",
     "observe/samestep_observe/watch.py _cut",
 }
 

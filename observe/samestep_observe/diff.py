@@ -116,7 +116,13 @@ def _settings(run: RecordedRun) -> dict[str, Any]:
 
 
 def describe_losses(one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
-    """Yield lines about the losses of two runs."""
+    """Yield lines about the losses of two runs.
+
+    Args:
+        one: run A.
+        other: run B.
+        comparison: of their recorded losses.
+    """
     if one.last_step != other.last_step:
         yield f"steps: A has {one.last_step}, B has {other.last_step}"
     first = comparison.first
@@ -167,7 +173,13 @@ def describe_cause(options: Options, step: int) -> Iterator[str]:
 
 
 def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
-    """Run a run again up to ``step``. Raises ConfigError as `replayed`."""
+    """Run a run again up to ``step``. Raises ConfigError as `replayed`.
+
+    Args:
+        options: options of the command.
+        run_dir: folder of the run.
+        step: the last step to run again.
+    """
     run = RecordedRun(run_dir, step)
     plan = make_plan(run, step, last=step)
     check_length(plan, options.yes)
@@ -177,14 +189,26 @@ def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
 
 
 def describe_own(name: str, replay: OwnReplay, step: int) -> str:
-    """Return a line that says whether a run is its own replay."""
+    """Return a line that says whether a run is its own replay.
+
+    Args:
+        name: A or B.
+        replay: the run beside its replay.
+        step: the last step of the replay.
+    """
     if replay.comparison.first is None:
         return f"{name} run again has its own losses up to step {step}"
     return f"{name} departs from its own replay at step {replay.comparison.first}"
 
 
 def conclude(one: OwnReplay, other: OwnReplay, step: int) -> str:
-    """Return the line that names the cause, as far as the replays of both runs show it."""
+    """Return the line that names the cause, as far as the replays of both runs show it.
+
+    Args:
+        one: run A beside its replay.
+        other: run B beside its replay.
+        step: the first step whose loss differs between the runs.
+    """
     departs = [name for name, each in zip(NAMES, (one, other)) if each.comparison.first is not None]
     if len(departs) == 1:
         rest = "B" if departs[0] == "A" else "A"
@@ -198,7 +222,13 @@ def conclude(one: OwnReplay, other: OwnReplay, step: int) -> str:
 
 
 def unlike_inputs(one: list[Record], other: list[Record], step: int) -> str:
-    """Compare the inputs of a step by the records of two replays' ranks; return the difference as a text."""
+    """Compare the inputs of a step by the records of two replays' ranks; return the difference as a text.
+
+    Args:
+        one: records of the ranks of A's replay.
+        other: records of the ranks of B's replay.
+        step: the step of the records.
+    """
     if not one or not other:
         return "the settings above"
     batches = [[], []]  # type: list[list[int]]

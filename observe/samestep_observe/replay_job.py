@@ -189,6 +189,11 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
 
     Raises:
         ConfigError: the app's runs cannot be replayed, or the program is unknown.
+
+    Args:
+        plan: the steps to run again, and their run.
+        command: the command that the run recorded.
+        program: the user's file, or None.
     """
     app = plan.run.app
     if program is not None:

@@ -100,7 +100,13 @@ def choose(found: Sequence[Stretch], count: int) -> list[Stretch]:
 
 
 def verify_stretch(run_dir: Path, stretch: Stretch, program: Path | None) -> Finding:
-    """Run a stretch again, and compare it. Raises ConfigError as `replayed`."""
+    """Run a stretch again, and compare it. Raises ConfigError as `replayed`.
+
+    Args:
+        run_dir: folder of the run.
+        stretch: the steps to run again.
+        program: the user's file, or None.
+    """
     run = RecordedRun(run_dir, stretch.end)
     plan = make_plan(run, stretch.end, last=stretch.end, start=stretch.start)
     announce(plan)

@@ -138,6 +138,12 @@ def write(
     """Write each rank's files in the temporary folder of ``folder``, and wait until all ranks have done so. Collective.
 
     Returns the files and the pieces of a manifest. Raises as `save`.
+
+    Args:
+        collectives: exchange what the ranks hold.
+        rank: rank of this process.
+        folder: final name of the checkpoint.
+        groups: this rank's shards.
     """
     part, parts = _begin(collectives, rank, folder, groups)  # collective
     part.copy()
@@ -439,7 +445,13 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
 
 def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> str:
-    """Return the error of the first of ``files`` that does not match its digest; "" if all are good."""
+    """Return the error of the first of ``files`` that does not match its digest; "" if all are good.
+
+    Args:
+        folder: folder of the files.
+        files: entries of the manifest by name, with ``sha256``.
+        beat: called after each block that was read.
+    """
     buffer = memoryview(bytearray(tensors.BLOCK))
     for name, entry in files.items():
         digest = hashlib.sha256()
@@ -465,7 +477,13 @@ def stored_groups(saved: Checkpoint) -> StoredGroups:
 
 
 def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any]) -> StoredGroups:
-    """Return the arrays that ``groups``, a manifest's pieces, describes, in ``files`` of ``folder``."""
+    """Return the arrays that ``groups``, a manifest's pieces, describes, in ``files`` of ``folder``.
+
+    Args:
+        folder: folder of the checkpoint.
+        groups: pieces of the manifest, by group and array.
+        files: entries of the manifest, by name.
+    """
     stored: dict[str, dict[str, StoredTensor]] = {}
     for group, arrays in groups.items():
         stored[group] = {}
@@ -514,6 +532,11 @@ def consolidate(
     """Return the `checkpoint.weights_sha256` of ``arrays``, and write them atomically to the safetensors file ``path``.
 
     It reads once, a block of 16 MB at a time, and calls ``tick`` after each array. Raises NonRetryableError.
+
+    Args:
+        arrays: by name.
+        path: the file to write; None computes the digest alone.
+        tick: called after each array.
     """
     digest = hashlib.sha256()
     begin, places = safetensors_layout.layout(arrays)

@@ -169,6 +169,11 @@ def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
     """Return the samples of each rank of the recorded run, which may have had another number of ranks.
 
     Ranks of a tensor-parallel group share their samples, so that there are fewer shards than ranks.
+
+    Args:
+        batches: `GlobalBatches` of this process.
+        step: the step, counted from 0.
+        world_size: number of ranks of the replay.
     """
     from dataclasses import replace
 
