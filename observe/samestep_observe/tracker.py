@@ -33,7 +33,7 @@ class Tracker(Protocol):
     """A tracker of one run; its class takes the run dir. After any exception `track` makes a new one."""
 
     def add(self, batch: MetricsBatch) -> None:
-        """Take a batch; called repeatedly, also without new lines."""
+        """Write one batch of log lines to the tracker. Called every second, also with an empty batch."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
         """Finish for now; ``result`` is the run's, or None if the run did not finish."""

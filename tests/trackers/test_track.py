@@ -1,4 +1,4 @@
-"""Test what trackers get of a metrics.jsonl that grows, is cut back or is damaged, as rank 0 writes it."""
+"""Test the lines that trackers get while rank 0 writes, cuts back or damages metrics.jsonl."""
 
 from __future__ import annotations
 
