@@ -28,7 +28,7 @@ _STOP = """\
 signal.signal(signal.SIGTERM, lambda *_: stopping.fill_(1))  # stopping = torch.zeros(1)
 dist.all_reduce(stopping, op=dist.ReduceOp.MAX)  # after each step, on all ranks
 if stopping.item():
-    save(step); sys.exit(143)"""
+    save(step)  # and sys.exit(143)"""
 _CHECKPOINTS = """\
 checkpoints = Checkpoints("out", every=100, model=model, optimizer=optimizer, sampler=sampler)
 checkpoints.restore()  # before the loop
@@ -46,9 +46,9 @@ parent = os.getppid()  # before the loop
 if os.getppid() != parent:  # in each step
     os._exit(1)"""
 _FSYNC = """\
-with open("new.tmp", "wb") as file:
-    torch.save(state, file)
-    file.flush(); os.fsync(file.fileno())
+torch.save(state, "new.tmp")
+with open("new.tmp", "rb") as file:
+    os.fsync(file.fileno())
 os.replace("new.tmp", f"checkpoint-{step:06}.pt")  # delete older ones after it"""
 _TIMEOUT = 'dist.init_process_group("gloo", timeout=timedelta(seconds=60))'
 

@@ -621,7 +621,8 @@ def test_any_metrics_are_cut_back(tmp_path: Path, soak: bool) -> None:
         metrics.Metrics(tmp_path, {"app": "toy"}, 2)
         kept = [json.loads(line) for line in path.read_text().splitlines()]
         assert all(type(each.get("step", 0)) is int or "resumed" in each for each in kept)
-        assert os.listdir(tmp_path) == ["metrics.jsonl"]
+        assert sorted(os.listdir(tmp_path)) == ["log", "metrics.jsonl"]
+        assert os.listdir(tmp_path / "log") == ["losses.bin"]
 
     attempt()
 
