@@ -14,7 +14,7 @@ PACKAGES = ("core/samestep", "launch/samestep_launch", "observe/samestep_observe
 LEFT: dict[str, int] = {
     "core/samestep/recovery/hang_diagnosis.py": 6,
     "core/samestep/recovery/watchdog.py": 2,
-    "core/samestep/sharded/storage.py": 4,
+    "core/samestep/sharded/storage.py": 5,
     "core/samestep/torch/batch_norm.py": 2,
     "core/samestep/torch/exact_model.py": 1,
     "launch/samestep_launch/job.py": 4,

@@ -85,16 +85,12 @@ class Service:
         self._place = urllib.parse.urlsplit(url).netloc
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
-        """Return the answer to a request.
+        """Return the answer to a request. Raises OSError, HTTPException, and ValueError for a header of two lines.
 
         Args:
-            path: path and query of the address.
-            headers: of the request, by name.
-            method: of HTTP.
-
-        Raises:
-            OSError, HTTPException: there is no answer.
-            ValueError: a header has two lines.
+            path: what to ask for, such as /latest/api/token.
+            headers: headers of the request.
+            method: the request's method.
         """
         connection = http.client.HTTPConnection(self._place, timeout=TIMEOUT)
         with contextlib.closing(connection):
