@@ -6,6 +6,7 @@ by the first of them. A restore reads the part that the tensor of the same name 
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Mapping
@@ -49,6 +50,12 @@ class Part:
         return tuple(slice(begin, begin + length) for begin, length in zip(self.offset, self.shape))
 
 
+@functools.lru_cache(maxsize=64)
+def _has_rank_0(mesh: Any) -> bool:
+    """Return whether rank 0 is on a mesh. To read its ranks takes longer than all else of `part_of`."""
+    return 0 in mesh.mesh.flatten().tolist()
+
+
 def part_of(tensor: Any) -> Part:
     """Return this rank's part of a DTensor.
 
@@ -64,7 +71,7 @@ def part_of(tensor: Any) -> Part:
     order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
     offset = [0] * tensor.ndim
     shape = list(tensor.shape)
-    is_copy = 0 not in mesh.mesh.flatten().tolist()  # of the mesh that has rank 0
+    is_copy = not _has_rank_0(mesh)
     for axis in order:
         coordinate = coordinates[axis]
         if placements[axis].is_replicate():
