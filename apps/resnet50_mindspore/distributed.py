@@ -135,7 +135,7 @@ def _set_timeouts(options: Options) -> None:
     120 to 7,200), or 1,836 s in a collective
     (https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000074.html).
     """
-    longest = int(max(options.timeout, options.first_step_timeout)) + 60
+    longest = int(max(options.timeout, options.first_step_timeout or 0.0)) + 60
     os.environ.setdefault("MS_NODE_TIMEOUT", str(longest))
     if os.environ.get("HCCL_CONNECT_TIMEOUT", "600") == "600":
         os.environ["HCCL_CONNECT_TIMEOUT"] = str(min(max(longest, 120), 7200))

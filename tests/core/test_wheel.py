@@ -34,7 +34,8 @@ site = Path(samestep.__path__[0]).parent
 files = [path.relative_to(site) for package in site.glob("samestep*") for path in package.rglob("[a-z]*.py")]
 names = [".".join(path.with_suffix("").parts) for path in files]
 # Those of a framework, those of pytest or of a checked script, and what runs when it is imported.
-needs = re.compile(r"samestep\\.torch|samestep_(check|observe)\\.inside|samestep_check\\.plugin|.*(\\.track_|elastic_agent$|__main__$)")
+needs = r"samestep\\.torch|samestep_(check|observe)\\.inside|samestep_check\\.plugin|"
+needs = re.compile(needs + r".*(\\.track_|elastic_agent$|__main__$)")
 modules = [importlib.import_module(name) for name in names if not needs.match(name)]
 digits = datasets.load("mnist-5k", Path("nowhere"))
 print(samestep.__file__, samestep.__version__, len(modules), digits.train_images.shape, digits.test_labels.shape)
