@@ -153,7 +153,8 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
             output.seek(0)
             text = output.read().decode(errors="replace")
         if code:
-            raise ConfigError(failure(text, code).replace(str(run_dir), str(plan.run.folder)))
+            reason = first_error(text, code).replace(str(run_dir), str(plan.run.folder))
+            raise ConfigError(f"the replay failed: {reason}")
         metrics = MetricsReader(run_dir)
         metrics.read()
         check_data(plan.run, metrics.header)
@@ -292,13 +293,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def failure(output: str, code: int) -> str:
-    """Return the error of a failed replay: the first line of its output that is one."""
+def first_error(output: str, code: int) -> str:
+    """Return the error of a failed replay: the first line of its output that is one, or else its last line."""
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     if lines:
-        return f"the replay failed: {shown(lines[0].removeprefix('error: '), limit=MAX_LINE)}"
+        return shown(lines[0].removeprefix("error: "), limit=MAX_LINE)
     last = shown(output.strip().rpartition("\n")[2], limit=200)
-    return f"the replay ended with code {code}: {last}"
+    return f"exit code {code}: {last}"
 
 
 def check_data(run: RecordedRun, header: Mapping[str, Any]) -> None:
