@@ -32,7 +32,8 @@ def checksum(array: NDArray[Any]) -> int:
 
     The words are half as wide as the sum, so that differing signs do not cancel. It is much faster than SHA-256.
 
-    NumPy adds 64-bit words faster than it widens 32-bit words. It adds each block twice, whole and its upper halves.
+    NumPy adds 64-bit words faster than it widens 32-bit words. So it adds each block twice: whole, and its upper
+    halves.
     """
     content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     whole = len(content) // 8 * 8
