@@ -223,7 +223,7 @@ def used_helpers(helpers: Sequence[str], texts: Sequence[str]) -> list[str]:
 
     def is_used(helper: str) -> bool:
         name = re.findall(r"^tests/(?:\w+/)?(\w+)", helper)[0]
-        return any(re.search(rf'\b(import|from) {name}\b|"{name}(\.py)?"|{name}\.py\b', text) for text in texts)
+        return any(re.search(rf'\b(import|from) {name}\b|"{name}(\.\w+)?"|{name}\.py\b', text) for text in texts)
 
     used = [helper for helper in helpers if is_used(helper)]
     rest = [helper for helper in helpers if helper not in used]

@@ -6,6 +6,7 @@ the copies of files that did not change.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -94,16 +95,24 @@ class Store:
         return found
 
     def _walk(self, folder: str, found: Snapshot) -> None:
-        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+        try:
+            entries = sorted(os.scandir(folder), key=lambda each: each.name)
+        except FileNotFoundError:
+            return
+        for entry in entries:
             if entry.name == "__pycache__":
                 continue
-            status = entry.stat(follow_symlinks=False)
-            kind, source = self._described(entry.path, status)
-            if kind:
-                name = os.path.relpath(entry.path, self._folder)
-                found[name] = Entry(kind, source, stat.S_IMODE(status.st_mode), status.st_mtime_ns)
-            if kind == "folder":
-                self._walk(entry.path, found)
+            with contextlib.suppress(FileNotFoundError):  # another rank has removed or renamed it
+                self._add(entry, found)
+
+    def _add(self, entry: os.DirEntry[str], found: Snapshot) -> None:
+        status = entry.stat(follow_symlinks=False)
+        kind, source = self._described(entry.path, status)
+        if kind:
+            name = os.path.relpath(entry.path, self._folder)
+            found[name] = Entry(kind, source, stat.S_IMODE(status.st_mode), status.st_mtime_ns)
+        if kind == "folder":
+            self._walk(entry.path, found)
 
     def _described(self, path: str, status: os.stat_result) -> tuple[str, str]:
         if stat.S_ISLNK(status.st_mode):

@@ -635,7 +635,7 @@ def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Ca
 
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert logs == {
-        *("rank-0.log", "rank-1.log", "alive-0", "alive-1", "launcher.log", "events.jsonl"),
+        *("rank-0.log", "rank-1.log", "alive-0", "alive-1", "launcher.log", "events.jsonl", "losses.bin"),
         *("scheduler.log", "worker_0.log", "worker_1.log"),
     }
     assert "RESULT" not in (run_dir / "log" / "scheduler.log").read_text()
