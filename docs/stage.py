@@ -172,7 +172,9 @@ def resolved(origin: str, target: str) -> str | None:
     readme = posixpath.normpath(posixpath.join(path, "README.md"))
     if readme in known():
         return readme
-    return path if path in known() or path in folders() else None
+    if path in known() or path in folders():
+        return path
+    return None
 
 
 def place(path: str) -> str:

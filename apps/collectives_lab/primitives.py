@@ -309,7 +309,7 @@ def check(names: list[str], world: env.World, device: torch.device) -> list[dict
 
 
 def check_root(name: str, inputs: list[Tensor], layout: str, root: int) -> bool:
-    """Run a primitive; return whether this rank's result is what the definition says, if it says anything."""
+    """Run a primitive. Return whether this rank's result matches the definition, if there is one for this rank."""
     rank = dist.get_rank()
     x = laid_out(inputs[rank], layout)
     with collective(name):
@@ -450,7 +450,7 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
 
 
 def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: int, device: torch.device) -> bool:
-    """Run a reduction; return whether this rank's result is what the operator's definition says."""
+    """Run a reduction. Return whether this rank's result matches the operator's definition."""
     p = dist.get_world_size()
     rank = dist.get_rank()
     numbers = DTYPES[dtype]

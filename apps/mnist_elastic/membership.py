@@ -499,7 +499,7 @@ def _leave_group() -> None:
 
 
 def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the members by rank. Of those ahead, rank 0 is the oldest that has the most frequent state."""
+    """Return the members by rank. Rank 0 is the oldest member ahead with the most frequent state."""
     held = Counter(map(_state, members))
 
     def place(member: dict[str, Any]) -> tuple[int, int, str]:

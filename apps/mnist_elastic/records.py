@@ -56,7 +56,7 @@ class History:
     """
 
     def __init__(self, run: Run) -> None:
-        """Take the run, whose monitor and progress bar are told."""
+        """Record the updates of a run, also for its monitor and progress bar."""
         self.step = 0
         self.updated_at = time.monotonic()
         self.rejoins = 0

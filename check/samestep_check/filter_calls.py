@@ -3,8 +3,9 @@
     python -I -S filter_calls.py SOCKET COMMAND [ARGS...]
 
 SOCKET is the descriptor of a Unix socket. The kernel then stops this process and its children before each call in
-CALLS, until the check lets the call continue (seccomp_unotify(2)). Of the calls that open files, those stop that empty
-them. The filter needs no privilege. If the kernel refuses it, the exit code is REFUSED, and the command does not run.
+CALLS, until the check lets the call continue (seccomp_unotify(2)). A call that opens a file stops only if it empties
+the file. The filter needs no privilege. If the kernel refuses it, the exit code is REFUSED, and the command does not
+run.
 """
 
 from __future__ import annotations

@@ -525,7 +525,7 @@ class Run:
 
 def check_result_fields(app: str, options: Options) -> None:
     """Raise NonRetryableError if the options lack one that every result repeats."""
-    missing = [name for name in options.RESULT_FIELDS if name not in vars(options)]
+    missing = [name for name in options.RESULT_FIELDS if not options.offers(name)]
     if missing:
         raise NonRetryableError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
 

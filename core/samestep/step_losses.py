@@ -7,7 +7,6 @@ over the whole global batch before the update, with the bits of ``loss`` in metr
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from samestep import checkpoint, untrusted
 from samestep.root import Root
 
 NAME = "log/losses.bin"  # in a run dir
-_RECORD = struct.Struct("<qd")
 RECORD = np.dtype([("step", "<i8"), ("loss", "<f8")])
 
 
@@ -39,12 +37,12 @@ class StepLosses:
         with checkpoint.writing(self._path):
             Root(run_dir).make_folder("log")
             self._descriptor = Root(run_dir).open(NAME, os.O_RDWR | os.O_APPEND)
-            size = count_until(read(run_dir), resumed_from or 0) * _RECORD.size
+            size = count_until(read(run_dir), resumed_from or 0) * RECORD.itemsize
             os.ftruncate(self._descriptor, size)
 
     def write(self, records: Iterable[tuple[int, float]]) -> None:
         """Append (step, loss) of some steps, in order. Raises NonRetryableError if the disk is full."""
-        content = b"".join(_RECORD.pack(step, loss) for step, loss in records)
+        content = np.array(list(records), RECORD).tobytes()
         with checkpoint.writing(self._path):
             while content:
                 content = content[os.write(self._descriptor, content) :]
@@ -63,8 +61,7 @@ def read(run_dir: Path) -> NDArray[np.void]:
         content = untrusted.read_bytes(run_dir / NAME)
     except FileNotFoundError:
         content = b""
-    whole = len(content) // _RECORD.size * _RECORD.size
-    return np.frombuffer(content[:whole], RECORD)
+    return np.frombuffer(content, RECORD, count=len(content) // RECORD.itemsize)
 
 
 def count_until(records: NDArray[np.void], last_step: int) -> int:

@@ -30,7 +30,7 @@ from samestep_observe.replay_report import compare_losses, inputs_by_sample, is_
 from samestep_observe.run_reader import count_of
 from samestep_observe.verify import unlike_tensors
 
-# Options that change no number of a step.
+# Options that do not affect the numbers of a step.
 NOT_COMPARED = {
     "data_dir",
     "device",
@@ -189,7 +189,7 @@ def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
 
 
 def describe_own(name: str, replay: OwnReplay, step: int) -> str:
-    """Return a line that says whether a run is its own replay.
+    """Return a line on whether a run equals its own replay.
 
     Args:
         name: A or B.

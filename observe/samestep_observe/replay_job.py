@@ -262,7 +262,9 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
     environ.pop("OMP_NUM_THREADS", None)
     if command.threads:
         environ["OMP_NUM_THREADS"] = command.threads
-    folder = command.folder if command.folder and command.folder.is_dir() else None
+    folder = command.folder
+    if folder is not None and not folder.is_dir():
+        folder = None  # it has been removed since
     before = {number: signal.signal(number, _exit_at_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(

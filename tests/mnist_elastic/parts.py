@@ -25,7 +25,7 @@ class SevenStarter:
 
 
 class Counter:
-    """Stand in for a Run, and note the updates that it is told."""
+    """Stand in for a Run, and record the updates that it gets."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
