@@ -230,6 +230,8 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> 
         (["2", "launchers", "--launchers=mpirun"], "--launchers: 'mpirun' is not one of torchrun, torch.distributed.l"),
         (["2", "aggregate", "--virtual-ranks=4"], "--virtual-ranks"),
         (["2", "straggler", "--delays=x"], "--delays: 'x'"),
+        (["2", "straggler", "--sleeps=once:1,twice:2"], "--sleeps: 'twice:2' is not PLACE:MS"),
+        (["2", "straggler", "--sleeps=once:1", "--kind=random"], "omit --delays, --where and --kind"),
         (["2", "straggler", "--strategies=ddp"], "--strategies: 'ddp'"),
         (["2", "aggregate", "--strategies=ring,star"], "'star' is not one of ddp, "),
         (["0", "all"], "N=0"),
@@ -546,6 +548,16 @@ def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
     assert slept["waited"][0] >= 1.6
     title = "Who waited for whom in straggler, 2 ranks: reduce_broadcast, one rank sleeps 100 ms in aggregation"
     assert title in outcome.stdout
+
+
+def test_sleeps_are_compared_in_one_table(lab: Lab) -> None:
+    sleeps = "--sleeps=once:1,aggregation:2,aggregation:50"
+    outcome = lab.measure(2, "straggler", "--strategies=all_reduce,reduce_broadcast", sleeps, "--steps=16")
+    table = outcome.stdout.split("Train time of 16 steps, 2 ranks\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^(\w+) +(nobody|one rank +\w+ +constant \d+ ms) +[\d.]+ s$", table, re.MULTILINE)
+    ways = ["nobody", "once 1", "aggregation 2", "aggregation 50"]
+    shown = [(name, re.sub(r"one rank +| +constant| ms", "", way)) for name, way in rows]
+    assert shown == [(name, way) for name in ("all_reduce", "reduce_broadcast") for way in ways], outcome.stdout
 
 
 # --- launchers -----------------------------------------------------------------------------------------------------
