@@ -36,7 +36,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_runs(harness: Harness, repository: Path, soak: bool, command: str) -> None:
-    """Run it in the repository, with this Python's programs first in PATH; 4 ranks are 2 but in a soak."""
+    """Run it in the repository, with this Python's programs first in PATH. Outside the soak, 2 ranks replace 4."""
     command = command if soak else re.sub(r"(/run_\w+\.sh) 4\b", r"\1 2", command)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = harness.start_command(["bash", "-c", command], harness.folder / "run", repository, PATH=path)

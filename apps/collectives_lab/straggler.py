@@ -45,7 +45,7 @@ PARTS = ("computed", "slept", "waited", "communicated")  # of a rank's time
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold who sleeps where, and how long: milliseconds each time, or on average if ``kind`` is random."""
+    """A condition: which ranks sleep, where, and for how many milliseconds (on average if ``kind`` is random)."""
 
     strategy: str
     where: str = "aggregation"  # or "once" (in the first block), "start" (once a block), "backward"

@@ -131,7 +131,7 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
     elif options.logger == "tensorboard":
         loggers = [TensorBoardLogger(folder, name="lightning")]
     ranks = run.world.local_world_size
-    if not ranks:  # the launcher does not say
+    if not ranks:  # the launcher does not set it
         ranks = (run.world.local_rank or 0) + 1
     devices = ranks
     shared: list[torch.device] | None = None  # the Trainer takes a GPU for each rank

@@ -115,7 +115,7 @@ def fill(name: str, folder: Path) -> None:
 
 
 def _unpack_cifar(archive: bytes, folder: Path) -> None:
-    """Write the files of CIFAR-10's archive, and nothing else that it may hold."""
+    """Write only the files of CIFAR-10 that the archive holds."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
             file = Path(member.name).name
