@@ -44,7 +44,7 @@ class Lab(Harness):
         return outcome
 
     def bare(self, n: int, program: str, *options: str, name: str = "run") -> list[Job]:
-        """The ranks of a program as a person starts them at n terminals: nobody stops one when another fails."""
+        """Start the ranks of a program as a person does at n terminals: no launcher stops a rank when another fails."""
         run_dir = self.folder / name
         words = [
             sys.executable,
@@ -178,7 +178,7 @@ FAULTS = {
 def test_a_rank_that_fails_in_the_middle_of_a_collective_is_told_by_the_others(
     lab: Lab, fault: str, soak: bool
 ) -> None:
-    """Several primitives at the same time, each among ranks that nobody watches over; a soak gives each all faults."""
+    """Run several primitives at the same time, without a launcher. A soak gives each primitive all faults."""
     n = 4 if soak else 2
     names = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")] if soak else FAULTS[fault]
     started = {
@@ -258,7 +258,7 @@ def test_the_help_of_every_command_teaches(lab: Lab, command: str) -> None:
 
 
 def lab_options() -> Any:
-    """The app's options.py as a module; it needs the standard library and samestep alone."""
+    """The app's options.py as a module; it needs only the standard library and samestep."""
     spec = importlib.util.spec_from_file_location("lab_options", APP / "options.py")
     assert spec is not None
     assert spec.loader is not None
@@ -543,7 +543,7 @@ def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
     found = read(lab.folder / "run", "trace-straggler-2")["collectives"]
     shown = {each["condition"]: each for each in found if each["collective"] == "reduce"}
     slept = shown["reduce_broadcast, one rank sleeps 100 ms in aggregation"]
-    assert sum(slept["last"]) == 32  # the calls of two blocks, and none of a block in which nobody slept
+    assert sum(slept["last"]) == 32  # the calls of two blocks, without the blocks in which no rank slept
     assert slept["last"][1] > 16
     assert slept["waited"][0] >= 1.6
     title = "Who waited for whom in straggler, 2 ranks: reduce_broadcast, one rank sleeps 100 ms in aggregation"
@@ -684,7 +684,7 @@ def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
 
 
 def page_of(lab: Lab) -> str:
-    """The report on a run dir, which must stand alone; its tables are there as Markdown, too."""
+    """Check that the report on a run dir loads no other file, and that its tables are there as Markdown, too."""
     outcome = lab.measure(2, "report", "--markdown")
     text = (lab.folder / "run" / "report.md").read_text()
     assert text in outcome.stdout

@@ -104,7 +104,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.core_only
 def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """As DLC and a person at two terminals set them: one process each, no launcher. Core alone can be imported."""
+    """As DLC and a person at two terminals set them: one process each, no launcher. Only core can be imported."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]

@@ -138,7 +138,7 @@ class Ranks:
                 ],
                 env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": f"job-{kind}"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # which nobody reads
+                stdout=subprocess.PIPE,  # that no process reads
                 stderr=subprocess.PIPE,
                 text=True,
             )

@@ -153,7 +153,7 @@ class ScratchProject:
     def script(
         self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        def signals() -> None:  # what a login shell hands on, whatever this process was started with
+        def signals() -> None:  # as in a login shell, independent of this process's own signals
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 

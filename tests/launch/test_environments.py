@@ -344,7 +344,7 @@ def test_one_whose_making_was_killed_is_made_anew(street: Street) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", ["pip", "an index that never answers", "setup.sh"])
 def test_a_signal_ends_a_set_up_and_all_that_it_started(street: Street, step: str, number: signal.Signals) -> None:
-    """The signal is to the launch script alone, whatever its children make of it."""
+    """Only the launch script gets the signal."""
     waits = street.work / "pip.waits"
     with socket.create_server(("127.0.0.1", 0)) as index:
         if step == "pip":
