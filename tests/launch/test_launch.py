@@ -853,7 +853,7 @@ def test_a_signal_as_the_launcher_starts_leaves_nothing_either(project: ScratchP
 
 
 def test_a_launcher_that_says_0_while_its_rank_did_not_end_well_is_started_again(project: ScratchProject) -> None:
-    """For example msrun, which kills its ranks at a Ctrl-C and exits with 0. A rank that succeeds removes its stacks."""
+    """Such as msrun, which kills its ranks at a Ctrl-C and exits with 0. A rank that succeeds removes its stacks."""
     left = "(run_dir / 'log' / 'stack-0.txt').write_text('')"
     done = project.run(f"note()\nif attempt == 0: {left}")
     assert done.returncode == 0

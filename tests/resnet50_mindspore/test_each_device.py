@@ -342,7 +342,7 @@ def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Make a repository with only this app, on a machine that seems to have Ascend's driver, with a stub as the rank."""
+    """Make a repository with only this app, on a machine that appears to have Ascend's driver; a stub is the rank."""
     root = tmp_path / "project"
     (root / "scripts").mkdir(parents=True)
     for name in ("launch.py", "launch.sh", "run_resnet50_mindspore.sh"):
