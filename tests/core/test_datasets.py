@@ -474,7 +474,7 @@ def www(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(www: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A mirror of MNIST that holds a tiny data set, its checksums known."""
+    """A mirror of MNIST that holds a tiny dataset with known checksums."""
     folder = put(www, tiny(label=4))
     with Server(folder) as server:
         monkeypatch.setattr(download, "MIRRORS", {"mnist": (server.url,)})

@@ -1,4 +1,4 @@
-"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any data set size."""
+"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any dataset size."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("n", [2**10 + 1, 2**20 - 1, 2**20, 2**20 + 1, 60_000, 10**9, 2**62 + 1])
 def test_next_to_nothing_walks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set just above a power of two costs what one just below it costs."""
+    """A dataset just above a power of two costs as much as one just below it."""
     evaluated = count_evaluations(monkeypatch)
     count = min(n, 100_000)
     permute(np.arange(count), n, 0, 0)

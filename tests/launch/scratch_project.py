@@ -43,7 +43,7 @@ def build_parser(prog=None, usage=None):
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
 """
-# The options of an app that measures: it has commands, and neither a data set nor checkpoints.
+# The options of an app that measures: it has commands, and neither a dataset nor checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
 from samestep.options import Parser

@@ -509,7 +509,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
     assert index.refused() == message
     assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == message
     assert index.installed(SAMESTEP_ALLOW=f"other sha256:{published} Tiny sha256:{ours}") == "# ours"
-    assert index.refused(SAMESTEP_ALLOW="") == message  # that environment is not taken without it
+    assert index.refused(SAMESTEP_ALLOW="") == message  # without the variable, the script does not use that environment
     index.wheel("1.0", "# published")
     assert index.installed() == "# published"
     street.environ["SAMESTEP_ALLOW"] = f"tiny {ours}"

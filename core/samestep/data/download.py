@@ -102,7 +102,7 @@ def fill(name: str, folder: Path) -> None:
 
     Raises:
         NoNetworkError: no mirror answered.
-        ConfigError: a download breaks off or has the wrong checksum, or the folder cannot be written.
+        ConfigError: a download fails or has the wrong checksum, or the folder cannot be written.
     """
     with _locked(name, folder):
         lacking = files.missing(folder, name)
