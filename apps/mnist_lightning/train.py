@@ -6,8 +6,8 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds collectives of its own: barriers when fit begins, and for each loader in each epoch
-a barrier and a sum of lengths. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
+callback.py. Lightning's Trainer adds collectives of its own: barriers when fit begins, and in each epoch a barrier and
+a sum of lengths for each loader. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
