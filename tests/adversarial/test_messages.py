@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from amounts import amount
 from attempts import Attempt, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -447,7 +448,7 @@ def test_any_first_message_is_answered_and_machine_0_lives_or_ends_in_order(soak
         hosts: list[tuple[int, Future_]] = []
 
         @given(MESSAGES, st.booleans())
-        @settings(max_examples=2000 if soak else 150, deadline=None, database=None)
+        @settings(max_examples=amount(soak, few=150, many=2000), deadline=None, database=None)
         def attempt(message: dict[str, Any], has_proof: bool) -> None:
             if not hosts or hosts[-1][1].done():
                 hosts.append(stack.enter_context(machine_0()))
@@ -483,7 +484,7 @@ def test_whatever_machine_0_sends_the_others_start_or_end_in_order(soak: bool, m
     with served(serve) as port:
 
         @given(st.lists(plans | starts | problems | MESSAGES, max_size=3))
-        @settings(max_examples=2000 if soak else 50, deadline=None, database=None)
+        @settings(max_examples=amount(soak, few=50, many=2000), deadline=None, database=None)
         def attempt(sent: list[Any]) -> None:
             messages[:] = sent
             try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import amount
 from harness import Harness, app_spec, last_step, losses, relative_difference, told_by
 from samestep import checkpoint
 
@@ -27,9 +28,9 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
     """Also if several ranks stop in mid-epoch, and a second start resumes."""
     curves = []
     averages = []
-    for n in (1, 2, 3, 4) if soak else (1, 3):
+    for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)
-        steps = 50 if soak else 14
+        steps = amount(soak, few=14, many=50)
         for stop in (steps,) if n == 1 else (5, steps):
             harness.train(n, *SMALL, *EVERYTHING, UNEVEN, "--dtype=float64", f"--max-steps={stop}", run_dir=run_dir)
         curves.append(losses(run_dir))
@@ -59,7 +60,9 @@ def test_everything_on_survives_kills(
     harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str], table: list[str]
 ) -> None:
     """The launch script starts the job again from its last checkpoint; a killed rank's workers end, too."""
-    runs, kills, chance = (5, 4, random.Random(n)) if soak else (1, 1, random.Random(0))
+    runs = amount(soak, few=1, many=5)
+    kills = amount(soak, few=1, many=4)
+    chance = random.Random(n)
     options = [*SMALL, *EVERYTHING, UNEVEN, f"--autocast={autocast}", "--checkpoint-every=5"]
     options += [f"--max-steps={14 + 10 * kills}", f"--max-restarts={kills}"]
     expected = ends_of(harness.train(n, *options, run_dir=harness.folder / "undisturbed"))
@@ -183,7 +186,7 @@ KINDS = {
 
 def test_the_steps_are_those_of_a_plain_loop(harness: Harness, soak: bool) -> None:
     """One process, torch's own batch normalisation, mean loss, two groups of weights, and the rate by its formula."""
-    kinds = [*KINDS] if soak else ["adamw"]
+    kinds = amount(soak, few=["adamw"], many=[*KINDS])
     options = ["--dataset=synthetic-cifar10", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
     options += ["--label-smoothing=0.2", "--weight-decay=0.05"]
     reported = told_by("cifar_ddp", PLAIN.replace("KINDS", repr(kinds)))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import walk
+from amounts import amount
 from harness import ROOT, Harness, Job, losses, metrics, relative_difference
 from repository import clone, ran
 
@@ -84,7 +85,7 @@ def result(job: Job) -> dict[str, Any]:
 
 def test_the_walk_of_the_page(copy: Path, start: Callable[..., Job], harness: Harness, soak: bool) -> None:
     """Losses at N = 1 and 2 agree, as do the metric and a plain computation and, in a soak, a killed run's weights."""
-    n = 3 if soak else 2
+    n = amount(soak, few=2, many=3)
     options = ["--dtype=float64", "--max-steps=24", "--checkpoint-every=3"]
     jobs = [start(ranks, f"exact-{ranks}", *options) for ranks in (1, n)]
     one, several = (result(job) for job in jobs)

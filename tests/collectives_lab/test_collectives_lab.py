@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, App, Harness, Job, Outcome, bare, python_path
 from processes import free_port
 
@@ -179,8 +180,9 @@ def test_a_rank_that_fails_in_the_middle_of_a_collective_is_told_by_the_others(
     lab: Lab, fault: str, soak: bool
 ) -> None:
     """Several primitives at the same time, each among ranks that nobody watches over; a soak gives each all faults."""
-    n = 4 if soak else 2
-    names = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")] if soak else FAULTS[fault]
+    n = amount(soak, few=2, many=4)
+    possible = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")]
+    names = amount(soak, few=FAULTS[fault], many=possible)
     started = {
         name: lab.bare(n, "primitives", f"--fault={fault}", f"--only={name}", "--timeout=8", name=name)
         for name in names
@@ -383,9 +385,10 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
 
     No other test compares the strategies' weights, losses and bytes.
     """
-    steps, size = (50, 2**25) if soak else (8, 2**23)
+    steps = amount(soak, few=8, many=50)
+    size = amount(soak, few=2**23, many=2**25)
     options = ["--dtype=float64", "--epochs=2", f"--max-steps={steps}", "--rounds=2", f"--bytes={size}"]
-    counts = (1, 2, 3, 4) if soak else (3,)
+    counts = amount(soak, few=(3,), many=(1, 2, 3, 4))
     if not soak:  # the reference: one rank and one strategy, as none has anything to average
         (job,) = lab.bare(1, "aggregate", *options, "--strategies=ddp")
         assert job.finish(limit=LIMIT).code == 0
@@ -393,7 +396,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
     found = {n: read(lab.folder / "run", f"aggregate-{n}") for n in counts}
     reference = read(lab.folder / "run", "aggregate-1")["training"][0]["losses"]
     assert len(reference) == steps
-    assert reference[-1] < reference[0] / (1.5 if soak else 1)
+    assert reference[-1] < reference[0] / amount(soak, few=1, many=1.5)
     for n, of in found.items():
         by_name = {each["strategy"]: each for each in of["training"]}
         assert [name for name, each in by_name.items() if each["synchronous"]] == SYNCHRONOUS
@@ -402,7 +405,8 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
             # Also at other numbers of ranks: nothing is averaged twice, no sample is seen twice.
             assert max(abs(a / b - 1) for a, b in zip(by_name[name]["losses"], reference)) < 1e-12, (n, name)
         assert {f"local_{k}" for k in (4, 16)} < set(by_name)
-        assert all(each["curve"][-1]["test_accuracy"] > (0.5 if soak else 0.2) for each in by_name.values())
+        least = amount(soak, few=0.2, many=0.5)
+        assert all(each["curve"][-1]["test_accuracy"] > least for each in by_name.values())
         ring = by_name["ring"]
         assert ring["sent_bytes_per_step"] == ring["formula_bytes_per_step"] == 2 * (n - 1) * 21_840 * 8
         assert ring["sent_messages_per_step"] == 2 * n * (n - 1)
@@ -485,13 +489,13 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
     """
     usual = ["--delays=0,100", "--steps=32", "--quick", "--global-batch-size=16", "--trace"]
     chosen = ["--strategies=reduce_broadcast,overlap,local_4", f"--where={','.join(PLACES)}", "--kind=constant"]
-    outcome = lab.measure(2, "straggler", *usual, *([] if soak else chosen))
+    outcome = lab.measure(2, "straggler", *usual, *amount(soak, few=chosen, many=[]))
     found = read(lab.folder / "run", "straggler-2")
     assert found["slow_rank"] == 1
     conditions = {condition["name"]: condition for condition in found["conditions"]}
     planned = [line.removeprefix("planned: ") for line in outcome.stdout.splitlines() if line.startswith("planned: ")]
     assert planned == list(conditions)
-    first = "all_reduce" if soak else "reduce_broadcast"
+    first = amount(soak, few="reduce_broadcast", many="all_reduce")
     for condition in conditions.values():
         assert len(condition["blocks"]) == 2
         for block in condition["blocks"]:
@@ -556,8 +560,9 @@ LAUNCHERS = ["torchrun", "torch.distributed.launch", "multiprocessing.spawn", "P
 
 def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bool) -> None:
     """Only torchrun is in other tests, too. The matrix leaves out torchrun and Process."""
-    chosen = LAUNCHERS if soak else LAUNCHERS[1:3]
-    lab.measure(2, "launchers", "--steps=6", *([] if soak else [f"--launchers={','.join(chosen)}"]))
+    chosen = amount(soak, few=LAUNCHERS[1:3], many=LAUNCHERS)
+    option = f"--launchers={','.join(chosen)}"
+    lab.measure(2, "launchers", "--steps=6", *amount(soak, few=[option], many=[]))
     found = read(lab.folder / "run", "launchers")
     ways = found["ways"]
     assert list(ways) == chosen

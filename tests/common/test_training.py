@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_difference
 from samestep import checkpoint, env
 
@@ -151,7 +152,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
             continue
         steps = harness.app.exact_steps[0 if soak or i == 0 else 1]
         curves = {}
-        counts = (1, 2, 3, 4) if soak else (1, 2 if "slow" in harness.app.skipped_marks else 3)
+        counts = amount(soak, few=(1, 2 if "slow" in harness.app.skipped_marks else 3), many=(1, 2, 3, 4))
         for n in counts:
             run_dir = harness.folder / f"{i}-{n}"
             options = [*harness.app.exact, *variant, f"{harness.app.batch_option}={batch}", f"--max-steps={steps}"]
@@ -168,7 +169,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
     """Also with dropout, in float32: rounding is all that differs."""
     curves = []
-    for n in (1, 2, 3, 4) if soak else (1, 3):
+    for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)
         options = [f"--dataset={harness.app.dataset}", *harness.app.first_steps, "--max-steps=10", "--log-every=1"]
         harness.train(n, *options, run_dir=run_dir)
@@ -195,5 +196,5 @@ def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
     assert len(quiet.stdout.splitlines()) == 1
     assert quiet.stderr == ""
 
-    for i in range(3 * harness.app.kills // 2 if soak else 2):
+    for i in range(amount(soak, few=2, many=3 * harness.app.kills // 2)):
         harness.train(2, *options, run_dir=harness.folder / str(i))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import Harness, Shape, recorded
 
 pytestmark = pytest.mark.virtual_ranks
@@ -74,7 +75,7 @@ def test_a_relay_of_four_three_one_and_two_ranks(
     reference = undisturbed(1, *OPTIONS)
     shape = Shape.of(reference)
     chance = random.Random(38)
-    runs = harness.app.kills if soak else 1
+    runs = amount(soak, few=1, many=harness.app.kills)
     for i in range(runs):
         steps = sorted(chance.sample(range(1, reference["steps"] - shape.every - 1), 3))
         kills = list(zip((4, 3, 1), steps))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from harness import Harness, app_spec, losses, relative_difference
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
@@ -36,7 +37,8 @@ def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[s
     The global batch is not a multiple of 2 or 3. tests/common compares mnist_ddp's own curves, and the test suite
     compares mnist_lightning's in its own environment.
     """
-    batch, steps = (125, 100) if soak else (1333, 5)
+    batch = amount(soak, few=1333, many=125)
+    steps = amount(soak, few=5, many=100)
 
     def curve(name: str, n: int) -> list[float]:
         run_dir = family[name].folder / str(n)
@@ -45,8 +47,8 @@ def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[s
 
     expected = curve("mnist_ddp", 1)
     assert len(expected) == steps
-    for name in NAMES[1:] if soak else NAMES[1:2]:
-        for n in (1, 2, 3) if soak else (3,):
+    for name in amount(soak, few=NAMES[1:2], many=NAMES[1:]):
+        for n in amount(soak, few=(3,), many=(1, 2, 3)):
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import shards
+from amounts import amount
 from samestep import NonRetryableError, RemoteRankError, checkpoint
 from samestep.checkpoint import CorruptCheckpoint
 from samestep.sharded import storage, tensors
@@ -454,7 +455,7 @@ def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy, 
     template = toy.run_dir.rename(toy.run_dir.with_name("template"))
     shutil.rmtree(template / "checkpoints" / "step-00000004")
     found: dict[int, list[int]] = {}
-    for rank in range(3 if soak else 2):  # rank 2 does what rank 1 does
+    for rank in range(amount(soak, few=2, many=3)):  # rank 2 does what rank 1 does
         for count in itertools.count(1):
             shutil.rmtree(toy.run_dir, ignore_errors=True)
             shutil.copytree(template, toy.run_dir)
