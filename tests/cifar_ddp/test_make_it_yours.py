@@ -83,7 +83,9 @@ def result(job: Job) -> dict[str, Any]:
     return outcome.result
 
 
-def test_the_walk_of_the_page(copy: Path, start: Callable[..., Job], harness: Harness, soak: bool) -> None:
+def test_the_changed_copy_takes_the_same_steps_at_any_number_of_ranks(
+    copy: Path, start: Callable[..., Job], harness: Harness, soak: bool
+) -> None:
     """Losses at N = 1 and 2 agree, as do the metric and a plain computation and, in a soak, a killed run's weights."""
     n = amount(soak, few=2, many=3)
     options = ["--dtype=float64", "--max-steps=24", "--checkpoint-every=3"]

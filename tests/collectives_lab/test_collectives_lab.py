@@ -364,7 +364,7 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
 
 
 @pytest.mark.soak  # in the matrix test_a_mistake_is_one_line
-def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
+def test_a_primitive_of_two_ranks_is_refused_on_one(lab: Lab) -> None:
     """Also without the launch script, which checks before it starts a rank: a row of the mistakes above."""
     (job,) = lab.bare(1, "primitives", "--only=send_recv")
     outcome = job.finish()
@@ -704,7 +704,7 @@ def test_a_report_on_nothing_is_one_line(lab: Lab) -> None:
 
 
 @pytest.mark.soak  # in the matrix each command has a test of its own
-def test_everything_in_turn(lab: Lab) -> None:
+def test_the_command_all_makes_one_page_of_every_measurement(lab: Lab) -> None:
     outcome = lab.command(2, "all", "--quick").finish(limit=2 * LIMIT)
     assert outcome.code == 0, outcome
     page = page_of(lab)

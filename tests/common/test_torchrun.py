@@ -82,7 +82,7 @@ def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: py
 
 
 @pytest.mark.core_only
-def test_one_process_by_plain_python(harness: Harness) -> None:
+def test_plain_python_trains_in_one_process(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, *short(harness)]), 1)
     assert result["launcher"] == "none"
 
@@ -104,7 +104,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.core_only
-def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_two_processes_with_rank_and_world_size_train_together(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
     """As DLC and a person at two terminals set them: one process each, no launcher. Core alone can be imported."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]

@@ -20,7 +20,7 @@ RESNETS = {"resnet50": "--depth=50", "resnet18": "--depth=18"}
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.soak), "resnet18"])
-def test_the_same_losses_and_each_evaluates_the_others_weights(
+def test_mindspore_and_torch_have_the_same_losses_and_evaluate_each_others_weights(
     harness: Harness, cifar: Harness, soak: bool, name: str
 ) -> None:
     """In the matrix PyTorch alone evaluates the weights of the other."""

@@ -17,7 +17,7 @@ OPTIMIZERS = {"sgd": ["--lr=0.01", "--momentum=0.875"], "adam": ["--lr=0.001"]}
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.soak), "adam"])
-def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
+def test_paddle_and_torch_have_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
     """Start from PyTorch's weights; PyTorch then evaluates the trained weights as Paddle does."""
     options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
@@ -37,7 +37,7 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
 
 
 @pytest.mark.soak  # the test above covers it in float64
-def test_weights_travel(harness: Harness, ddp: Harness) -> None:
+def test_weights_of_each_program_start_the_others(harness: Harness, ddp: Harness) -> None:
     """Each evaluates the other's weights to the same accuracy, except for a few float32 scores that nearly tie."""
     trained = {
         "paddle": harness.train(2, "--dataset=mnist-5k", "--epochs=2"),

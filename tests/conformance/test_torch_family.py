@@ -31,7 +31,7 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
         pytest.param(["--model=lenet", "--optimizer=adam"], id="lenet-adam", marks=pytest.mark.soak),
     ],
 )
-def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
+def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
     """Losses agree at 3 ranks, two of them without a sample in each epoch's last batch.
 
     The global batch is not a multiple of 2 or 3. tests/common compares mnist_ddp's own curves, and the test suite
@@ -53,7 +53,7 @@ def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[s
 
 
 @pytest.mark.soak  # in the matrix tests/conformance sends weights from torch to Paddle and MindSpore, and back
-def test_weights_travel(family: dict[str, Harness]) -> None:
+def test_weights_of_each_program_start_the_others(family: dict[str, Harness]) -> None:
     """Trained by each in turn, from the one before; all three count the same correct digits."""
     weights: list[str] = []
     for harness in family.values():

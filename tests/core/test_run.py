@@ -496,7 +496,7 @@ CADENCES: list[tuple[list[str], list[int], list[int], list[int]]] = [  # options
 
 
 @pytest.mark.parametrize(("options", "logged", "tested", "saved"), CADENCES)
-def test_what_is_due_after_each_update(
+def test_logs_evaluations_and_saves_are_due_at_their_steps_on_all_ranks(
     run_dir: Path, options: list[str], logged: list[int], tested: list[int], saved: list[int]
 ) -> None:
     ranks = job(2, ["--run-dir", str(run_dir), "--keep-checkpoints=99", *options])
@@ -941,7 +941,7 @@ def flip(array: np.ndarray[Any, Any], bit: int = 0) -> None:
         ("optimizer", "w.momentum", 25, [0], "rank 0 differs from all others"),
     ],
 )
-def test_what_is_not_the_same_on_all_ranks_is_never_saved(
+def test_replicas_that_differ_are_never_saved(
     run_dir: Path, tmp_path: Path, group: str, name: str, bit: int, differing: list[int], who: str
 ) -> None:
     all_done(job(2, options_for(tmp_path / "undisturbed")))
@@ -973,7 +973,9 @@ UNKNOWN = ", and without a majority the wrong rank is unknown"
         ([7, 5, 5, 6, 5], "ranks [0, 3] differ from all others", ""),
     ],
 )
-def test_the_odd_one_out_is_who_is_not_of_the_majority(run_dir: Path, held: list[int], who: str, proof: str) -> None:
+def test_the_diverged_ranks_are_those_outside_the_majority(
+    run_dir: Path, held: list[int], who: str, proof: str
+) -> None:
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == 8:
             model.groups["model"]["updates"][...] = held[rank]
@@ -996,7 +998,7 @@ def test_the_first_array_that_differs_is_named_with_its_ranks_alone(run_dir: Pat
 
 
 @pytest.mark.parametrize(("checkpoint_every", "resumed_from"), [(2, 10), (0, 8)])
-def test_weights_that_turn_out_unequal_at_the_end_are_never_gone_on_from(
+def test_a_run_never_resumes_from_weights_that_differ_at_its_end(
     run_dir: Path, tmp_path: Path, checkpoint_every: int, resumed_from: int
 ) -> None:
     cadence = f"--checkpoint-every={checkpoint_every}"

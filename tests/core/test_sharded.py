@@ -387,7 +387,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
+def test_a_sharded_run_starts_from_weights_and_evaluates_alone(toy: Toy, tmp_path: Path) -> None:
     fresh = toy.done(2, "--max-steps=0")
     assert fresh["weights_sha256"] == checkpoint.weights_sha256({name: whole_array(name) for name in LAYOUT})
     trained = toy.done(3, "--max-steps=4", "--keep-best", "--evaluate-every=1", "--keep-checkpoints=1")

@@ -59,7 +59,7 @@ def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, l
     assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 
-def test_it_is_told_what_the_others_take(lines: list[str]) -> None:
+def test_the_warning_states_the_seconds_of_the_other_ranks(lines: list[str]) -> None:
     detector = StragglerDetector(1.5, 3, 60, 100)
     syncs = [101, *range(110, 200, 10)]
     found = named(detector, 3, syncs, lambda rank, step: {"input": 0.21} if rank == 1 else {}, 100)
@@ -134,7 +134,7 @@ def test_one_sample_more_is_no_slowness() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8])
-def test_the_median_of_the_others(world_size: int) -> None:
+def test_leave_one_out_median_is_numpys_median_of_the_others(world_size: int) -> None:
     random = np.random.default_rng(world_size)
     for values in (random.random(world_size), np.ones(world_size), random.integers(0, 3, world_size).astype(float)):
         expected = [np.median(np.delete(values, rank)) for rank in range(world_size)]

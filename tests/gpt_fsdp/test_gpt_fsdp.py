@@ -160,7 +160,7 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
 
 
 @pytest.mark.soak  # in the matrix the test above resumes a run of 3x1 at 1x2
-def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
+def test_a_run_killed_in_mid_epoch_resumes_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     """Losses as undisturbed, every window once."""
@@ -292,7 +292,7 @@ def program(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_file_of_ones_own(harness: Harness) -> None:
+def test_a_data_file_may_move_but_not_change(harness: Harness) -> None:
     """Its fingerprint is the run's: it may move, not change."""
     text = harness.folder / "text"
     text.write_bytes(bytes(range(256)) * 40)

@@ -326,7 +326,7 @@ dist.all_reduce(ones)
     assert ("gloo" in outcome.stdout and "TIMEOUT" in outcome.stdout) == ends, outcome
 
 
-def test_plain_rank_and_world_size(harness: Harness) -> None:
+def test_two_processes_with_rank_and_world_size_train_together(harness: Harness) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
     # fleet reads more variables than the other two APIs.
     command = [sys.executable, TRAIN, *SMALL, "--api=fleet", "--run-dir=run"]

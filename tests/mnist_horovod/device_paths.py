@@ -5,7 +5,7 @@ MPI = "tests/mnist_horovod_mpi/test_mpi.py"
 PATHS = [
     # device, transport, launcher or part, how it is tested, the test
     ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
-    ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_one_process_by_plain_python"),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_plain_python_trains_in_one_process"),
     (
         "cpu",
         "MPI (Open MPI 5)",

@@ -152,9 +152,7 @@ def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str],
     )
 
 
-def test_three_hosts_that_come_late_and_by_late_names(
-    of: Callable[[str], Harness], hosts: list[Host], soak: bool
-) -> None:
+def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
     """1 + 2 + 1 ranks: at first no name resolves, and the third host joins while the others wait.
 
     With virtual ranks they end with the bits of one rank.

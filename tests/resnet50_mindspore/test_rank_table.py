@@ -265,7 +265,7 @@ def test_one_training_server_takes_exactly_the_legal_sets_of_devices() -> None:
 @pytest.mark.parametrize("form", ["group", "1.0"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("product", ["training", "training-cann7"])
-def test_several_training_servers(product: str, n: int, form: str) -> None:
+def test_several_training_servers_need_the_numbers_of_devices_of_their_product(product: str, n: int, form: str) -> None:
     arguments = ["--product", product, "--form", form, "--devices", f"[0,{n})"]
     for server in (1, 2):
         ips = ",".join(f"192.168.{server}.{i + 1}" for i in range(n))
@@ -476,7 +476,7 @@ def test_what_is_no_table_is_one_line(name: str) -> None:
         assert any(each in result[2] for each in word.split("|")), result[2]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     refused(*call("check", tmp_path / "binary.json"), "binary.json", "UTF-8")
     refused(*call("check", tmp_path), "Is a directory")
@@ -547,7 +547,7 @@ CONF = "# the cards of server 1\n\n" + "".join(
 )
 
 
-def test_hccn_conf(tmp_path: Path) -> None:
+def test_the_addresses_of_hccn_conf_are_taken(tmp_path: Path) -> None:
     (tmp_path / "hccn.conf").write_text(CONF)
     made = run("make", "--server", "10.0.0.1", "--hccn-conf", "hccn.conf", "--out", "table.json", cwd=tmp_path)
     assert (made.returncode, made.stderr) == (0, "")
@@ -572,7 +572,7 @@ BAD_CONF = {
 
 
 @pytest.mark.parametrize("name", BAD_CONF)
-def test_hccn_conf_that_is_wrong(name: str, tmp_path: Path) -> None:
+def test_a_wrong_hccn_conf_is_refused_and_the_table_stays(name: str, tmp_path: Path) -> None:
     text, words = BAD_CONF[name]
     (tmp_path / "hccn.conf").write_text(text)
     (tmp_path / "table.json").write_text("before")
@@ -589,7 +589,7 @@ def hccn_tool(folder: Path, body: str) -> Path:
     return folder
 
 
-def test_hccn_tool_is_asked(tmp_path: Path) -> None:
+def test_without_hccn_conf_hccn_tool_gives_the_addresses(tmp_path: Path) -> None:
     path = hccn_tool(tmp_path / "bin", 'echo "ipaddr:192.168.$2.1$3$4"; echo netmask:255.255.255.0')
     made = run("make", "--server", "a", "--devices", "4-7", path=path)
     refused(made.returncode, made.stdout, made.stderr, "'192.168.4.1-ip-g', which is no IP address")  # it was asked so
@@ -606,7 +606,7 @@ def test_hccn_tool_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body", ["echo 'device not found' >&2; exit 1", "exit 0", "echo netmask:255.255.255.0", "kill $$"]
 )
-def test_hccn_tool_that_fails(body: str, tmp_path: Path) -> None:
+def test_a_failing_hccn_tool_is_reported_with_the_remedy(body: str, tmp_path: Path) -> None:
     made = run("make", "--server", "a", path=hccn_tool(tmp_path / "bin", body))
     refused(made.returncode, made.stdout, made.stderr, "hccn_tool -i 0 -ip -g gave no address", "--hccn-conf")
 
@@ -660,7 +660,7 @@ COMMAND_LINES = {
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
-def test_mistakes_on_the_command_line(name: str, tmp_path: Path) -> None:
+def test_a_mistake_on_the_command_line_is_one_line_and_writes_nothing(name: str, tmp_path: Path) -> None:
     arguments, words = COMMAND_LINES[name]
     (tmp_path / "folder.json").mkdir()
     result = run(*arguments, cwd=tmp_path)

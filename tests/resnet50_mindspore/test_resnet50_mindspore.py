@@ -183,7 +183,7 @@ def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ask(folder, "\n".join([*runs, "print(json.dumps(told), flush=True)", "os._exit(0)"]))
 
 
-def test_weights_out_and_in(told_of_models: Any) -> None:
+def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any) -> None:
     """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
     output = told_of_models["WEIGHTS"]
     assert output["groups"] == ["buffers", "model", "optimizer"]
@@ -435,7 +435,7 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
     assert told_of_ranks["nan"].startswith(printed)
 
 
-def test_how_the_step_is_cut(told_of_ranks: Any) -> None:
+def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
     """MindSpore's own AutoParallel has the mode, averages gradients, and semi-auto cuts the last layer's features."""
     auto, semi_auto = told_of_ranks["cut"]
     assert auto == ["AutoParallel", "recursive_programming", True, None]
@@ -590,7 +590,7 @@ print(json.dumps(told), flush=True)
 """
 
 
-def test_the_images(told_of_models: Any) -> None:
+def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_models: Any) -> None:
     """Crop and flip depend on (seed, epoch, sample) alone, so any rank, batch and resume sees the same."""
     output = told_of_models["IMAGES"]
     assert output["of the sample alone"]
