@@ -1,4 +1,4 @@
-"""The README's figures of what the usual ways to write a step change."""
+"""The README's figures: how far the usual ways to write a step change a training."""
 
 from __future__ import annotations
 
