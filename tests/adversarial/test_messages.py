@@ -93,7 +93,7 @@ def test_idle_connections_do_not_use_up_the_file_descriptors() -> None:
         each.close()
 
 
-def test_a_process_without_file_descriptors_goes_on_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_file_descriptors_continues_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers may not be what uses them up, so dropping those does not always help."""
     accept = socket.socket.accept
     failures = iter(range(3))
@@ -109,7 +109,7 @@ def test_a_process_without_file_descriptors_goes_on_when_it_has_some(monkeypatch
 
 
 @pytest.mark.parametrize("words", [b"", b'{"protocol": '], ids=["nothing", "half a line"])
-def test_who_does_not_introduce_himself_has_to_leave(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_first_message_is_closed(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.4)
     with machine_0() as (port, host):
         stranger = connect(port)
@@ -119,7 +119,7 @@ def test_who_does_not_introduce_himself_has_to_leave(words: bytes, monkeypatch: 
         assert join(OTHER, port) == host.result(LIMIT)
 
 
-def test_silent_strangers_do_not_use_up_the_time_in_which_machine_0_tells_its_end() -> None:
+def test_silent_connections_do_not_use_up_the_time_in_which_machine_0_reports_its_end() -> None:
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         gone = pool.submit(preflight.abort, replace(NODE, after="job"), "127.0.0.1", port, "has finished", 6.0)
@@ -217,7 +217,7 @@ def test_a_refusal_has_nothing_by_which_a_secret_could_be_guessed() -> None:
         assert join(OTHER, port, SECRET) == host.result(LIMIT)
 
 
-def test_an_earlier_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_version_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with machine_0() as (port, host):
         earlier = connect(port)
         earlier.sendall(json.dumps({**CARD, "protocol": "samestep meeting 1"}).encode() + b"\n")

@@ -253,7 +253,7 @@ def test_a_value_of_another_kind_is_passed_over(
         (run_dir / name).write_text(text_of(FILES[name]))
 
 
-def test_a_job_of_a_million_ranks_that_left_one_file_is_told_at_once(tmp_path: Path) -> None:
+def test_a_job_of_a_million_ranks_that_left_one_file_is_shown_at_once(tmp_path: Path) -> None:
     run_dir = make(tmp_path / "run", {"log/hang-0.json": {**HANG, "world_size": 2**20}})
     with limited(10):
         assert hang_report.main([str(run_dir)]) == 0

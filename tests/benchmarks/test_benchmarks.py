@@ -47,7 +47,7 @@ def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
 
 
 @pytest.mark.core_only
-def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
+def test_a_missing_contestant_is_reported(harness: Harness) -> None:
     for options, message in (
         (["--contestants=app,best"], "error: --contestants best: choose from textbook, "),
         (["--apps=lenet_paddle", "--contestants=plain-limit"], "lenet_paddle has textbook, app, limit"),

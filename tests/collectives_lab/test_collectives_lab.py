@@ -176,9 +176,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", [*list(FAULTS)[:3], pytest.param("missing", marks=pytest.mark.soak)])
-def test_a_rank_that_fails_in_the_middle_of_a_collective_is_told_by_the_others(
-    lab: Lab, fault: str, soak: bool
-) -> None:
+def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, fault: str, soak: bool) -> None:
     """Several primitives at the same time, each among ranks that nobody watches over; a soak gives each all faults."""
     n = amount(soak, few=2, many=4)
     possible = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")]
@@ -659,7 +657,7 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
     assert all(row["local_16"] < row["local_4"] < row["synchronous"] for row in rows)
 
 
-def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
+def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
     run_dir = lab.folder / "run"
     run_dir.mkdir()
     (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # held out: 0.5, fitted: 1.5

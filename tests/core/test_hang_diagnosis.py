@@ -175,7 +175,7 @@ def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
 
 
 @pytest.mark.slow
-def test_hangs_are_told_with_the_rank_and_its_line(
+def test_a_hang_is_reported_with_the_rank_and_its_line(
     hangs: dict[str, Hang], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One test, as its hangs are made at once."""
@@ -498,7 +498,7 @@ def test_whether_all_ranks_of_a_job_live_is_known(
     assert hang_diagnosis.rank_is_lost(tmp_path, dog.job, world_size=2) == (second == "gone")
 
 
-def test_a_crash_after_other_stacks_is_still_told(tmp_path: Path) -> None:
+def test_a_crash_after_other_stacks_is_still_reported(tmp_path: Path) -> None:
     """A late heartbeat has written stacks to the file, and the next heartbeat removed them."""
     code = f"""
 import faulthandler, os, time

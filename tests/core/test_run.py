@@ -313,7 +313,7 @@ def run_dir_is_a_file(run_dir: Path) -> list[Rank]:
         (run_dir_is_a_file, ["cannot make", "name another place"]),
     ],
 )
-def test_the_callers_mistake_is_told_by_rank_0_and_loads_nothing(
+def test_the_callers_mistake_is_reported_by_rank_0_and_loads_nothing(
     run_dir: Path, start: Callable[[Path], list[Rank]], expected: list[str]
 ) -> None:
     stopped_after(run_dir, 6)
@@ -892,7 +892,7 @@ def test_a_slow_rank_is_named_once_in_each_start(run_dir: Path, console: Console
         (7, [], {"input": 0.2}),  # more ranks than samples in a batch: one has none, and is fast
     ],
 )
-def test_nobody_is_named_where_nobody_is_slow_or_nobody_is_to_be(
+def test_no_rank_is_named_if_none_is_slow_or_straggler_is_0(
     run_dir: Path, console: Console, spend: Callable[..., Faults], world_size: int, options: list[str], slow: Any
 ) -> None:
     all_done(
@@ -1032,7 +1032,7 @@ def test_a_run_whose_only_checkpoint_was_unequal_does_not_silently_begin_anew(ru
     the_same(run_dir, tmp_path / "undisturbed")
 
 
-def test_a_rank_that_is_left_alone_is_told_so_in_these_tests(run_dir: Path) -> None:
+def test_a_rank_that_waits_alone_fails_in_these_tests(run_dir: Path) -> None:
     def after_update(rank: int, done: int, model: Model) -> None:
         if (rank, done) == (1, 3):
             raise CrashError

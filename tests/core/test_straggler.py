@@ -111,7 +111,7 @@ def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps(is_slow: Callable[[int
     assert not named(detector, 2, every(10), lambda rank, step: slow if is_slow(rank, step) else {})
 
 
-def test_what_costs_less_than_a_second_is_not_told_yet() -> None:
+def test_a_delay_of_less_than_a_second_in_all_is_not_reported_yet() -> None:
     """10 ms a step more than the others' 12."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     ((step, rank, phase),) = named(detector, 2, every(10), lambda rank, step: {"input": 0.01 * rank})

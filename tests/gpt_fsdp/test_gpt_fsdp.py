@@ -325,7 +325,9 @@ def test_a_data_file_may_move_but_not_change(harness: Harness) -> None:
         (2, ["--dataset=file"], "name it by --data-file"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(harness: Harness, n: int, options: list[str], message: str) -> None:
+def test_a_mistake_is_reported_before_anything_starts(
+    harness: Harness, n: int, options: list[str], message: str
+) -> None:
     outcome = harness.run(n, *options)
     assert outcome.code == 2, outcome
     assert message in outcome.errors[0]

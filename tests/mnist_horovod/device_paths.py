@@ -11,14 +11,14 @@ PATHS = [
         "MPI (Open MPI 5)",
         "horovodrun --mpi, bare mpirun",
         "run",
-        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on",
+        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_resumes",
     ),
     (
         "cpu",
         "MPI (MPICH 5)",
         "horovodrun --mpi, bare mpirun; opt-in",
         "run",
-        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on",
+        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_resumes",
     ),
     ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_gradients_may_be_sent_in_half_precision"),
     (

@@ -129,7 +129,7 @@ def test_ranks_that_horovod_did_not_start_are_refused(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("option", ["--local-rank=0", "--local_rank=1"])
-def test_torchs_old_launcher_is_told_what_to_use(option: str) -> None:
+def test_torchs_old_launcher_is_refused_with_the_command_to_use(option: str) -> None:
     with pytest.raises(ConfigError, match="use horovodrun"):
         app_options().parse([option])
 
@@ -210,7 +210,7 @@ def test_the_installation_is_verified(harness: Harness) -> None:
     assert "FAILED" not in outcome.stdout
 
 
-def test_a_failed_check_is_told(harness: Harness) -> None:
+def test_a_failed_check_is_reported(harness: Harness) -> None:
     """More ranks than the hosts have places for: horovodrun starts none."""
     outcome = bare(harness, ["bash", str(ROOT / "scripts" / "verify_horovod.sh"), "3"], HOROVOD_HOSTS="localhost:1")
     assert outcome.code == 1, outcome

@@ -84,7 +84,7 @@ def test_a_killed_rank_changes_nothing(
 
 
 @pytest.mark.soak  # in the matrix test_a_killed_rank_changes_nothing
-def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
+def test_a_killed_rank_ends_mpirun_and_the_next_start_resumes(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     run_dir = harness.folder / "run"

@@ -222,7 +222,7 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
 
 
 @pytest.mark.soak  # in the matrix a later start resumes after a pulled cable
-def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
+def test_the_same_scripts_resume_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
     """They start again by themselves, and wait for each other."""
     harness = of("mnist_ddp")
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")

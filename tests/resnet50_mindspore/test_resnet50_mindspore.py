@@ -724,7 +724,7 @@ def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
 
 
 @pytest.mark.soak
-def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> None:
+def test_a_first_step_that_compiles_for_too_long_is_reported(harness: Harness) -> None:
     outcome = compiles(harness, 9)
     assert outcome.code != 0, outcome
     printed = [path.read_text() for path in (harness.folder / "run" / "log").glob("rank-*.log")]
