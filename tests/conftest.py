@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Make the dataset of the app under test, once for all workers."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for words in app_spec(session.config.getoption("--app")).prepare:
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
 
 
 def check_paths(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import commands
 import pytest
+from amounts import amount
 from harness import Harness
 from repository import clone
 
@@ -35,9 +36,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone(tmp_path_factory.mktemp("commands") / "samestep")
 
 
-def test_it_runs(harness: Harness, repository: Path, soak: bool, command: str) -> None:
-    """Run it in the repository, with this Python's programs first in PATH. Outside the soak, 2 ranks replace 4."""
-    command = command if soak else re.sub(r"(/run_\w+\.sh) 4\b", r"\1 2", command)
+def test_a_start_that_a_page_shows_works(harness: Harness, repository: Path, soak: bool, command: str) -> None:
+    """Run it in the repository, with this Python's programs first in PATH; 4 ranks are 2 but in a soak."""
+    command = amount(soak, few=re.sub(r"(/run_\w+\.sh) 4\b", r"\1 2", command), many=command)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = harness.start_command(["bash", "-c", command], harness.folder / "run", repository, PATH=path)
     outcome = job.finish()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import samestep
+from amounts import amount
 from attempts import Attempt, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -565,7 +566,7 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
 
 
 def examples(soak: bool, default: int, high: int) -> settings:
-    return settings(FUZZ, max_examples=high if soak else default)
+    return settings(FUZZ, max_examples=amount(soak, few=default, many=high))
 
 
 def test_any_manifest_is_read_or_corrupt(finished: Path, tmp_path: Path, soak: bool) -> None:

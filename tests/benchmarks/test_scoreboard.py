@@ -34,7 +34,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         sys.modules.pop(name, None)
 
 
-def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
+def test_a_stopped_scoreboard_ends_its_job(tmp_path: Path) -> None:
     """No other test runs a check by the scoreboard, or ends one by TERM."""
     mark = str(tmp_path)
     command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]

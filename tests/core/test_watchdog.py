@@ -180,14 +180,14 @@ def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
 
 
 @pytest.mark.parametrize("which", ["compiles", "evaluation_compiles"])
-def test_a_rank_that_compiles_for_too_long_is_told_the_option(job: Job, which: str) -> None:
+def test_the_error_of_a_rank_that_compiles_for_too_long_names_the_option(job: Job, which: str) -> None:
     process = job.rank(None, steps=3, timeout=LIMIT, first_step_timeout=1.0, **{which: LIMIT})
     line = ended(process)
     assert line.startswith(f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step ")
     assert line.endswith("; if it was still compiling, give it a longer --first-step-timeout")
 
 
-def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
+def test_a_heartbeat_names_its_process_and_repeats_during_a_hang(job: Job) -> None:
     process = job.rank(steps=5, timeout=LIMIT)
     first = job.alive(0, lambda seen: seen["step"] == 5)
     assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")

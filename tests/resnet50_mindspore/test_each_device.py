@@ -297,7 +297,7 @@ def refused(outcome: Outcome, *words: str) -> None:
         assert word in outcome.stderr
 
 
-def test_a_table_or_a_run_dir_that_nobody_named(harness: Harness) -> None:
+def test_a_missing_table_or_run_dir_is_refused(harness: Harness) -> None:
     refused(start(harness, APP, RANK, 4, RANK_TABLE_FILE="").finish(), "RANK_TABLE_FILE is not set")
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     command = [sys.executable, str(APP / "each_device.py"), "4", "rank.py"]
@@ -525,7 +525,7 @@ def test_the_launch_script_needs_the_table_alone(
         assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, project: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: Harness, project: Path) -> None:
     write(harness.folder / "rank_table.json", "1.0", ONE)
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").write_text("a file")

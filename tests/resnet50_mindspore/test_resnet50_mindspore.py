@@ -183,7 +183,7 @@ def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ask(folder, "\n".join([*runs, "print(json.dumps(told), flush=True)", "os._exit(0)"]))
 
 
-def test_weights_out_and_in(told_of_models: Any) -> None:
+def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any) -> None:
     """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
     output = told_of_models["WEIGHTS"]
     assert output["groups"] == ["buffers", "model", "optimizer"]
@@ -435,7 +435,7 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
     assert told_of_ranks["nan"].startswith(printed)
 
 
-def test_how_the_step_is_cut(told_of_ranks: Any) -> None:
+def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
     """MindSpore's own AutoParallel has the mode, averages gradients, and semi-auto cuts the last layer's features."""
     auto, semi_auto = told_of_ranks["cut"]
     assert auto == ["AutoParallel", "recursive_programming", True, None]
@@ -590,8 +590,8 @@ print(json.dumps(told), flush=True)
 """
 
 
-def test_the_images(told_of_models: Any) -> None:
-    """Crop and flip depend only on (seed, epoch, sample), so each rank, batch and resume gets the same."""
+def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_models: Any) -> None:
+    """Crop and flip depend on (seed, epoch, sample) alone, so any rank, batch and resume sees the same."""
     output = told_of_models["IMAGES"]
     assert output["of the sample alone"]
     assert all(share > 0.98 for share in output["other epochs and seeds"])
@@ -724,7 +724,7 @@ def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
 
 
 @pytest.mark.soak
-def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> None:
+def test_a_first_step_that_compiles_for_too_long_is_reported(harness: Harness) -> None:
     outcome = compiles(harness, 9)
     assert outcome.code != 0, outcome
     printed = [path.read_text() for path in (harness.folder / "run" / "log").glob("rank-*.log")]
