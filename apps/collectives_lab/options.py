@@ -192,7 +192,7 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     kinds = f"kinds of sleeps (default: {','.join(KINDS)})"
     add("--kind", type=_names(KINDS), default=KINDS, metavar="A,B", help=kinds)
     sleeps = "sleeps to compare in place of --delays, --where and --kind, in milliseconds, such as once:1,backward:10"
-    add("--sleeps", type=_sleeps, default=(), metavar="PLACE:MS,...", help=sleeps)
+    add("--sleeps", type=_sleeps, metavar="PLACE:MS,...", help=sleeps)
     _add_training(parser)
 
 
