@@ -46,9 +46,9 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
     for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)
         steps = amount(soak, few=EPOCH + 2, many=50)
-        stops = (5, steps)
+        stops = [5, steps]
         if n == 1:
-            stops = (steps,)
+            stops = [steps]
         for stop in stops:
             harness.train(n, *SMALL, *EVERYTHING, UNEVEN, "--dtype=float64", f"--max-steps={stop}", run_dir=run_dir)
         curves.append(losses(run_dir))
