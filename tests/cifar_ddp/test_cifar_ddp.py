@@ -46,9 +46,9 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
     for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)
         steps = amount(soak, few=EPOCH + 2, many=50)
-        stops = (5, steps)
+        stops = [5, steps]
         if n == 1:
-            stops = (steps,)
+            stops = [steps]
         for stop in stops:
             harness.train(n, *SMALL, *EVERYTHING, UNEVEN, "--dtype=float64", f"--max-steps={stop}", run_dir=run_dir)
         curves.append(losses(run_dir))
@@ -299,7 +299,7 @@ whole = crop_and_flip(images, everything, 1, 3)
 some = np.array([7, 3, 44])
 told["crops"] = {
     "of the sample alone": torch.equal(crop_and_flip(images[some], some, 1, 3), whole[some]),
-    "of nothing": list(crop_and_flip(images[:0], everything[:0], 1, 3).shape),
+    "of nothing": crop_and_flip(images[:0], everything[:0], 1, 3).shape == (0, SIDE, SIDE, 3),
     "another epoch": bool((crop_and_flip(images, everything, 1, 4) != whole).any()),
     "another seed": bool((crop_and_flip(images, everything, 2, 3) != whole).any()),
 }
@@ -366,7 +366,6 @@ def test_schedules_crops_norm_and_average_equal_their_definitions() -> None:
     assert reported["warm-up"] == [0.05, 0.1, 0.15000000000000002, 0.2, 0.2]
     mirrored = reported["crops"].pop("mirrored")
     assert 10 < mirrored < 40
-    assert reported["crops"].pop("of nothing") == [0, 32, 32, 3]
     assert all(reported["crops"].values()), reported["crops"]
     assert reported["norm"] < 1e-9
     assert reported["norm far off"] < 1e-3
@@ -394,7 +393,9 @@ training, _ = data.load(parse([f"--dataset={dataset}"]), torch.device("cpu"))
 
 def loader_of(options, sampler):
     seed = options.seed if options.augment else None
-    split = dataclasses.replace(training, dtype=getattr(torch, options.dtype), augment_seed=seed)
+    count = sampler.batches.n
+    split = dataclasses.replace(training, images=training.images[:count], labels=training.labels[:count])
+    split = dataclasses.replace(split, dtype=getattr(torch, options.dtype), augment_seed=seed)
     return data.make_loader(options, split, sampler)
 
 

@@ -67,9 +67,7 @@ class Lab(Harness):
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     """Runs the laboratory."""
-    app = App(
-        name="collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=()
-    )
+    app = App(name="collectives_lab", dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=())
     made = Lab(app, request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()
