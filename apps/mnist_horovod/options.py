@@ -135,7 +135,7 @@ def setup_environment(options: Options) -> dict[str, str]:
     if options.transport == "mpi":
         settings["HOROVOD_WITH_MPI"] = "1"
     if settings.get("HOROVOD_WITH_MPI") == "1":
-        settings["SAMESTEP_MPICXX"] = shutil.which("mpicxx") or ""  # another MPI on PATH needs another build
+        settings["HOROVOD_MPICXX"] = shutil.which("mpicxx") or ""  # another MPI on PATH needs another build
     return settings
 
 

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep import ConfigError, NonRetryableError, env
+from samestep.job_info import leave_job
 from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import MAX_LINE, open_closed_streams, read_text, shown
 
@@ -55,6 +56,7 @@ from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
 
 DRY_RUN = "--dry-run"
+SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same word
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
 UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
@@ -102,19 +104,21 @@ one step and saves it. A second signal, or the end of --grace, kills them. With
 
 
 def main(root: Path, argv: Sequence[str]) -> int:
-    """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments."""
-    is_second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
-    split = [*argv, "--"].index("--")
-    name, *template = argv[:split] or [""]
-    arguments = list(argv[split + 1 :])
-    return run_safely(lambda: _main(root, name, template, arguments, is_second_stage))
+    """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments.
+
+    In the second stage, `SECOND_STAGE` precedes the app.
+    """
+    is_second_stage = [*argv[:1]] == [SECOND_STAGE]
+    words = list(argv[1:]) if is_second_stage else list(argv)
+    split = [*words, "--"].index("--")
+    name, *template = words[:split] or [""]
+    return run_safely(lambda: _main(root, name, template, words[split + 1 :], is_second_stage))
 
 
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
     open_closed_streams()
-    for name in env.JOB_VARIABLES:
-        os.environ.pop(name, None)
+    leave_job(os.environ)
     supervise.stop_on_signals()
     try:
         return run()
@@ -223,10 +227,10 @@ def _continue_in_environment(app: App, options: Options) -> NoReturn:
     python = environments.given_python(app.root)
     if python is None:
         python = app.environment.ensure(app.call("setup_environment", options) or {})
-    os.environ["SAMESTEP_SECOND_STAGE"] = "1"
     sys.stdout.flush()
+    program, *words = sys.argv
     try:
-        os.execv(python, [python, *sys.argv])
+        os.execv(python, [python, program, SECOND_STAGE, *words])
     except OSError as error:
         raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
 

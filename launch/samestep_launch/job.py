@@ -22,6 +22,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from samestep import ConfigError, NonRetryableError, env, events, failures, untrusted
+from samestep.job_info import JobInfo, this_launcher
 from samestep.options import FORK, Options
 from samestep.root import Root
 
@@ -649,20 +650,39 @@ def _run_launcher(
     arguments = [f"--run-dir={run_dir}"]
     if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
         arguments += ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
-    environ = supervise.environment(
-        job=state.name,
-        nproc=job.nproc,
-        node_count=job.nodes.count,
-        attempt=number,
-        run_dir=run_dir,
-        address=rendezvous.address if rendezvous else None,
-    )
+    address = rendezvous.address if rendezvous else None
+    environ = supervise.environment(_job_info(job, state.name, number), job.nproc, address=address)
     given_port = int(plan["port"]) if "port" in plan else job.nodes.master_port
     with user_folder.reserved_port(given_port) as port, user_folder.job_tmpdir(_is_local()) as variables:
         command = job.command(sys.executable, port, run_dir / "log", *arguments, met=rendezvous)
         environ |= variables
         start = _prepare_start(job, state, command=command, environ=environ)
         return supervise.run_once(start)
+
+
+def _job_info(job: Job, name: str, number: int) -> JobInfo:
+    """Return what the ranks of a start must know of it.
+
+    A rank that finds another number of ranks than the requested one has lost others. Each machine may have another N,
+    so on several machines only their number is known.
+
+    Args:
+        job: the job to start.
+        name: name of this start.
+        number: number of earlier starts.
+    """
+    has_one_machine = job.nodes.count == 1
+    return JobInfo(
+        job=name,
+        launcher=this_launcher(),
+        run_dir=str(job.options.run_dir),
+        restarts=number,
+        ranks=job.nproc if has_one_machine else None,
+        machines=None if has_one_machine else job.nodes.count,
+        tmpdir=os.environ.get("TMPDIR") or str(user_folder.BASE),
+        timeout=job.options.timeout,
+        grace=job.options.grace,
+    )
 
 
 def _is_local() -> bool:

@@ -77,8 +77,6 @@ def _main(arguments: Sequence[str]) -> int:
     check_interface(os.environ)
     check_imports()
     warn_of_other_ranks(os.environ, nodes)
-    # Defaults of the options of `samestep.options.add_common`.
-    os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
     command = "{python}"  # one process
     settings: dict[str, Any] = {}
     if launcher:

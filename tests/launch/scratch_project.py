@@ -96,12 +96,13 @@ from pathlib import Path
 nproc, port, *options = sys.argv[1:]
 run_dir = Path([option.split("=", 1)[1] for option in options if option.startswith("--run-dir=")][-1])
 attempt = int(os.environ["SAMESTEP_RESTARTS"])
+job_info = json.loads(os.environ["SAMESTEP_JOB_INFO"])
 
 def note(**values):
     with (run_dir / "notes.jsonl").open("a") as file:
         file.write(json.dumps(values) + chr(10))
 
-def heartbeat(updates, rank=0, job=os.environ["SAMESTEP_JOB"]):
+def heartbeat(updates, rank=0, job=job_info["job"]):
     content = {"job": job, "host": socket.gethostname(), "updates": updates}
     (run_dir / "log" / f"alive-{rank}").write_text(json.dumps(content))
 

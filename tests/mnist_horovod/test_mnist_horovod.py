@@ -258,8 +258,8 @@ def test_what_decides_which_horovod_is_built(
         monkeypatch.setenv(name, value)
     options = app_options()
     found = options.setup_environment(options.parse([f"--transport={option}"]))
-    assert ("SAMESTEP_MPICXX" in found) == (option == "mpi")
-    found.pop("SAMESTEP_MPICXX", None)
+    assert ("HOROVOD_MPICXX" in found) == (option == "mpi")
+    found.pop("HOROVOD_MPICXX", None)
     assert found == expected
 
 
