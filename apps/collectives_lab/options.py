@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import Options, Parser, add_share_gpu, bounded_float, bounded_int, seconds
 
 APP = "collectives_lab"
@@ -264,3 +265,6 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.command == "primitives" and options.fault and not options.only:
         raise ConfigError("--fault needs --only: name the primitive, such as --only all_reduce")
     return options
+
+
+HOOKS: AppHooks[Options] = AppHooks(commands=COMMANDS, check_ranks=check_ranks)

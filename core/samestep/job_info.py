@@ -1,4 +1,4 @@
-"""Pass what a launch script knows to its ranks: one JSON document in the environment variable SAMESTEP_JOB_INFO.
+"""Pass values from a launch script to its ranks, in one JSON document: the environment variable SAMESTEP_JOB_INFO.
 
 `JobInfo` is the document. Two of its fields are plain variables instead, for programs that do not use this package:
 SAMESTEP_RUN_DIR and SAMESTEP_RESTARTS. A process reads the variables when it needs them and keeps no copy, because a
@@ -41,7 +41,7 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What a launch script passes to the processes of one start of a job. Without a launch script, all is empty.
+    """The values that a launch script passes to the processes of one start of a job; all empty without a launch script.
 
     Attributes:
         job: name of this start, the same on all machines.

@@ -36,6 +36,7 @@ from typing import Any
 
 from samestep import ConfigError, __version__
 from samestep.env import Launcher, startable_launchers
+from samestep.hooks import AppHooks
 from samestep.options import (
     EXEC,
     FORK,
@@ -78,10 +79,10 @@ def _main(arguments: Sequence[str]) -> int:
     check_imports()
     warn_of_other_ranks(os.environ, nodes)
     command = "{python}"  # one process
-    settings: dict[str, Any] = {}
+    hooks: AppHooks[Any] = AppHooks()
     if launcher:
         command = launcher.command
-        settings = {"line_prefix": launcher.line_prefix, "equal_ranks": launcher.equal_ranks}
+        hooks = AppHooks(line_prefix=launcher.line_prefix, equal_ranks=launcher.equal_ranks)
     job = Job(
         name=program.stem,
         program=program,
@@ -90,7 +91,7 @@ def _main(arguments: Sequence[str]) -> int:
         nodes=nodes,
         options=options,
         arguments=options.arguments,
-        settings=settings,
+        hooks=hooks,
         has_heartbeats=False,
     )
     node = None

@@ -1,4 +1,4 @@
-"""What a launch script passes to its ranks arrives as it was, and a damaged document is the caller's mistake."""
+"""Values arrive from the launch script as they were, and a damaged document is the caller's mistake."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ OURS = re.compile(
 )
 
 OPTIONS = """
+from samestep.hooks import AppHooks
 from samestep.options import Parser, add_common
 
 def build_parser(prog=None, usage=None):
@@ -42,10 +43,13 @@ def build_parser(prog=None, usage=None):
 
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
+
+HOOKS = AppHooks()
 """
 # The options of an app that measures: it has commands, and neither a data set nor checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
+from samestep.hooks import AppHooks
 from samestep.options import Parser
 
 COMMANDS = {"weigh": "a thing", "count": "many"}
@@ -61,9 +65,11 @@ def build_parser(prog=None, usage=None):
 
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
+
+HOOKS = AppHooks(commands=COMMANDS)
 """
 # The options of an app whose launcher puts something before each line of a rank's stderr.
-PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
+PREFIX_OPTIONS = OPTIONS + 'HOOKS = AppHooks(line_prefix=r"\\[\\d+\\]<stderr>:")\n'
 # The options of an app whose launcher reads the machines from a file, and that need another file of its folder. The
 # app also checks the start when its dataset and step are known.
 TABLE_OPTIONS = (
@@ -77,6 +83,8 @@ def check_start(options, dataset, step):
     if options.epochs == 7:
         from samestep import ConfigError
         raise ConfigError(f"7 epochs of {dataset} from step {step}: choose another number")
+
+HOOKS = AppHooks(find_machines=find_machines, check_start=check_start)
 """
 )
 TABLE = """

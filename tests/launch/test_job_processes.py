@@ -1,4 +1,4 @@
-"""The processes of a job are found by what the launch script has passed to them."""
+"""The processes of a job are found by the document that the launch script has passed to them."""
 
 from __future__ import annotations
 

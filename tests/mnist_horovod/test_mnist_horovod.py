@@ -286,7 +286,7 @@ def test_the_transport_follows_what_started_the_ranks(
 )
 def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
     line = f"{prefix}error: x"
-    found = re.match(app_options().LAUNCHER["line_prefix"], line)
+    found = re.match(app_options().HOOKS.line_prefix, line)
     assert found
     assert line[found.end() :] == "error: x"
 
