@@ -534,9 +534,11 @@ def check_result_fields(app: str, options: Options) -> None:
 def check_launch(world: World) -> None:
     """Raise ConfigError if more or fewer ranks or machines joined than the launch script was asked for."""
     info = JobInfo.from_environ(os.environ)
-    joined = [("ranks", info.ranks, world.world_size), ("machines", info.machines, world.node_count)]
-    for things, requested, count in joined:
-        if None not in (requested, count) and requested != count:
+    for things, requested, count in (
+        ("ranks", info.ranks, world.world_size),
+        ("machines", info.machines, world.node_count),
+    ):
+        if requested is not None and count is not None and requested != count:
             problem = f"the launch script was asked for {requested} {things}, but {count} joined"
             raise ConfigError(f"{problem} (launcher: {world.launcher}): make N and the options agree")
 
