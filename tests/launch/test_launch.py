@@ -433,6 +433,17 @@ def test_an_app_of_samestep_0_2_is_refused_with_the_place_of_the_new_names(
     assert f"| `{name}" in table
 
 
+def test_an_app_whose_options_lack_hooks_is_refused_in_one_line(project: ScratchProject, tmp_path: Path) -> None:
+    """Such an app may have hooks of 0.2, which would never run."""
+    root = tmp_path / "old"
+    shutil.copytree(project.root, root)
+    options = root / "apps" / "toy" / "options.py"
+    options.write_text(options.read_text().replace("HOOKS = AppHooks()", "def check_ranks(options, ranks): 1 / 0"))
+    done = ScratchProject(root, project.work).run("note()")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {options} has no HOOKS: end it with HOOKS: AppHooks[Options] = AppHooks()\n"
+
+
 def test_names_that_only_look_old_are_allowed(tmp_path: Path) -> None:
     code = "import launch, samestep\nfrom . import observe\nfrom samestep import env, events\n"
     code += "import samestep_launch.job\nfrom samestep.recovery import watchdog\nfrom samestep.torch import weights\n"
