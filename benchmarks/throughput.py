@@ -344,7 +344,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options, with ``apps`` and ``contestants`` as lists. A mistake ends the program in one line."""
+    """Return the options, with ``apps`` and ``contestants`` as lists. A mistake is an error of one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")

@@ -67,7 +67,7 @@ def _synchronize() -> None:
     torch.cuda.synchronize()
 
 
-@functools.cache  # what the library defined lasts as long as it does
+@functools.cache  # the operators stay defined as long as the library is loaded
 def torchvision_that_imports() -> object:
     """Import torchvision, also one that is built for a CUDA torch, beside a CPU one: its operators are not registered.
 

@@ -46,7 +46,7 @@ def parse(argv, prog=None, usage=None):
 
 HOOKS = AppHooks()
 """
-# The options of an app that measures: it has commands, and neither a data set nor checkpoints.
+# The options of an app that measures: it has commands, and neither a dataset nor checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
 from samestep.hooks import AppHooks
@@ -162,7 +162,7 @@ class ScratchProject:
     def script(
         self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        def signals() -> None:  # what a login shell hands on, whatever this process was started with
+        def signals() -> None:  # as in a login shell, independent of this process's own signals
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
