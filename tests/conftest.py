@@ -128,7 +128,7 @@ def table() -> Iterator[list[str]]:
 
 @pytest.fixture
 def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """The result of a small run that nothing happened to, by number of ranks and options; run once for all tests."""
+    """Return the result of a small undisturbed run, by number of ranks and options; each is run once for all tests."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # of all workers

@@ -104,7 +104,7 @@ def escaped_file(content: Any) -> Any:
 
 @contextlib.contextmanager
 def limited(seconds: int = 20) -> Iterator[None]:
-    """Whatever blocks raises."""
+    """Raise an error in place of every call that would block."""
 
     def end(number: int, frame: object) -> None:
         raise AssertionError("it took too long")

@@ -73,7 +73,7 @@ def test_an_example_is_known_to_the_byte_and_its_licence_allows_it(board: dict[s
     for file in board["sources"].origin(name):
         assert len(file.sha256) == 64
         assert file.package or len(file.commit) == 40
-        if file.edits:  # in order, whatever the text is
+        if file.edits:  # in order, with any text
             board["sources"].apply("\n" * 1000, (HERE / name / file.edits).read_text())
 
 

@@ -45,7 +45,7 @@ class Lab(Harness):
         return outcome
 
     def bare(self, n: int, program: str, *options: str, name: str = "run") -> list[Job]:
-        """The ranks of a program as a person starts them at n terminals: nobody stops one when another fails."""
+        """Start the ranks of a program as a person does at n terminals: no launcher stops a rank when another fails."""
         run_dir = self.folder / name
         words = [
             sys.executable,
@@ -228,6 +228,8 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> 
         (["2", "launchers", "--launchers=mpirun"], "--launchers: 'mpirun' is not one of torchrun, torch.distributed.l"),
         (["2", "aggregate", "--virtual-ranks=4"], "--virtual-ranks"),
         (["2", "straggler", "--delays=x"], "--delays: 'x'"),
+        (["2", "straggler", "--sleeps=once:1,twice:2"], "--sleeps: 'twice:2' is not PLACE:MS"),
+        (["2", "straggler", "--sleeps=once:1", "--kind=random"], "omit --delays, --where and --kind"),
         (["2", "straggler", "--strategies=ddp"], "--strategies: 'ddp'"),
         (["2", "aggregate", "--strategies=ring,star"], "'star' is not one of ddp, "),
         (["0", "all"], "N=0"),
@@ -254,7 +256,7 @@ def test_the_help_of_every_command_teaches(lab: Lab, command: str) -> None:
 
 
 def lab_options() -> Any:
-    """The app's options.py as a module; it needs the standard library and samestep alone."""
+    """The app's options.py as a module; it needs only the standard library and samestep."""
     spec = importlib.util.spec_from_file_location("lab_options", APP / "options.py")
     assert spec is not None
     assert spec.loader is not None
@@ -541,11 +543,21 @@ def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
     found = read(lab.folder / "run", "trace-straggler-2")["collectives"]
     shown = {each["condition"]: each for each in found if each["collective"] == "reduce"}
     slept = shown["reduce_broadcast, one rank sleeps 100 ms in aggregation"]
-    assert sum(slept["last"]) == 32  # the calls of two blocks, and none of a block in which nobody slept
+    assert sum(slept["last"]) == 32  # the calls of two blocks, without the blocks in which no rank slept
     assert slept["last"][1] > 16
     assert slept["waited"][0] >= 1.6
     title = "Who waited for whom in straggler, 2 ranks: reduce_broadcast, one rank sleeps 100 ms in aggregation"
     assert title in outcome.stdout
+
+
+def test_sleeps_are_compared_in_one_table(lab: Lab) -> None:
+    sleeps = "--sleeps=once:1,aggregation:2,aggregation:50"
+    outcome = lab.measure(2, "straggler", "--strategies=all_reduce,reduce_broadcast", sleeps, "--steps=16")
+    table = outcome.stdout.split("Train time of 16 steps, 2 ranks\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^(\w+) +(nobody|one rank +\w+ +constant \d+ ms) +[\d.]+ s$", table, re.MULTILINE)
+    ways = ["nobody", "once 1", "aggregation 2", "aggregation 50"]
+    shown = [(name, re.sub(r"one rank +| +constant| ms", "", way)) for name, way in rows]
+    assert shown == [(name, way) for name in ("all_reduce", "reduce_broadcast") for way in ways], outcome.stdout
 
 
 # --- launchers -----------------------------------------------------------------------------------------------------
@@ -658,7 +670,7 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
 def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
     run_dir = lab.folder / "run"
     run_dir.mkdir()
-    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # held out: 0.5, fitted: 1.5
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # 0.5 held out, 1.5 fitted
     outcome = lab.measure(2, "predict")
     errors = read(run_dir, "predict")["fits"][0]["lines"]["all_reduce"]["errors"]
     assert all(abs(error - 2.0) < 0.01 for error in errors)
@@ -673,7 +685,7 @@ def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
 
 
 def page_of(lab: Lab) -> str:
-    """The report on a run dir, which must stand alone; its tables are there as Markdown, too."""
+    """Check that the report on a run dir loads no other file, and that its tables are there as Markdown, too."""
     outcome = lab.measure(2, "report", "--markdown")
     text = (lab.folder / "run" / "report.md").read_text()
     assert text in outcome.stdout

@@ -81,7 +81,7 @@ def test_a_killed_launcher_or_script_changes_no_bit(
         else:
             harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        # Ranks that lost their script take note within a second, and may have come to the end by then.
+        # Ranks notice within a second that their script is gone, and may have finished meanwhile.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
     table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
@@ -330,7 +330,7 @@ def slow_steps(n: int) -> dict[str, str]:
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """A checkpoint is damaged, ranks or their launcher are killed, one hangs, and a signal stops the run.
 
-    The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its
+    The soak repeats each fault alone. Here one run goes through all of them, because a start takes long. Its
     steps are slow, so that each fault is in time on a busy machine, too. A hanging or swapping machine looks like
     SIGSTOP: alive, and holding all others up.
     """

@@ -1,4 +1,4 @@
-"""A slow rank is named while it trains, with the phase of the step in which it is slow; and nobody else is."""
+"""Only the slow rank is named while it trains, with the phase of the step in which it is slow."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_delay_of_200_ms_in_any_phase_is_reported_within_60_steps(
     table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # in the matrix tests/core names nobody, with threads
+@pytest.mark.soak  # in the matrix tests/core shows it with threads
 @pytest.mark.slow
 def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table: list[str]) -> None:
     runs = amount(soak, few=1, many=50)

@@ -43,7 +43,7 @@ def test_the_defaults_reach_the_limit_of_their_metric(harness: Harness, n: int) 
     assert lines[-1]["step"] == result["steps"]
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert lines[-1]["test_loss"] == result["test_loss"]
-    # If a dataset cannot be downloaded, rank 0 alone warns about the substitute.
+    # If a dataset cannot be downloaded, only rank 0 warns about the substitute.
     parsed = options_of(harness.app.name).parse([*harness.app.defaults])
     wanted = parsed.dataset or parsed.default_dataset
     notices = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]

@@ -59,7 +59,7 @@ def test_weights_of_each_program_start_the_others(family: dict[str, Harness]) ->
     for harness in family.values():
         result = harness.train(1, *harness.app.small, "--max-steps=8", *weights)
         weights = [f"--init-from={Path(result['run_dir']) / 'model.safetensors'}"]
-    for harness in [*family.values()][:-1]:  # what the last trained
+    for harness in [*family.values()][:-1]:  # the weights that the last app trained
         again = harness.train(1, *harness.app.small, "--max-steps=0", *weights, run_dir=harness.folder / "again")
         assert again["weights_sha256"] == result["weights_sha256"]
         assert again["test_accuracy"] == result["test_accuracy"]

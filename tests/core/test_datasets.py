@@ -37,7 +37,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 @pytest.fixture(autouse=True)
 def a_machine_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty cache, no system files, mirrors that refuse; and no test takes longer than 30 s."""
+    """Simulate a machine without a network, system files or a cache, and limit each test to 30 s."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(datasets, "SYSTEM", {"fashion-mnist": tmp_path / "no-such-system"})
@@ -478,7 +478,7 @@ def www(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(www: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A mirror of MNIST that holds a tiny data set, its checksums known."""
+    """A mirror of MNIST that holds a tiny dataset with known checksums."""
     folder = put(www, tiny(label=4))
     with Server(folder) as server:
         monkeypatch.setattr(download, "MIRRORS", {"mnist": (server.url,)})

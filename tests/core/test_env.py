@@ -588,7 +588,7 @@ def test_no_rank_trains_alone_because_another_job_left_variables(what: str) -> N
 
 @pytest.mark.parametrize("what", STALE)
 def test_a_launch_script_removes_what_another_job_left(what: str) -> None:
-    """The ranks then have the variables of their own launcher alone."""
+    """The ranks then have only the variables of their own launcher."""
     removed = env.launcher_variables()
     settings = {"MASTER_ADDR", "MASTER_PORT", "RANK_TABLE_FILE", "NNODES", "NODE_RANK", "JOB_COMPLETION_INDEX"}
     assert not removed & settings
@@ -637,7 +637,7 @@ ELSEWHERE = {
 
 
 def names_in(path: Path, names: Set[str]) -> set[str]:
-    """Return which of these names a program has in a string of names alone, or as a keyword of a call."""
+    """Return the names that a program has in a string of names only, or as a keyword of a call."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z0-9_\s|]+", str(node.value)):

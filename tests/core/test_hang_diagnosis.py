@@ -25,7 +25,7 @@ from samestep_observe import hang_report
 
 HOST = socket.gethostname()
 
-# A rank of two. The guilty one is stuck in the given function; the other waits for it.
+# One of two ranks. The guilty rank is stuck in the given function; the other rank waits for it.
 PROGRAM = """\
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
@@ -138,7 +138,7 @@ class Ranks:
                 ],
                 env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": f"job-{kind}"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # which nobody reads
+                stdout=subprocess.PIPE,  # that no process reads
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -165,7 +165,7 @@ class Ranks:
 
 @pytest.fixture
 def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
-    """All at once: they cost little but time."""
+    """Start all hangs at the same time, because each mostly waits."""
     started = {kind: Ranks(tmp_path / kind, kind) for kind in KINDS}
     try:
         yield {kind: ranks.ended() for kind, ranks in started.items()}

@@ -132,7 +132,7 @@ def all_done(ranks: list[Rank]) -> list[Run]:
 
 
 def the_same(one: Path, other: Path) -> None:
-    """Two runs gave the same numbers, at whatever number of ranks."""
+    """Check that two runs gave the same numbers, at any number of ranks."""
     assert steps_of(one) == steps_of(other)
     differs = {"world_size", "seconds", "samples_per_second", "resumed_from_step", "run_dir", "restarts"}
     first = result_of(one)
@@ -770,7 +770,7 @@ def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(ru
 
 
 def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Console) -> None:
-    """The last update is the one that no later loss tells of; and NaN in result.json would be no JSON."""
+    """No later loss shows the effect of the last update, and NaN in result.json would be invalid JSON."""
 
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == max_steps:

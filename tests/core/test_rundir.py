@@ -305,7 +305,7 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
 ) -> None:
     shutil.rmtree(run_folder / "data")
     for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens to the port of discard
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no process listens at port 9 (discard)
     monkeypatch.delenv("no_proxy", raising=False)
     found = rundir.resolve("toy", parse("--run-dir=run"))
     assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)

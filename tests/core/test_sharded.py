@@ -111,7 +111,7 @@ def test_a_piece_is_written_once_and_copies_are_not(tmp_path: Path) -> None:
 def test_what_is_gathered_is_what_one_rank_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """One definition of weights_sha256, and one file, whatever the ranks and the block."""
+    """weights_sha256 and the file do not depend on the ranks and the size of blocks."""
     monkeypatch.setattr(tensors, "BLOCK", block)
     arrays = arrays_of(save(tmp_path, 5, 3))
     wholes = {name: whole_array(name) for name in LAYOUT}

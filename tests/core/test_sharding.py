@@ -1,4 +1,4 @@
-"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any data set size."""
+"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any dataset size."""
 
 from __future__ import annotations
 

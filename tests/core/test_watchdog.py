@@ -224,7 +224,7 @@ assert gc.isenabled()
 
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
-    """The launch script wants to know whether a start that failed got so far."""
+    """The launch script reads whether a failed start got so far."""
     job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # without a tick in between
     assert job.alive(0, lambda seen: seen["updates"] == 1)["step"] == 8
 
@@ -307,7 +307,7 @@ def test_heartbeats_that_a_crash_left_damaged_stop_no_watchdog(job: Job) -> None
 
 
 def test_a_rank_whose_log_folder_is_gone_ends_too(job: Job) -> None:
-    """As on a full disk: nobody's heartbeat can be read, not even one's own."""
+    """As on a full disk, no heartbeat can be read, not even the rank's own."""
     process = job.rank(timeout=1.0)
     folder = job.run_dir / "log"
     folder.rename(folder.with_name("elsewhere"))

@@ -110,7 +110,7 @@ def test_a_project_elsewhere_imports_it_and_its_digits(built: Built, tmp_path: P
     for name in PROGRAMS:
         assert f"usage: samestep {name} " in run(script, name, "--help", folder=tmp_path)
     assert run(script, "--help", folder=tmp_path) == run(python, "-m", "samestep", "--help", folder=tmp_path)
-    # The README's programs run as they stand.
+    # The README's programs run as printed.
     blocks = re.findall(r"^```python\n(.*?)^```$", (CORE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for number, block in enumerate(blocks):

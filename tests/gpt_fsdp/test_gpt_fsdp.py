@@ -114,7 +114,7 @@ print(json.dumps(dict(losses=losses, test_loss=total / (len(text) - cut))))
 
 @pytest.fixture
 def whole(undisturbed: Callable[..., dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """The result of an exact run that nothing happened to, at a mesh."""
+    """Return the result of an undisturbed exact run at a mesh."""
     return lambda mesh: undisturbed(size(mesh), *EXACT, f"--max-steps={STEPS}", f"--mesh={mesh}")
 
 

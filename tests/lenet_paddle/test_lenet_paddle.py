@@ -311,7 +311,7 @@ def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callab
 @pytest.mark.soak
 @pytest.mark.parametrize(("late", "flag", "ends"), [(36, "3600", True), (15, "1", False)])
 def test_gloos_own_30_seconds_decide_and_no_flag_does(harness: Harness, late: int, flag: str, ends: bool) -> None:
-    """FLAGS_stop_check_timeout does not change how long ranks wait for another, as the README says."""
+    """FLAGS_stop_check_timeout does not change how long ranks wait for another, as the README states."""
     code = f"""
 import sys, time
 import paddle.distributed as dist

@@ -1,4 +1,4 @@
-"""The weights of samestep.torch as arrays, and the order of DDP's buckets: in one process, with torch alone."""
+"""The weights of samestep.torch as arrays, and the order of DDP's buckets: in one process, without a launcher."""
 
 from __future__ import annotations
 

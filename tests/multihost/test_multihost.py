@@ -189,7 +189,7 @@ def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness],
 def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
 ) -> None:
-    """Every process on both hosts ends within the timeout, and says why; joined again, the run ends as undisturbed."""
+    """Every process on both hosts ends within the timeout, with a reason. A new start ends as an undisturbed run."""
     harness = of(app)
     timeout = 20
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")

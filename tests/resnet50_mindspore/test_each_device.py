@@ -153,7 +153,7 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
 @pytest.mark.parametrize(
     ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL compares server_ids alone
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL only compares server_ids
         ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
         (
             {"127.0.0.1": FIRST, "127.0.0.2": SECOND},
@@ -342,7 +342,7 @@ def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository with this app alone, on a machine that seems to have Ascend's driver; a rank is the stub."""
+    """Make a repository with only this app, on a machine that appears to have Ascend's driver; a stub is the rank."""
     root = tmp_path / "project"
     (root / "scripts").mkdir(parents=True)
     for name in ("launch.py", "launch.sh", "run_resnet50_mindspore.sh"):

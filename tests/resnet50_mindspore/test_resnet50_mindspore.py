@@ -34,7 +34,7 @@ def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
 
 
 def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
-    """A program by msrun alone, on two ranks."""
+    """Start a program by msrun without the launch script, on two ranks."""
     launcher = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2"]
     launcher += ["--join=True", f"--master_port={free_port()}", "--log_dir=msrun"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # msrun calls python
@@ -643,7 +643,7 @@ def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Ca
 
 @pytest.mark.soak  # common cases kill workers too; this one prints the seconds
 def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
-    """Five times: msrun's scheduler alone would hold the job up for 44 s."""
+    """Five times, because msrun's scheduler alone would delay the job by 44 s."""
     for i in range(5):
         job = harness.start(2, *TINY, "--epochs=100", "--max-restarts=0", run_dir=harness.folder / str(i))
         job.wait_for_step(2)

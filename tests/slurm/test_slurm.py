@@ -1,4 +1,4 @@
-"""The sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop costs no step."""
+"""The sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop loses no step."""
 
 from __future__ import annotations
 
