@@ -188,7 +188,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step of each loop in each round, by name."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first warms up
-        first = number % len(loops)  # who comes first changes
+        first = number % len(loops)  # each round begins with another loop
         for loop in loops[first:] + loops[:first]:
             begun = time.perf_counter()
             loop.ten_steps()

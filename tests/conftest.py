@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Make the dataset of the app under test, once for all workers."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for words in app_spec(session.config.getoption("--app")).prepare:
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
 
 
 def check_paths(config: pytest.Config) -> None:
@@ -119,7 +128,7 @@ def table() -> Iterator[list[str]]:
 
 @pytest.fixture
 def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """The result of a small run that nothing happened to, by number of ranks and options; run once for all tests."""
+    """Return the result of a small undisturbed run, by number of ranks and options; each is run once for all tests."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # of all workers

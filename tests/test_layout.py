@@ -60,7 +60,7 @@ def test_each_collective_of_a_train_py_is_marked(app: str) -> None:
     collectives = [node for node in calls if COLLECTIVE.search(ast.unparse(node.func))]
     if "hvd." not in source:  # Horovod reduces in a call of its own, after backward()
         backward = [node for node in calls if ast.unparse(node.func).endswith(".backward")]
-        # Where a tree always takes the gradients, ranks communicate later.
+        # If a tree collects the gradients, ranks communicate after the backward pass.
         collectives += [node for node in backward if not lines[node.end_lineno or 0].lstrip().startswith("tree.add(")]
     assert len(collectives) > 4
     for node in collectives:

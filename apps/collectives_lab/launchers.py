@@ -216,7 +216,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def _whole_row(way: str, job: dict[str, Any], n: int) -> list[str]:
-    """Return what a launcher set, and how long the job took that nobody disturbed."""
+    """Return the variables that a launcher set, and the duration of the undisturbed job."""
     names = sorted(name for name in job["sets"] if not name.startswith("TORCHELASTIC_"))
     elastic = len(job["sets"]) - len(names)
     if elastic:

@@ -55,7 +55,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget."""
+    """Return the learning rate of update ``step`` of ``steps``, a function of the step that needs no saved state."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps

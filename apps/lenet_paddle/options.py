@@ -171,7 +171,7 @@ def check_ranks(options: Options, ranks: int) -> None:
 def setup_environment(options: Options) -> dict[str, str]:
     """Raise ConfigError if the options name GPUs. The launch script calls this before it installs the app's lock.
 
-    The lock has the CPU build of Paddle. No variables decide how the environment is made.
+    The lock has the CPU build of Paddle. The returned variables are {}: none changes how the environment is made.
     """
     if options.device == "gpu" and not os.environ.get("PYTHON"):
         option = f"--gpus {options.gpus}" if options.gpus else "--device gpu"

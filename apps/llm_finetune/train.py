@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import weights
-from data import Samples, Tokenizer, load, make_sampler
+from data import Samples, Tokenizer, idle_share, load, make_sampler
 from model import TokenLoss, build_model, describe, is_tiny, load_tokenizer, write
 from options import parse
 from peft import PeftModel
@@ -203,8 +203,8 @@ def main() -> None:
     batches = train(run, options, device)
     dist.destroy_process_group()
     targets = batches.num_losses_before(batches.steps_per_epoch)
-    tokens = {"train_tokens": batches.num_tokens, "train_targets": targets}
-    run.report("torch", torch.__version__, distributed.backend(device), device.type, **tokens)
+    counts = {"train_tokens": batches.num_tokens, "train_targets": targets, "idle_share": round(idle_share(batches), 3)}
+    run.report("torch", torch.__version__, distributed.backend(device), device.type, **counts)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def events_of(project: ScratchProject, kind: str) -> list[dict[str, object]]:
 def test_when_all_ranks_are_stopped_the_launch_script_names_one_and_restarts(
     project: ScratchProject, ranks: int
 ) -> None:
-    """The watchdog of a stopped rank is stopped as well: nobody else is left to report it."""
+    """The watchdog of a stopped rank is stopped as well, so only the launch script can report the rank."""
     launcher = f"""
 if attempt == 0:
     ranks = [watched(each, 3) for each in range({ranks})]

@@ -180,14 +180,14 @@ def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
 
 
 @pytest.mark.parametrize("which", ["compiles", "evaluation_compiles"])
-def test_a_rank_that_compiles_for_too_long_is_told_the_option(job: Job, which: str) -> None:
+def test_the_error_of_a_rank_that_compiles_for_too_long_names_the_option(job: Job, which: str) -> None:
     process = job.rank(None, steps=3, timeout=LIMIT, first_step_timeout=1.0, **{which: LIMIT})
     line = ended(process)
     assert line.startswith(f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step ")
     assert line.endswith("; if it was still compiling, give it a longer --first-step-timeout")
 
 
-def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
+def test_a_heartbeat_names_its_process_and_repeats_during_a_hang(job: Job) -> None:
     process = job.rank(steps=5, timeout=LIMIT)
     first = job.alive(0, lambda seen: seen["step"] == 5)
     assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")
@@ -224,7 +224,7 @@ assert gc.isenabled()
 
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
-    """The launch script wants to know whether a start that failed got so far."""
+    """The launch script reads whether a failed start got so far."""
     job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # without a tick in between
     assert job.alive(0, lambda seen: seen["updates"] == 1)["step"] == 8
 
@@ -307,7 +307,7 @@ def test_heartbeats_that_a_crash_left_damaged_stop_no_watchdog(job: Job) -> None
 
 
 def test_a_rank_whose_log_folder_is_gone_ends_too(job: Job) -> None:
-    """As on a full disk: nobody's heartbeat can be read, not even one's own."""
+    """As on a full disk, no heartbeat can be read, not even the rank's own."""
     process = job.rank(timeout=1.0)
     folder = job.run_dir / "log"
     folder.rename(folder.with_name("elsewhere"))

@@ -43,7 +43,7 @@ def build_parser(prog=None, usage=None):
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
 """
-# The options of an app that measures: it has commands, and neither a data set nor checkpoints.
+# The options of an app that measures: it has commands, and neither a dataset nor checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
 from samestep.options import Parser
@@ -153,7 +153,7 @@ class ScratchProject:
     def script(
         self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        def signals() -> None:  # what a login shell hands on, whatever this process was started with
+        def signals() -> None:  # as in a login shell, independent of this process's own signals
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 

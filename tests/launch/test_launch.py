@@ -162,7 +162,7 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         "--log_dir=r/log",
         "--sort=x",  # no --host, as there are two machines, and no --gpus, as none are given
         str(train),
-        *options,  # as they are, whatever is in them
+        *options,  # unchanged
     ]
     one = Nodes(1, 0, None, None)
     words = ["{master_addr}", "--host={host}"]
@@ -613,7 +613,7 @@ def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(
 
 
 def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(project: ScratchProject) -> None:
-    """By the watchdog's file alone, although the launcher and a rank ignore TERM; its message is still printed."""
+    """The watchdog's file is enough, although the launcher and a rank ignore TERM; its message is still printed."""
     code = f"""
 note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
 if attempt == 0:
@@ -853,7 +853,7 @@ def test_a_signal_as_the_launcher_starts_leaves_nothing_either(project: ScratchP
 
 
 def test_a_launcher_that_says_0_while_its_rank_did_not_end_well_is_started_again(project: ScratchProject) -> None:
-    """msrun, say, which kills its ranks at a Ctrl-C and ends with 0. A rank that ends well takes its stacks away."""
+    """Such as msrun, which kills its ranks at a Ctrl-C and exits with 0. A rank that succeeds removes its stacks."""
     left = "(run_dir / 'log' / 'stack-0.txt').write_text('')"
     done = project.run(f"note()\nif attempt == 0: {left}")
     assert done.returncode == 0

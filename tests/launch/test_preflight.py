@@ -257,7 +257,7 @@ def test_another_program_on_the_port_is_not_taken_for_machine_0(monkeypatch: pyt
 def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine 0's launcher may still listen there for a while; and who has been told holds nobody up."""
+    """Machine 0's launcher may still listen there for a while, and a machine that has the plan delays no other."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.3)
     port = int(free_port())
     leaves = node(leaver, after="job")

@@ -31,7 +31,7 @@ OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--c
 
 @dataclass
 class Load:
-    """A job, whose launch script a scheduler starts again until it ends well."""
+    """A job whose launch script is started again, as by a scheduler, until it succeeds."""
 
     harness: Harness
     name: str

@@ -50,7 +50,7 @@ def output(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_losses_file_has_each_step_once_after_a_kill_and_a_restart(made: dict[str, Path]) -> None:
-    """Also with a line of metrics.jsonl in every fifth step alone, and with the bits of those lines."""
+    """This also holds if metrics.jsonl has a line only for every fifth step; the bits of these lines are compared."""
     for name in ("whole", "killed", "other"):
         records = step_losses.read(made[name])
         assert records["step"].tolist() == [*range(1, STEP + 1)]

@@ -153,7 +153,7 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
 @pytest.mark.parametrize(
     ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL compares server_ids alone
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL only compares server_ids
         ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
         (
             {"127.0.0.1": FIRST, "127.0.0.2": SECOND},
@@ -297,7 +297,7 @@ def refused(outcome: Outcome, *words: str) -> None:
         assert word in outcome.stderr
 
 
-def test_a_table_or_a_run_dir_that_nobody_named(harness: Harness) -> None:
+def test_a_missing_table_or_run_dir_is_refused(harness: Harness) -> None:
     refused(start(harness, APP, RANK, 4, RANK_TABLE_FILE="").finish(), "RANK_TABLE_FILE is not set")
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     command = [sys.executable, str(APP / "each_device.py"), "4", "rank.py"]
@@ -342,7 +342,7 @@ def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository with this app alone, on a machine that seems to have Ascend's driver; a rank is the stub."""
+    """Make a repository with only this app, on a machine that appears to have Ascend's driver; a stub is the rank."""
     root = tmp_path / "project"
     (root / "scripts").mkdir(parents=True)
     for name in ("launch.py", "launch.sh", "run_resnet50_mindspore.sh"):
@@ -525,7 +525,7 @@ def test_the_launch_script_needs_the_table_alone(
         assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, project: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: Harness, project: Path) -> None:
     write(harness.folder / "rank_table.json", "1.0", ONE)
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").write_text("a file")

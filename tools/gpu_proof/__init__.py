@@ -20,6 +20,7 @@ Several ranks share the GPU by --share-gpu: times of such rows say nothing about
 - recovery: SIGKILL, a restart, SIGTERM, a resume, and the weights of an undisturbed run to the bit.
 - collectives: Each collective of collectives_lab, against its definition.
 - accuracy: Seconds until mnist_ddp has 99% of MNIST's test set.
+- finetune: Bits of llm_finetune as in the rows bits, losses in bfloat16 as on the CPU, and tokens per second.
 - speed: Samples per second of mnist_ddp beside the textbook loop, and steps per second of cifar_ddp, compiled.
 
 Rows that measure no time run side by side, as far as there are processors. A job that hangs ends after --job-limit

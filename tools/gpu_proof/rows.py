@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpu_proof import several, sharded, single
+from gpu_proof import finetune, several, sharded, single
 from gpu_proof.jobs import Row
 
 
@@ -90,6 +90,7 @@ def _second_half() -> Iterator[Entry]:
 
 def _alone() -> Iterator[Entry]:
     yield Entry("accuracy mnist_ddp", single.accuracy, 2, alone=True)
+    yield Entry("finetune llm_finetune", finetune.finetune, 2, alone=True, patience=SLOW)
     yield Entry("speed mnist_ddp", single.speed, 2, alone=True, quick=True, patience=SLOW)
     for kind in ("eager", "--compile", "CUDA graphs"):
         call = partial(single.compiled, kind=kind)

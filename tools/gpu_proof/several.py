@@ -37,8 +37,10 @@ MNIST = ["--dataset=mnist-5k", *FOR_EVER]
 # the rounding.
 CIFAR = ["--dataset=synthetic-cifar10", *FOR_EVER, "--accumulate=2", "--clip-norm=1", "--warmup-steps=3", "--ema=0.9"]
 CIFAR += ["--label-smoothing=0.1", "--dropout=0.1", "--augment", "--lr=0.003", f"--global-batch-size={BATCH}"]
-OPTIONS = {"mnist_ddp": MNIST, "cifar_ddp": CIFAR}
-STEPS = {"mnist_ddp": 100, "cifar_ddp": 20}
+FINETUNE = ["--model=tiny", "--dataset=definitions-240", "--max-length=200", "--micro-tokens=400", "--step-tokens=1200"]
+FINETUNE += ["--lora=4", "--lora-dropout=0.1", "--lr=0.01", *FOR_EVER]
+OPTIONS = {"mnist_ddp": MNIST, "cifar_ddp": CIFAR, "llm_finetune": FINETUNE}
+STEPS = {"mnist_ddp": 100, "cifar_ddp": 20, "llm_finetune": 20}
 QUICK_STEPS = 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12

@@ -47,16 +47,22 @@ class Probe:
 class Framework:
     """The hooks of one framework. Subclasses return their observations of a step."""
 
-    def take(self, rows: int) -> dict[str, Any]:
+    def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         """Return the values of the step as JSON, and forget them.
 
         Args:
             rows: number of samples of this rank.
+            targets: number of losses of each sample, if samples differ in it.
         """
         raise NotImplementedError
 
-    def keep_batch(self, batch: Any) -> None:
-        """Look at the batch that the loop has received."""
+    def keep_batch(self, batch: Any, lengths: list[int] | None) -> None:
+        """Look at the batch that the loop has received.
+
+        Args:
+            batch: tensors. The first one has the inputs of this rank's samples.
+            lengths: length of each sample, if the inputs are padded.
+        """
 
     def forget(self) -> None:
         """Forget the observations of a step."""
@@ -118,7 +124,7 @@ def _watch_run(module: ModuleType) -> None:
     def batches(run: Any, loader: Any) -> Any:
         for batch in batches_of(run, loader):
             if probe.is_wanted:
-                _keep_batch(batch)
+                _keep_batch(run, batch)
             yield batch
 
     @functools.wraps(count_step)
@@ -156,9 +162,11 @@ def _end(run: Any) -> NoReturn:
 
 
 @guarded
-def _keep_batch(batch: Any) -> None:
+def _keep_batch(run: Any, batch: Any) -> None:
+    batches = run.progress.batches
+    lengths = of_samples(batches, "lengths", indices(batches, run.step))
     for framework in probe.frameworks:
-        framework.keep_batch(batch)
+        framework.keep_batch(batch, lengths)
 
 
 @guarded
@@ -170,7 +178,7 @@ def _record(run: Any, step: int) -> None:
     if run.world.rank == 0:
         values["shards"] = shards(batches, step, run.world.world_size)
     for framework in probe.frameworks:
-        values.update(framework.take(len(own)))
+        values.update(framework.take(len(own), of_samples(batches, "targets", own)))
     values["unseen"] = probe.unseen
     path = os.path.join(config["records"], f"rank-{run.world.rank}.jsonl")
     with open(path, "a") as file:
@@ -188,6 +196,14 @@ def indices(batches: Any, step: int) -> list[int]:
     for micro_batch in batches.micro_batches(step):
         samples += [int(sample) for sample in batches.indices(step, micro_batch)]
     return samples
+
+
+def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
+    """Return a number of each sample, which `TokenBatches` has; None for batches of other classes."""
+    values = getattr(batches, name, None)
+    if values is None:
+        return None
+    return [int(values[sample]) for sample in samples]
 
 
 def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
