@@ -38,7 +38,7 @@ LOG_EVERY = 10
 
 @dataclass(frozen=True)
 class Variant:
-    """What a run records beside its log lines.
+    """The records of a run beside its log lines.
 
     Attributes:
         name: the text of the table's row.

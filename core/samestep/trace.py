@@ -1,8 +1,8 @@
 """Digest weights and gradients (--trace-every K), and write and read ``log/trace.jsonl``.
 
 A line is of every K-th step: its number, a digest of each weight at its start, and one of each gradient, as 16
-hexadecimal digits. Rank 0 writes the file. If the model is sharded, the digests of all ranks' shards add up to that of
-the whole array, so that they do not depend on the number of ranks.
+hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to the digest of the whole
+array, which does not depend on the number of ranks.
 
 A sharded model has no second copy of a weight. Its digests are also compared over time: nothing may change a weight
 between two updates, so a change is a flipped bit.
@@ -107,7 +107,7 @@ class Trace:
 
     Attributes:
         weights: returns the digests of the weights, or of this rank's shards.
-        gradients: returns those of their gradients; 0 for a weight without one.
+        gradients: returns the digests of their gradients, which are 0 for a weight without one.
         copies: names of the shards that an earlier rank holds too.
     """
 
@@ -290,7 +290,7 @@ def length_until(content: bytes, last_step: int) -> int:
 
 
 def read(run_dir: Path) -> dict[int, dict[str, dict[str, str]]]:
-    """Return the lines of a run by step, {"weights": {name: digits}, "gradients": {name: digits}}; {} without a trace.
+    """Return the digests of a run by step, kind ("weights" or "gradients") and name, as in the file.
 
     Lines of another form are left out. Raises OSError if the file cannot be read.
     """
