@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -261,16 +262,16 @@ def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
 
 def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The C thread that writes them reads frames which a program at its end may free."""
-    calls = []
+    calls: list[str] = []
     dog = watchdog.Watchdog()
 
     def stop_and_arm(*arguments: Any, **options: Any) -> None:
         dog.stop()
         calls.append("armed")
 
-    monkeypatch.setattr(watchdog.faulthandler, "enable", lambda file: None)
-    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", stop_and_arm)
-    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
+    monkeypatch.setattr(faulthandler, "enable", lambda file: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", stop_and_arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
     (tmp_path / "log").mkdir()
     dog._world = World(0, 1)
     dog.write_to(tmp_path / "log")
