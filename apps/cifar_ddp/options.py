@@ -31,6 +31,7 @@ from samestep.options import (
     share_gpu_option,
     start_method_option,
     threads_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -50,6 +51,7 @@ class Options(CommonOptions):
     start_method: str | None = start_method_option()
     virtual_ranks: int | None = virtual_ranks_option()
     threads: int | None = threads_option()
+    trace_every: int = trace_every_option()
     share_gpu: bool = share_gpu_option()
     model: str = option(
         "small",

@@ -29,6 +29,7 @@ from samestep.options import (
     option,
     parse_as,
     threads_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -53,6 +54,7 @@ class Options(CommonOptions):
     dataset: str = dataset_option("mnist", "fashion-mnist", "mnist-5k")
     virtual_ranks: int | None = virtual_ranks_option()
     threads: int | None = threads_option()
+    trace_every: int = trace_every_option()
     model: str = option(
         "net", "network: net with 21,840 parameters, or lenet with 61,610", group=MODEL, choices=("net", "lenet")
     )

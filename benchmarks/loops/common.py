@@ -26,12 +26,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of mnist_ddp's loops, one rank on cuda"
     )
-    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes samples a second")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes samples per second")
     return parser.parse_args()
 
 
 class Clock:
-    """Counts steps; after the last one that is timed, rank 0 writes the samples a second."""
+    """Counts steps; after the last one that is timed, rank 0 writes the samples per second."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
         self.options = options

@@ -68,6 +68,7 @@ class Options(argparse.Namespace):
     start_method: str | None = EXEC
     threads: int | None = None
     timeout: float = math.inf  # seconds
+    trace_every: int = 0
     track: str | None = None
     virtual_ranks: int | None = None
 
@@ -372,6 +373,12 @@ def share_gpu_option() -> Any:
     """Declare --share-gpu."""
     help = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
     return option(False, help, may_change=True)
+
+
+def trace_every_option() -> Any:
+    """Declare --trace-every."""
+    help = "steps between digests of all weights and gradients in log/trace.jsonl (default: 0, none)"
+    return option(0, help, group=LOGGING, may_change=True, type=bounded_int(0), metavar="K")
 
 
 _count = bounded_int(0)

@@ -7,8 +7,8 @@ The rule: `Run` sees numbers, JSON and numpy arrays. It calls the functions of t
 `Collectives`; it hands batches on unseen. It raises, and never ends the process.
 
 `Run` only sets the order of calls. Its parts work alone too: `samestep.cadence`, `samestep.step_sync`,
-`samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`, and
-`samestep.replicas` or `samestep.sharded.shards`.
+`samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`,
+`samestep.trace`, and `samestep.replicas` or `samestep.sharded.shards`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from samestep.replicas import Replicas
 from samestep.sharding import GlobalBatches
 from samestep.step_sync import StepSync
 from samestep.step_timer import INPUT, StepTimer
+from samestep.trace import Trace
 from samestep.untrusted import shown
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ Batch = TypeVar("Batch")
 
 class Storage(Protocol):
     """The way in which arrays are kept: `Replicas`, or `samestep.sharded.shards.Shards`."""
+
+    is_sharded: bool  # no rank holds the whole arrays
 
     def restore(self, run: Run) -> dict[str, Any]:
         """Load what rank 0 finds into the parts, on all ranks; return rank 0's message about it. Collective."""
@@ -298,7 +301,21 @@ class Run:
         self.step_sync.start(self.first_step)
         self.stop_request.install()
         self.stop_request.in_training = True
-        self.recorder = Recorder(last_step, self.first_step, metrics=metrics)
+        self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=self._start_trace())
+
+    def _start_trace(self) -> Trace | None:
+        """Let the app's optimizer report to a trace, on the ranks whose digests count. Raises ConfigError."""
+        options = self.options
+        if not options.trace_every or options.evaluate_only:
+            return None
+        if self.parts.watch is None:
+            raise ConfigError("--trace-every needs `watch` in the program's Parts: add it, or leave the option out")
+        is_sharded = self.storage.is_sharded
+        if self.world.rank != 0 and not is_sharded:
+            return None
+        trace = Trace(options.trace_every, self.first_step, rank=self.world.rank, is_sharded=is_sharded)
+        self.parts.watch(trace)
+        return trace
 
     def _describe_start(self, model: str, device: str, test_examples: int) -> str:
         """Return the first line of the log."""
@@ -361,7 +378,7 @@ class Run:
     def count_step(self, step: int) -> None:
         """Count the update ``step``, from 0, and send a heartbeat."""
         done = step + 1
-        self.recorder.show_progress(done - self.step)
+        self.recorder.count(done, done - self.step)
         self.progress.step = done
         self.monitor.beat(done)
 
@@ -388,6 +405,7 @@ class Run:
         )
         self.recorder.stragglers += self.monitor.update(self.step, totals.phase_seconds)
         self.recorder.write_losses(self.progress.step_losses(totals))
+        self.recorder.write_trace(self.collectives.all_gather)  # collective if the model is sharded
         actions = self.actions(self.step - 1)
         if totals.stop_signal:
             return actions._replace(log=True, save=True)
@@ -433,12 +451,15 @@ class Run:
         Training continues while a thread writes the checkpoint. The next save reports a failure of this thread.
 
         Raises:
-            RetryableError: an array's bits differ between ranks; nothing is saved.
+            RetryableError: an array's bits differ between ranks, or a shard's from those after its update; nothing is
+                saved.
             NonRetryableError: weights are NaN or infinite, or the checkpoint before could not be written.
             Stopped: a rank received a stop signal.
         """
         groups = self.parts.groups()
         self.guard.check_weights(groups[self.evaluated], self.step)
+        if self.recorder.trace is not None:
+            self.recorder.trace.check()
         self.storage.save(self, groups)  # collective
         self._stop_if_requested()
 

@@ -29,7 +29,7 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 
 INSIDE = Path(__file__).with_name("inside")
 # A replay cannot make their steps: they are not functions of (seed, step, weights) alone, or made without a Run.
-NOT_REPLAYED = ("collectives_lab", "llm_finetune", "mnist_elastic", "resnet50_mindspore")
+NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
 MOST_SHARDS = 10_000  # ranks of a recorded run whose samples are listed
 STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
