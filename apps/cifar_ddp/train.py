@@ -33,7 +33,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
-from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction, updates
 from samestep.torch.loaders import stop_workers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,6 +158,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         load=partial(ema.load, model, optimizer, average),
         groups=partial(ema.groups, model, optimizer, average),
         names=names,
+        watch=partial(updates.watch, dict(model.named_parameters())),
     )
     evaluated = "ema" if average else "model"
     run.restore(distributed, parts, evaluated)  # collective: rank 0 reads

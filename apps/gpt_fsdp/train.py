@@ -31,7 +31,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharded.shards import Shards
 from samestep.step_timer import COMPUTE, StepTimer
-from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact, updates
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -149,6 +149,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     parts = Parts(
         load=partial(weights.load, model, optimizer, mesh),
         groups=partial(weights.groups, model, optimizer, mesh),
+        watch=partial(updates.watch, dict(model.named_parameters())),
     )
     run.restore(distributed, parts)  # collective
 

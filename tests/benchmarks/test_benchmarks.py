@@ -69,7 +69,12 @@ def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_buck
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
-    [("ddp_step", [], 12), ("step_cost", [], 5), ("step_cost", ["--virtual-ranks", "4"], 4)],
+    [
+        ("ddp_step", [], 12),
+        ("step_cost", [], 5),
+        ("step_cost", ["--virtual-ranks", "4"], 4),
+        ("trace_cost", [], 5),
+    ],
 )
 def test_the_benchmarks_of_a_step_print_all_variants(
     harness: Harness, name: str, options: list[str], rows: int

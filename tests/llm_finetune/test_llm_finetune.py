@@ -142,4 +142,5 @@ def test_a_run_shows_the_loss_before_and_its_tokens(harness: Harness) -> None:
     assert float(before[0].split()[2]) > result["test_loss"]
     assert result["steps"] == -(-result["train_tokens"] // result["step_tokens"])
     assert 0 < result["train_targets"] < result["train_tokens"]
+    assert 0 < result["idle_share"] < 0.5  # steps with an odd number of micro-batches
     assert metrics(Path(result["run_dir"]))[-1]["samples_seen"] == result["train_examples"] == 216

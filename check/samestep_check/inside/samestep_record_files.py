@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from samestep_record import config, generators, guarded, on_import, record
+from samestep_record import config, generators, guarded, line, on_import, record
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _checkpoint_folders: set[str] = set()
@@ -43,6 +44,26 @@ def _audit(event: str, values: Any) -> None:
         _inside(values[0])
 
 
+@functools.cache
+def is_covered() -> bool:
+    """Return whether the copy lies over the script's folder for this process."""
+    try:
+        return os.path.samefile(config["source"], config["work"])
+    except OSError:
+        return False
+
+
+def _own_path(path: str) -> str:
+    """Return the copy's path of a file below the folder or its copy, or the folder's if the copy has it from there."""
+    for folder in (config["source"], config["work"]):
+        if _is_below(path, folder):
+            name = path.removeprefix(folder)
+            is_kept = any(_is_below(name, os.sep + each) for each in config["kept"])
+            owner: str = config["source" if is_kept else "work"]
+            return owner + name
+    return path
+
+
 def _inside(path: Any, follow: bool = True) -> str | None:
     """Return the real path to write, None for a record; refuse one outside of the copied folder."""
     if isinstance(path, int):
@@ -51,6 +72,8 @@ def _inside(path: Any, follow: bool = True) -> str | None:
     full = os.path.join(os.path.realpath(folder), name)
     if follow:
         full = os.path.realpath(full)
+    if is_covered():
+        full = _own_path(full)
     if _is_below(full, config["records"]):
         return None
     # The longest of the folders that contain the path decides, as they may contain each other.
@@ -74,7 +97,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
     if not of_checkpoint and not re.search(config["checkpoint"], os.path.basename(full)):
         return
     _checkpoint_folders.add(os.path.dirname(full))
-    record("save", kind=kind, path=full, random=generators())
+    record("save", kind=kind, path=full, random=generators(), line=line())
     if kind == config.get("kill_at"):
         _kill_in_save(full, kind, flags)
 

@@ -27,6 +27,7 @@ import numpy as np
 from samestep import NonRetryableError, log
 from samestep.env import World
 from samestep.events import HANG, append_event
+from samestep.job_info import JobInfo
 from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
@@ -51,7 +52,7 @@ class Watchdog(Monitor):
 
     def __init__(self) -> None:
         self.folder = _NO_FOLDER
-        self.job = os.environ.get("SAMESTEP_JOB", "")
+        self.job = JobInfo.from_environ(os.environ).job
         self._clock = ProgressClock()
         self._stacks: IO[str] | None = None
         self._collectives = 0
