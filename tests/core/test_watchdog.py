@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import samestep
 from processes import wait_for
+from samestep.env import World
 from samestep.job_info import JobInfo
 from samestep.recovery import watchdog
 
@@ -256,6 +257,24 @@ def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
     assert process.communicate(timeout=LIMIT) == ("", "")
     assert process.returncode == 0
     assert not (job.run_dir / "log" / "stalled").exists()
+
+
+def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C thread that writes them reads frames which a program at its end may free."""
+    calls = []
+    dog = watchdog.Watchdog()
+
+    def stop_and_arm(*arguments: Any, **options: Any) -> None:
+        dog.stop()
+        calls.append("armed")
+
+    monkeypatch.setattr(watchdog.faulthandler, "enable", lambda file: None)
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", stop_and_arm)
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
+    (tmp_path / "log").mkdir()
+    dog._world = World(0, 1)
+    dog.write_to(tmp_path / "log")
+    assert calls == ["canceled", "armed", "canceled"]
 
 
 def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
