@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -268,9 +269,9 @@ def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, m
         dog.stop()
         calls.append("armed")
 
-    monkeypatch.setattr(watchdog.faulthandler, "enable", lambda file: None)
-    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", stop_and_arm)
-    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
+    monkeypatch.setattr(faulthandler, "enable", lambda file: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", stop_and_arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
     (tmp_path / "log").mkdir()
     dog._world = World(0, 1)
     dog.write_to(tmp_path / "log")

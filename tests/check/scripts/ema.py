@@ -1,6 +1,7 @@
 """Sound: the moving average of the weights, which is evaluated, is restored."""
 
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +47,7 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts = {"model": model, "optimizer": optimizer, "average": average}
+                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": average}
                 save(step, **{name: part.state_dict() for name, part in parts.items()})
             if asked:
                 sys.exit(STOPPED)

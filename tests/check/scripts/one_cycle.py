@@ -1,6 +1,7 @@
 """Sound: parameter groups, clipped gradients, and a schedule that sets rates and momenta."""
 
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +48,7 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
                 save(step, **{name: part.state_dict() for name, part in parts.items()})
             if asked:
                 sys.exit(STOPPED)

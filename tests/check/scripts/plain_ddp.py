@@ -1,6 +1,7 @@
 """Sound: DistributedDataParallel, momentum, and a scheduler whose state is restored."""
 
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +46,7 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
                 save(step, **{name: part.state_dict() for name, part in parts.items()})
             if asked:
                 sys.exit(STOPPED)

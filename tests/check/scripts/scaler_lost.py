@@ -1,6 +1,7 @@
 """Unsound: the scale of the gradients is not restored."""
 
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +45,7 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
                 save(step, **{name: part.state_dict() for name, part in parts.items()})
             if asked:
                 sys.exit(STOPPED)

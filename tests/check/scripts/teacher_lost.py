@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +49,7 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts = {"model": model, "optimizer": optimizer, "teacher": teacher}
+                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "teacher": teacher}
                 save(step, **{name: part.state_dict() for name, part in parts.items()})
             if asked:
                 sys.exit(STOPPED)
