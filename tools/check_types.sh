@@ -18,7 +18,7 @@ check() {
 check tools:docs:check/samestep_check/inside:observe/samestep_observe/inside . \
   --exclude '^observe/samestep_observe/inside/sitecustomize' core launch observe check scripts tools docs
 check observe/samestep_observe/inside . observe/samestep_observe/inside/sitecustomize.py
-check tests:tools:tests/check:tests/common:tests/core:tests/kit:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
+check tests:tools:tests/check:tests/check/scripts:tests/common:tests/core:tests/kit:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
   --exclude '^tests/(adversarial/|launch/|(core|observe)/conftest)' tests
 check tests:tests/launch:tests/adversarial . --exclude adversarial/conftest tests/launch tests/adversarial
 for app in apps/*/; do

@@ -34,7 +34,7 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import shard
-from samestep.torch import DataLoader, distributed, reduction
+from samestep.torch import DataLoader, distributed, reduction, updates
 from samestep.torch.token_sampler import GlobalTokenBatchSampler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -128,7 +128,11 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     tokenizer = load_tokenizer(options)
     model = build_model(options, tokenizer).to(device)
     optimizer = build_optimizer(options, model)
-    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    parts = Parts(
+        load=partial(weights.load, model, optimizer),
+        groups=partial(weights.groups, model, optimizer),
+        watch=partial(updates.watch, weights.trained_parameters(model)),
+    )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
     # The same global batches and micro-batches at any number of ranks.

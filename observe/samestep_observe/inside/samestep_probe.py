@@ -16,9 +16,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_REPLAY") or "{}")
+config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
@@ -107,11 +107,13 @@ def start() -> None:
 
 
 def _watch_run(module: ModuleType) -> None:
-    """Follow the steps of this process's Run."""
+    """Follow the steps of this process's Run, which evaluates nothing and ends after the last one."""
     run_class = module.Run
     start_run = run_class.start
     batches_of = run_class.batches
     count_step = run_class.count_step
+    actions_after = run_class.actions
+    save = run_class.save
 
     @functools.wraps(start_run)
     def start_and_follow(run: Any, *arguments: Any, **named: Any) -> None:
@@ -131,9 +133,32 @@ def _watch_run(module: ModuleType) -> None:
             _record(run, step)
         count_step(run, step)
 
+    @functools.wraps(actions_after)
+    def actions_without_evaluation(run: Any, step: int) -> Any:
+        return actions_after(run, step)._replace(evaluate=False)
+
+    @functools.wraps(save)
+    def save_and_end(run: Any) -> None:
+        save(run)
+        if run.step >= config["last"]:
+            _end(run)
+
     run_class.start = start_and_follow
     run_class.batches = batches
     run_class.count_step = record_and_count
+    run_class.actions = actions_without_evaluation
+    run_class.save = save_and_end
+
+
+def _end(run: Any) -> NoReturn:
+    """End this rank when the last checkpoint is on the disk. Nobody reads the weights and the result of a replay."""
+    run.storage.finish(run)
+    run.collectives.broadcast(b"")  # collective: a rank that ends may make its launcher end the others
+    run.monitor.stop()
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None:  # its thread would report the end of another rank as an error
+        horovod.shutdown()
+    os._exit(0)
 
 
 @guarded
