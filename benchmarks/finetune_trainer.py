@@ -1,104 +1,114 @@
-"""Compare transformers' Trainer with itself: the same global batches on one rank and on four.
+"""Compare transformers' Trainer on several ranks with the same Trainer on one rank.
 
-    .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py            # prints a table
-    .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --quick    # two cases, few steps
+    .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --json benchmarks/finetune_trainer.json
+    .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --quick     # one case, three steps
+    python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # measures nothing
 
-Every case trains the tiny model of apps/llm_finetune in float64, on 16 samples per step. The reference is one
-rank with 16 samples. The table has the largest relative differences of the loss over the target tokens of a
-global batch, and of the gradient's norm. It also has the relative error of eval_loss. The Trainer's loss
-and norms round to float32; the program replaces both, because otherwise everything differs by 1e-7.
+Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
+the Trainer's defaults. Its first columns are the largest relative differences from one rank. They compare the mean loss
+over the target tokens of each global batch, the gradients' norms, and the final weights. The other columns are the
+relative errors of ``eval_loss``, whose true value is the mean over all target tokens of the test set.
+
+The model's own loss and RMSNorm round to float32. The program replaces both, because everything would differ by 1e-7.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import multiprocessing
 import os
-import subprocess
+import platform
+import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 APP = ROOT / "apps" / "llm_finetune"
-sys.path.append(str(APP))
-
-TRAIN = 304
-BATCH = 16
+BATCH = 16  # samples of a global batch
 STEPS = 12
-LIMIT = 300
+QUICK_STEPS = 3
+LIMIT = 300  # seconds of one case
+COLUMNS = ("loss", "norm", "weights", "evaluation", "evaluation alone")
+PACKAGES = ("torch", "transformers", "accelerate", "peft")
+Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train 16 samples per step.
+    """One way to train on global batches of 16 samples.
 
     Attributes:
         name: the text of the table's row.
         ranks: number of ranks.
         accumulate: micro-batches per step and rank.
-        reference: index of the case that it is compared with; None for a reference.
-        samples: of the training set.
-        test_samples: of the test set.
+        samples: size of the training set.
+        test_samples: size of the test set.
         dropout: LoRA's dropout, with LoRA of rank 4; None trains all weights.
-        settings: other TrainingArguments.
+        averages: the Trainer's setting ``average_tokens_across_devices``.
         takes_count: whether the model's loss takes the number of targets of the global batch.
     """
 
     name: str
     ranks: int = 1
     accumulate: int = 1
-    reference: int | None = 0
-    samples: int = TRAIN
+    samples: int = 304
     test_samples: int = 64
     dropout: float | None = None
-    settings: dict[str, Any] | None = None
+    averages: bool = True
     takes_count: bool = True
 
+    def alone(self) -> Case:
+        """Return the reference: one rank, whose micro-batch is the global batch."""
+        return replace(self, name="", ranks=1, accumulate=1, averages=True, takes_count=True)
 
-ALONE = Case("1 rank x 16", reference=None)
+
 CASES = [
-    ALONE,
-    Case("4 ranks x 4, defaults", ranks=4),
-    Case("1 rank, 4 x 4 accumulated, defaults", accumulate=4),
-    Case("4 ranks, `average_tokens_across_devices=False`", ranks=4, settings={"average_tokens_across_devices": False}),
-    Case("4 x 4 accumulated, model without `num_items_in_batch`", accumulate=4, takes_count=False),
-    Case("1 rank x 16, LoRA with dropout 0.1", reference=None, dropout=0.1),
-    Case("4 ranks, LoRA with dropout 0.1, defaults", ranks=4, reference=5, dropout=0.1),
-    Case("1 rank x 16, 100 samples", reference=None, samples=100),
-    Case("4 ranks, 100 samples (not a multiple of 16), defaults", ranks=4, reference=7, samples=100),
-    Case("4 ranks, 70 test samples, defaults", ranks=4, test_samples=70),
+    Case("4 ranks, defaults", ranks=4),
+    Case("1 rank, 4 micro-batches, defaults", accumulate=4),
+    Case("4 ranks, defaults, 70 test samples", ranks=4, test_samples=70),
+    Case("4 ranks, defaults, 100 training samples", ranks=4, samples=100),
+    Case("4 ranks, defaults, LoRA with dropout 0.1", ranks=4, dropout=0.1),
+    Case("4 ranks, `average_tokens_across_devices=False`", ranks=4, averages=False),
+    Case("4 micro-batches, a model without `num_items_in_batch`", accumulate=4, takes_count=False),
 ]
-QUICK = [0, 1]
 
 
-def features(count: int, test_count: int) -> tuple[list[dict[str, list[int]]], list[dict[str, list[int]]]]:
-    """Return the tokens and labels of training and test samples of the embedded definitions."""
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+def features(case: Case) -> tuple[list[Results], list[Results]]:
+    """Return the tokens and labels of training and test samples, which are embedded definitions."""
     from data import IGNORED, ByteTokenizer, tokenize
     from options import TEXT
     from rows import read_rows
 
-    samples = [tokenize(ByteTokenizer(), messages) for messages in read_rows(TEXT).values()]
     found = []
-    for sample in samples[: count + test_count]:
+    for messages in read_rows(TEXT).values():
+        sample = tokenize(ByteTokenizer(), messages)
         labels = [int(t) if target else IGNORED for t, target in zip(sample.tokens, sample.is_target)]
         found.append({"input_ids": sample.tokens.tolist(), "labels": labels})
-    return found[:count], found[count:]
+    end = case.samples + case.test_samples
+    return found[: case.samples], found[case.samples : end]
 
 
-def collate(samples: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """Return padded tensors, with an attention mask as the Trainer's collators make it."""
+def collate(samples: list[Results]) -> Results:
+    """Return padded tensors and an attention mask, as the Trainer's collators do."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     tokens = [torch.tensor(sample["input_ids"]) for sample in samples]
     labels = [torch.tensor(sample["labels"]) for sample in samples]
+    masks = [torch.ones_like(each) for each in tokens]
     return {
         "input_ids": pad_sequence(tokens, batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-        "attention_mask": pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True),
+        "attention_mask": pad_sequence(masks, batch_first=True),
     }
 
 
@@ -112,32 +122,38 @@ def summed_loss(logits: Any, labels: Any) -> tuple[Any, Any]:
     return loss, torch.count_nonzero(shifted != -100)
 
 
-def train(case: Case, steps: int, output: Path) -> None:
-    """Train one case in this process, one rank of it, and write the rank's results."""
-    import torch
-    from model import build_model, causal_model, load_tokenizer
-    from options import parse
-    from transformers import Trainer, TrainingArguments
+def exact_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+    """Return what the model's own loss function returns, without rounding to float32."""
+    loss, count = summed_loss(logits, labels)
+    if num_items_in_batch is None:
+        return loss / count
+    return loss / num_items_in_batch
 
-    torch.set_num_threads(1)
+
+def build_model(case: Case) -> Any:
+    """Return the tiny model, whose loss is `exact_loss`."""
+    import model
+    from options import parse
+
     words = ["--model=tiny", "--dtype=float64", "--lora=0"]
     if case.dropout is not None:
         words = ["--model=tiny", "--dtype=float64", "--lora=4", f"--lora-dropout={case.dropout}"]
     options = parse(words)
-    model: Any = build_model(options, load_tokenizer(options))
+    made = model.build_model(options, model.load_tokenizer(options))
+    model.causal_model(made).loss_function = exact_loss
+    return made
 
-    def loss_function(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
-        loss, count = summed_loss(logits, labels)
-        return loss / (count if num_items_in_batch is None else num_items_in_batch)
 
-    causal_model(model).loss_function = loss_function
-    training, test = features(case.samples, case.test_samples)
-    part = BATCH // case.ranks // case.accumulate
-    settings = TrainingArguments(
-        output_dir=str(output.parent),
-        per_device_train_batch_size=part,
+def settings(case: Case, steps: int, folder: Path) -> Any:
+    """Return the TrainingArguments of a case."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=BATCH // case.ranks // case.accumulate,
         per_device_eval_batch_size=BATCH // case.ranks,
         gradient_accumulation_steps=case.accumulate,
+        average_tokens_across_devices=case.averages,
         max_steps=steps,
         learning_rate=1e-3,
         logging_steps=1,
@@ -148,93 +164,206 @@ def train(case: Case, steps: int, output: Path) -> None:
         use_cpu=True,
         disable_tqdm=True,
         remove_unused_columns=False,
-        **(case.settings or {}),
     )
-    trainer = Trainer(model=model, args=settings, train_dataset=training, eval_dataset=test, data_collator=collate)
-    if not case.takes_count:
-        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward takes no other arguments
-    seen: list[tuple[int, float, int]] = []
-    step_of_trainer = trainer.training_step
+
+
+def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
+    """Return a list that gets the step, the summed loss and the targets of each micro-batch that is trained on.
+
+    It is the true loss of the weights before the step, without dropout. The Trainer logs its own loss in float32.
+    """
+    import torch
+
+    found: list[tuple[int, float, int]] = []
+    own = trainer.training_step
 
     def training_step(module: Any, inputs: Any, count: Any = None) -> Any:
-        with torch.no_grad():  # the true loss over this part's targets, beside the one that the Trainer takes
+        with torch.no_grad():
             module.eval()
-            masked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-            loss, targets = summed_loss(module(**masked).logits, inputs["labels"])
+            logits = module(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            loss, targets = summed_loss(logits, inputs["labels"])
             module.train()
-        seen.append((trainer.state.global_step, float(loss), int(targets)))
-        return step_of_trainer(module, inputs, count)
+        found.append((trainer.state.global_step, float(loss), int(targets)))
+        return own(module, inputs, count)
 
     trainer.training_step = training_step
-    trainer.train()
-    measured = trainer.evaluate()["eval_loss"]
-    with torch.no_grad():
-        model.eval()
-        sums = []
-        for sample in test:
-            batch = collate([sample])
-            logits = model(input_ids=batch["input_ids"]).logits
-            sums.append([float(each) for each in summed_loss(logits, batch["labels"])])
-    true = sum(loss for loss, _ in sums) / sum(count for _, count in sums)
-    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
-    values = {"seen": seen, "norms": norms, "evaluation": abs(measured - true) / true}
-    output.with_suffix(f".{settings.process_index}").write_text(json.dumps(values))
-
-
-def means(parts: list[list[tuple[int, float, int]]]) -> list[float]:
-    """Return the mean loss over the targets of each step, from (step, summed loss, targets) of all ranks."""
-    steps = sorted({step for part in parts for step, _, _ in part})
-    found = []
-    for step in steps:
-        rows = [(loss, count) for part in parts for number, loss, count in part if number == step]
-        found.append(sum(loss for loss, _ in rows) / sum(count for _, count in rows))
     return found
 
 
-def run(index: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Train a case in ranks of its own, and return its results."""
-    output = folder / f"{index}.json"
-    program = [str(Path(__file__)), f"--case={index}", f"--steps={steps}", f"--output={output}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CASES[index].ranks}"]
-    command = [sys.executable, *(launcher if CASES[index].ranks > 1 else []), *program]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
-    if done.returncode != 0:
-        sys.exit(f"error: {CASES[index].name} failed: {done.stderr[-2000:]}")
-    by_rank = [json.loads(output.with_suffix(f".{rank}").read_text()) for rank in range(CASES[index].ranks)]
-    return {**by_rank[0], "losses": means([each["seen"] for each in by_rank])}
+def true_evaluation(model: Any, test: list[Results]) -> float:
+    """Return the mean loss over all target tokens of the test set, from each sample alone."""
+    import torch
+
+    total = 0.0
+    targets = 0
+    model.eval()
+    with torch.no_grad():
+        for sample in test:
+            batch = collate([sample])
+            loss, count = summed_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+            total += float(loss)
+            targets += int(count)
+    return total / targets
 
 
-def gap(one: list[float], other: list[float]) -> float:
-    """Return the largest relative difference."""
-    return max(abs(a - b) / abs(a) for a, b in zip(one, other))
+def train(case: Case, steps: int, folder: Path) -> Results:
+    """Train one rank of a case, and return its results."""
+    import torch
+    from transformers import Trainer
+
+    model = build_model(case)
+    training, test = features(case)
+    trainer = Trainer(
+        model=model,
+        args=settings(case, steps, folder),
+        train_dataset=training,
+        eval_dataset=test,
+        data_collator=collate,
+    )
+    if not case.takes_count:
+        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward takes no other arguments
+    losses = record_losses(trainer)
+    trainer.train()
+    measured = trainer.evaluate()["eval_loss"]
+    true = true_evaluation(model, test)
+    weights = torch.cat([weight.detach().flatten() for weight in model.parameters() if weight.requires_grad])
+    norms = [float(line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights.tolist(),
+        "evaluation": abs(measured - true) / true,
+    }
+
+
+def run_rank(case: Case, steps: int, rank: int, port: int, folder: Path) -> None:
+    """Be one rank: write its results, and its output, to files."""
+    import torch
+
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    if case.ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    results = train(case, steps, folder)
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may wait for each other at the interpreter's end
+
+
+# --- all ranks -------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run(case: Case, steps: int) -> Results:
+    """Train a case in ranks that are forked from this process, and return its results. Exits if a rank fails."""
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = []
+        for rank in range(case.ranks):
+            process = context.Process(target=run_rank, args=(case, steps, rank, port, folder))
+            process.start()
+            ranks.append(process)
+        for process in ranks:
+            process.join(LIMIT)
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
+        for process in ranks:
+            process.kill()
+        if failed:
+            log = (folder / f"{failed[0]}.log").read_text()[-2000:]
+            sys.exit(f"error: {case}: rank {failed[0]} failed: {log}")
+        by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(case.ranks)]
+    return {**by_rank[0], "losses": mean_losses([each["losses"] for each in by_rank])}
+
+
+def mean_losses(ranks: Sequence[Sequence[tuple[int, float, int]]]) -> list[float]:
+    """Return the mean loss over the targets of each step, from the micro-batches of all ranks."""
+    sums: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for micro_batches in ranks:
+        for step, loss, targets in micro_batches:
+            sums[step] = sums.get(step, 0.0) + loss
+            counts[step] = counts.get(step, 0) + targets
+    return [sums[step] / counts[step] for step in sorted(sums)]
+
+
+def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves."""
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the norm of the difference of two vectors, over the norm of the first."""
+    import numpy as np
+
+    first = np.array(one)
+    return float(np.linalg.norm(first - np.array(other)) / np.linalg.norm(first))
+
+
+def measure(cases: Sequence[Case], steps: int) -> list[Results]:
+    """Return a row of figures for each case."""
+    references: dict[Case, Results] = {}
+    rows = []
+    for case in cases:
+        if case.alone() not in references:
+            references[case.alone()] = run(case.alone(), steps)
+        alone = references[case.alone()]
+        found = run(case, steps)
+        rows.append(
+            {
+                "case": case.name,
+                "loss": largest_gap(alone["losses"], found["losses"]),
+                "norm": largest_gap(alone["norms"], found["norms"]),
+                "weights": distance(alone["weights"], found["weights"]),
+                "evaluation": found["evaluation"],
+                "evaluation alone": alone["evaluation"],
+            }
+        )
+        print(f"measured: {case.name}", file=sys.stderr, flush=True)
+    return rows
+
+
+def table(rows: Sequence[Results]) -> str:
+    """Return the table of a page."""
+    lines = ["| Trainer | loss | gradient norm | weights | `eval_loss` | `eval_loss`, 1 rank |", "|---" * 6 + "|"]
+    for row in rows:
+        figures = " | ".join(f"{row[name]:.0e}" for name in COLUMNS)
+        lines.append(f"| {row['case']} | {figures} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="compare transformers' Trainer on one rank and on four")
-    parser.add_argument("--quick", action="store_true", help="two cases, three steps")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each case (default: %(default)s)")
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)  # this process is a rank of it
-    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description="compare transformers' Trainer on several ranks and on one")
+    parser.add_argument("--quick", action="store_true", help="one case, three steps: that it still runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing; print the table of this file")
     options = parser.parse_args()
-    if options.case is not None:
-        train(CASES[options.case], options.steps, options.output)
+    if options.table:
+        print(table(json.loads(options.table.read_text())["rows"]))
         return
-    indices = QUICK if options.quick else range(len(CASES))
-    steps = 3 if options.quick else options.steps
-    print("| Trainer | loss | gradient norm | eval_loss |\n|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        results: dict[int, dict[str, Any]] = {}
-        for index in indices:
-            case = CASES[index]
-            found = results[index] = run(index, steps, Path(name))
-            if case.reference is None:
-                print(f"| {case.name} | | | {found['evaluation']:.1e} |", flush=True)
-                continue
-            base = results[case.reference]
-            differences = [gap(base[key], found[key]) for key in ("losses", "norms")]
-            cells = [f"{each:.1e}" for each in (*differences, found["evaluation"])]
-            print(f"| {case.name} | {' | '.join(cells)} |", flush=True)
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
+    sys.path[:0] = [str(APP), str(ROOT / "core")]
+    import model  # noqa: F401  once, and not in each rank
+    from transformers import Trainer  # noqa: F401
+
+    steps = QUICK_STEPS if options.quick else STEPS
+    cases = CASES[:1] if options.quick else CASES
+    rows = measure(cases, steps)
+    print(table(rows), flush=True)
+    if options.json:
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+        about = {"machine": platform.machine(), "steps": steps, "versions": versions}
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

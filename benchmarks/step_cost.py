@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step of each loop in each round, by name."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first warms up
-        first = number % len(loops)  # who comes first changes
+        first = number % len(loops)  # each round begins with another loop
         for loop in loops[first:] + loops[:first]:
             begun = time.perf_counter()
             loop.ten_steps()
@@ -209,19 +209,16 @@ def rows(taken: dict[str, list[float]]) -> Iterator[str]:
         yield f"| {name} | {statistics.median(times):.2f} | {difference} | {ratio} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--virtual-ranks", type=int, nargs="+", metavar="V", help="measure these instead")
-    arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("torchrun must start this (see --help)")
+def start(steps: int) -> tuple[Run, Split]:
+    """Join the other ranks; return a run of mnist_ddp in a temporary folder, and its training set.
+
+    Args:
+        steps: at most so many are taken.
+    """
     device = torch.device("cpu")
     world = env.detect(os.environ)
-    console = os.fdopen(os.dup(1), "w")  # a Run gives stdout to its log
     distributed.rendezvous(world, device, 300)
-    epochs = 4 * (arguments.rounds + 1) * AT_ONCE  # more than are taken
-    options = parse(["--dataset=mnist-5k", f"--epochs={epochs}", f"--global-batch-size={BATCH}", "--quiet"])
+    options = parse(["--dataset=mnist-5k", f"--epochs={steps}", f"--global-batch-size={BATCH}", "--quiet"])
     if world.rank == 0:
         options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-"))
     run = Run("mnist_ddp", options, world, Watchdog(), datasets.resolve)
@@ -229,19 +226,40 @@ def main() -> None:
     training, test = load(options.dataset, options.data_dir, device, torch.float32)
     global_batches = GlobalBatches(len(training), BATCH, options.seed, world.rank, world.world_size)
     run.start(global_batches, len(test), "net", "cpu", {})
-    variants = VARIANTS
-    if arguments.virtual_ranks:
-        variants = variants_of(arguments.virtual_ranks, world.world_size)
-    taken = measure([Loop(variant, run, training) for variant in variants], arguments.rounds)
-    if world.rank == 0:
-        threads = torch.get_num_threads()
-        print(f"{world.world_size} ranks, {threads} threads each, torch {torch.__version__}\n", file=console)
-        print("\n".join(rows(taken)), file=console, flush=True)
+    return run, training
+
+
+def end(run: Run) -> NoReturn:
+    """Delete the run's folder, and end this process."""
     run.monitor.stop()
     dist.barrier()  # no rank leaves a heartbeat any more
-    if world.rank == 0:
-        shutil.rmtree(options.run_dir, ignore_errors=True)
+    if run.world.rank == 0:
+        shutil.rmtree(run.options.run_dir, ignore_errors=True)
     os._exit(0)  # gloo's threads may abort an orderly end
+
+
+def describe_job(run: Run) -> str:
+    """Return the line above the table."""
+    return f"{run.world.world_size} ranks, {torch.get_num_threads()} threads each, torch {torch.__version__}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--virtual-ranks", type=int, nargs="+", metavar="V", help="measure these instead")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun must start this (see --help)")
+    console = os.fdopen(os.dup(1), "w")  # a Run gives stdout to its log
+    run, training = start(4 * (arguments.rounds + 1) * AT_ONCE)
+    variants = VARIANTS
+    if arguments.virtual_ranks:
+        variants = variants_of(arguments.virtual_ranks, run.world.world_size)
+    taken = measure([Loop(variant, run, training) for variant in variants], arguments.rounds)
+    if run.world.rank == 0:
+        print(describe_job(run), file=console)
+        print("\n".join(rows(taken)), file=console, flush=True)
+    end(run)
 
 
 if __name__ == "__main__":

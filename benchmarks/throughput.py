@@ -192,7 +192,7 @@ def run(command: list[str], folder: Path, n: int, python: str, *path: Path) -> N
 
 
 def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: argparse.Namespace) -> float:
-    """Samples a second over the timed steps of one run."""
+    """Return samples per second over the timed steps of one run."""
     row = APPS[app]
     python = environment(app)
     with tempfile.TemporaryDirectory() as name:
@@ -305,7 +305,7 @@ def machine(apps: list[str]) -> str:
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Bars: samples a second, medians and spread. Needs matplotlib."""
+    """Draw bars of samples per second, medians and spread. Needs matplotlib."""
     import matplotlib.pyplot as plt
 
     results = measured["results"]
@@ -337,14 +337,14 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         axes.bar(places, medians, width, yerr=(below, above), label=label, color=colour, error_kw={"lw": 0.8})
     ticks = [f"{result['app']}\n{result['ranks']} rank{'s' * (result['ranks'] > 1)}" for result in results]
     axes.set_xticks(range(len(results)), ticks, fontsize=8)
-    axes.set(ylabel="samples a second", title=measured["machine"])
+    axes.set(ylabel="samples per second", title=measured["machine"])
     axes.title.set_fontsize(8)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 
 def parse() -> argparse.Namespace:
-    """Return the options, with ``apps`` and ``contestants`` as lists. A mistake ends the program in one line."""
+    """Return the options, with ``apps`` and ``contestants`` as lists. A mistake is an error of one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
@@ -401,7 +401,7 @@ def main() -> None:
     columns = [each for each in CONTESTANTS if each in options.contestants]
     columns = [each for each in columns if any(each in APPS[app].contestants for app in options.apps)]
     measured: dict[str, Any] = {"machine": machine(options.apps), "results": []}
-    print(f"{measured['machine']}; {options.rounds} rounds of {options.steps} steps, samples a second; ", end="")
+    print(f"{measured['machine']}; {options.rounds} rounds of {options.steps} steps, samples per second; ", end="")
     print(f"in bold how many times as fast the app is\n\n{head(columns)}", flush=True)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

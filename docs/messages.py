@@ -34,7 +34,7 @@ ERRORS = {
 AFTER_ERROR = ("print_stderr", "Decision")  # their last argument is a message if it begins with "error: "
 PRINTED = {"log.error": "1", "error": "1", "parser.error": "2", **dict.fromkeys(AFTER_ERROR, "1")}
 ELLIPSIS = "…"
-DEPTH = 4  # of names that stand for names
+DEPTH = 4  # of names whose value is another name
 Scope = dict[str, list[str]]  # what the parameters of a function may be, as `Source.words` gives it
 HEAD = """\
 # Messages

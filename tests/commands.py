@@ -45,7 +45,7 @@ PLACEHOLDERS = {
     r"\bRUN_DIR\b": "runs/x",
     r"(?<=new_app\.sh )my_app\b": "one_more",  # an app with the pages' name may exist
     r"(?<=run_)my_app(?=\.sh)|(?<=-e )my_app(?=-cpu)": "cifar_ddp",  # the app that my_app is a copy of
-    r"(?<![/\w])own_loop\.py|\bPROGRAM\b": "docs/own_loop_exact.py",
+    r"(?<![/\w])own_loop\.py|\bPROGRAM\b": "docs/own_loop.py",
     r"(?<=samestep run -n )N\b": "2",
 }
 # Checks that the core environment can make without a framework, by a pattern of the whole command.

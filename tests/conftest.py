@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Make the dataset of the app under test, once for all workers."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for words in app_spec(session.config.getoption("--app")).prepare:
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
+
+
 def check_paths(config: pytest.Config) -> None:
     """Refuse to collect the tests of all apps in one process: their folders have modules of the same names."""
     paths = {Path(config.invocation_params.dir, path.partition("::")[0]).resolve() for path in config.args}
@@ -63,7 +72,7 @@ def check_paths(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Accept that no test of this environment is selected, if another environment may have one (tools/run_tox.py)."""
-    matched = os.environ.get("SAMESTEP_MATCHED")
+    matched = os.environ.get("MATRIX_MATCHED")
     if not matched or hasattr(session.config, "workerinput"):
         return
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -111,7 +120,7 @@ def table() -> Iterator[list[str]]:
     """Lines of a soak's results: app, ranks, fault, runs, number of good runs. tools/soak.py shows them."""
     lines: list[str] = []
     yield lines
-    path = os.environ.get("SAMESTEP_SOAK_TABLE")
+    path = os.environ.get("MATRIX_SOAK_TABLE")
     if path:
         with open(path, "a") as file:  # also of other workers
             file.write("".join(f"{line}\n" for line in lines))
@@ -119,7 +128,7 @@ def table() -> Iterator[list[str]]:
 
 @pytest.fixture
 def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """The result of a small run that nothing happened to, by number of ranks and options; run once for all tests."""
+    """Return the result of a small undisturbed run, by number of ranks and options; each is run once for all tests."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # of all workers

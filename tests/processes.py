@@ -29,7 +29,7 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def kill_marked(name: str, value: str, limit: float) -> None:
-    """Kill the processes that carry this variable, whatever their sessions; fail after ``limit`` seconds."""
+    """Kill the processes of any session that have this variable; fail after ``limit`` seconds."""
     deadline = time.monotonic() + limit
     while left := marked(name, value):
         for pid in left:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +42,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 120, **settings: Any) -> Ended:
-    """A command that has ended, whatever its code."""
+    """Run a command, and return it with any exit code."""
     return subprocess.run(
         command,
         cwd=folder,
@@ -52,3 +54,19 @@ def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 
         check=False,
         **settings,
     )
+
+
+def run_fresh(folder: Path, output: Path, limit: float, *command: str, **added: str) -> None:
+    """Run a command as from a shell, without the variables that tox sets in this process; it must exit with 0."""
+    prefixes = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | added
+    with output.open("w") as log:
+        # In a session of its own, to end all of it; an app's own tests end the processes that they start.
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(timeout=limit)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, output.read_text()[-20_000:]

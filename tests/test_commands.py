@@ -326,6 +326,6 @@ def test_commands_are_found_where_they_stand() -> None:
         ("bash scripts/new_app.sh my_app --from no_such", "no_such is no app"),
     ],
 )
-def test_a_command_that_rots_is_told(repository: Path, text: str, message: str) -> None:
+def test_a_command_that_no_longer_works_is_reported(repository: Path, text: str, message: str) -> None:
     (problem,) = CHECKS[commands.rule_of(text) or ""](repository, text)
     assert message in problem

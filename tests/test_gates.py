@@ -100,7 +100,7 @@ def callers(function: str) -> set[str]:
 
 
 def test_each_manifest_is_sealed_before_it_is_written() -> None:
-    """Saving and reading share `verify`; nothing else writes a manifest or a safetensors file."""
+    """Saving and reading share `verify`; no other code writes a manifest or a safetensors file."""
     saves = {"checkpoint.py save", "sharded/storage.py save"}
     assert callers("commit") == saves
     assert callers("_seal") == {"sharded/storage.py save"}

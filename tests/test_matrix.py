@@ -35,7 +35,7 @@ no_package = true
 [testenv]
 allowlist_externals = *
 interrupt_timeout = 20
-pass_env = MATRIX_MARK, SAMESTEP_MATCHED
+pass_env = MATRIX_MARK, MATRIX_MATCHED
 set_env = PYTHONPATH = {tests}
 commands = {python} -m pytest -q -p conftest --rootdir={{tox_root}} {{tox_root}}/test_{{env_name}}.py {{posargs}}
 
@@ -179,11 +179,11 @@ def collected(command: str, *words: str) -> set[str]:
 def test_words_and_paths_narrow_an_environment() -> None:
     command = sections()["testenv:mnist_elastic-cpu"]
     path = "tests/common/test_training.py"
-    evaluated = {f"{path}::test_only_to_evaluate"}
+    evaluated = {f"{path}::test_evaluate_only_leaves_the_run_as_it_is"}
     assert collected(command, "-k", "only_to_evaluate") == evaluated
     assert collected(command, path) == evaluated | {f"{path}::test_a_run_leaves_what_the_design_says"}
     # Its ranks come and go, so some common tests do not apply, even in the soak.
-    every = {f"{path}::test_evaluations_between_epochs_and_the_best"}
+    every = {f"{path}::test_evaluations_between_epochs_change_no_step_and_the_best_is_kept"}
     assert collected(command, path, "--every-case") == collected(command, path) | every
 
 
@@ -200,7 +200,7 @@ def test_words_and_paths_narrow_an_environment() -> None:
         ("-e core -- -p no:randomly", "run -e core -- -p no:randomly"),
     ],
 )
-def test_the_command_of_tox(run_tox: ModuleType, arguments: str, expected: str) -> None:
+def test_the_words_of_a_call_make_the_command_of_tox(run_tox: ModuleType, arguments: str, expected: str) -> None:
     assert run_tox.Words(arguments.split()).for_tox() == expected.split()
 
 

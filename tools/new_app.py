@@ -4,9 +4,10 @@
     bash scripts/new_app.sh my_app --from cifar_ddp --out ~/my_app    # a project of its own, with core as a wheel
 
 The tool renames the app in files, paths and commands; it keeps a path that leads to something it does not copy. It
-writes READMEs from templates. A test file stays behind if it names another app, `stored` runs of an earlier version, or
-a folder that only the repository has (benchmarks, deploy, docs), because it is about more than this app. In the copy's
-app_spec.py, `skipped_marks` keeps only what depends on the framework, because no other app runs the rest for the copy.
+writes READMEs from templates. A program that measures figures of the app's README stays behind, with its test. A test
+file also stays behind if it names another app, `stored` runs of an earlier version, or a folder that only the
+repository has (benchmarks, deploy, docs). In the copy's app_spec.py, `skipped_marks` keeps only what depends on the
+framework, because no other app runs the rest for the copy.
 
 It runs on the system's Python and needs the standard library only; pip builds the wheel.
 """
@@ -42,6 +43,7 @@ GENERATED_PAGES = {
     "docs/messages.md": "docs/messages.py",
 }
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
+OF_README = {"wrong_ways.py"}  # programs that measure figures of an app's README, which is not copied
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
     *("tools/lock.py", "tools/quick_imports.py", "tools/run_tox.py"),
@@ -74,8 +76,12 @@ class Copy:
         self.name = name
         self.wheel = wheel
         self.test = "test.sh" if wheel else f"test.sh -e {name}-cpu"
-        self.left_behind: list[str] = []  # test files of the origin that are about more than it
-        self.paths = [*files_under(f"apps/{origin}"), f"scripts/run_{origin}.sh", *self._test_files()]
+        self.left_behind: list[str] = []  # files of the origin that are about more than it
+        own = [*files_under(f"apps/{origin}")]
+        measuring = [path for path in own if Path(path).name in OF_README]
+        self.paths = [path for path in own if path not in measuring]
+        self.paths += [f"scripts/run_{origin}.sh", *self._test_files()]
+        self.left_behind += measuring
         self.paths += [path for path in files_under("deploy/slurm") if path.endswith(f"/{origin}.sbatch")]
         if wheel:  # also other scripts of this app
             scripts = [path for path in files_under("scripts") if not path.startswith("scripts/run_")]
@@ -99,7 +105,7 @@ class Copy:
         return any(re.search(name_pattern(other), text) for other in others)
 
     def _is_about_more(self, text: str) -> bool:
-        of_repository = r'"(benchmarks|deploy|docs|stored)"|ROOT / "tools"'
+        of_repository = r'"(benchmarks|deploy|docs|stored)"|ROOT / "tools"|\bimport wrong_ways\b'
         return self.names_another_app(text) or re.search(of_repository, text) is not None
 
     def files(self) -> dict[str, str]:

@@ -17,8 +17,8 @@ def choices(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return for each sample [m] the top and left of its window in the padded image, and whether to flip it.
 
-    (seed, epoch, index) alone decide. A draw from a generator of the rank or worker would change with the number of
-    ranks and workers, and at each resume.
+    The result depends only on (seed, epoch, index). A draw from a generator of the rank or worker would change with the
+    number of ranks and workers, and at each resume.
     """
     bits = sample_bits(seed, epoch, indices)
     positions = np.uint64(2 * PADDING + 1)

@@ -79,7 +79,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return [self.read(index, indices.epoch) for index in indices.tolist()]
 
     def read(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return an image uint8 [3, 32, 32] and its label. (seed, epoch, index) decide crop and flip, in any worker."""
+        """Return an image uint8 [3, 32, 32] and its label. Crop and flip depend only on (seed, epoch, index)."""
         split = self._split
         image = split.images[index].permute(2, 0, 1)
         if split.augment_seed is not None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     FAULT_TOLERANCE,
@@ -30,6 +31,7 @@ from samestep.options import (
     share_gpu_option,
     start_method_option,
     threads_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -49,6 +51,7 @@ class Options(CommonOptions):
     start_method: str | None = start_method_option()
     virtual_ranks: int | None = virtual_ranks_option()
     threads: int | None = threads_option()
+    trace_every: int = trace_every_option()
     share_gpu: bool = share_gpu_option()
     model: str = option(
         "small",
@@ -168,3 +171,6 @@ def check(options: Options) -> None:
     compiler = os.environ.get("CXX", "g++")  # as torch chooses
     if options.compile and not shutil.which(compiler):
         raise ConfigError(f"--compile needs a C++ compiler, but {compiler!r} is missing: install g++, or set CXX")
+
+
+HOOKS: AppHooks[Options] = AppHooks()

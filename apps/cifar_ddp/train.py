@@ -6,7 +6,8 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
 Each part of the step, from the schedule to batch normalization, depends only on the step's number, the sample or the
-global batch. So it is the same at any number of ranks, and after a kill. README.md shows what the usual ways break.
+global batch. The step is therefore the same at any number of ranks, and after a kill. README.md shows how usual code
+changes the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
@@ -32,7 +33,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
-from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction, updates
 from samestep.torch.loaders import stop_workers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,9 +64,9 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget.
+    """Return the learning rate of update ``step`` of ``steps``, a function of the step that needs no saved state.
 
-    A torch scheduler counts its calls instead, and no checkpoint has it unless you put it there.
+    A torch scheduler counts its calls instead, so a checkpoint must contain its state.
     """
     if step < options.warmup_steps:
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
@@ -157,6 +158,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         load=partial(ema.load, model, optimizer, average),
         groups=partial(ema.groups, model, optimizer, average),
         names=names,
+        watch=partial(updates.watch, dict(model.named_parameters())),
     )
     evaluated = "ema" if average else "model"
     run.restore(distributed, parts, evaluated)  # collective: rank 0 reads

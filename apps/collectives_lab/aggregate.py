@@ -74,7 +74,7 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
     schemes["ring"]["sent_bytes"] = [count for count, _ in of_ranks]
     schemes["ring"]["sent_messages"] = [messages for _, messages in of_ranks]
     schemes["ring"]["formula_messages"] = ring_messages(world.world_size)
-    # A network namespace of the job's own has loopback and nothing else.
+    # A network namespace of the job's own has only a loopback interface.
     return {"bytes": x.nbytes, "alone_on_loopback": list(received_bytes()) == ["lo"], "schemes": schemes}
 
 

@@ -44,7 +44,7 @@ REPORT_SECONDS = 10.0  # for one line on a busy machine; torchrun kills a rank 3
 
 @dataclass
 class Session:
-    """Hold what this process does at the moment. It is module state, because a process is one rank."""
+    """The state of this process, which is one rank."""
 
     world: env.World = field(default_factory=lambda: env.World(0, 1))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -152,7 +152,7 @@ def _watch_limits() -> None:
 
 
 def rendezvous(options: Options) -> tuple[env.World, torch.device]:
-    """Join the other ranks, and decide the run dir if nobody has.
+    """Join the other ranks, and choose the run dir if the launch script has not.
 
     Args:
         options: the options of any command that runs on ranks; ``run_dir`` is set.

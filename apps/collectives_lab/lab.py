@@ -39,9 +39,9 @@ def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequen
 
 
 def own_network() -> list[str]:
-    """Return the prefix of a command that gives it a network of its own, with loopback and nothing else.
+    """Return the prefix of a command that gives it a network of its own, with only a loopback interface.
 
-    It is [] if that is impossible here: it takes root, or user namespaces.
+    It is [] if that is impossible here, because it needs root or user namespaces.
     """
     for unshare in (["unshare", "--net"], ["unshare", "--net", "--map-root-user"]):
         words = [*unshare, sys.executable, str(HERE / "loopback.py")]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import Options, Parser, add_share_gpu, bounded_float, bounded_int, seconds
 
 APP = "collectives_lab"
@@ -32,6 +33,7 @@ STRATEGIES = (
 )
 SLOWED = ("all_reduce", "overlap", "local_4", "local_16")  # the strategies that straggler compares by default
 PLACES = ("start", "aggregation", "backward", "once")  # of straggler's sleeps
+USUAL_PLACES = PLACES[:3]
 KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
@@ -185,11 +187,13 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these call no collective by name
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
-    usual = PLACES[:3]
     places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only"
-    add("--where", type=_names(PLACES), default=usual, metavar="A,B", help=f"{places} (default: {','.join(usual)})")
+    places += f" (default: {','.join(USUAL_PLACES)})"
+    add("--where", type=_names(PLACES), default=USUAL_PLACES, metavar="A,B", help=places)
     kinds = f"kinds of sleeps (default: {','.join(KINDS)})"
     add("--kind", type=_names(KINDS), default=KINDS, metavar="A,B", help=kinds)
+    sleeps = "sleeps to compare in place of --delays, --where and --kind, in milliseconds, such as once:1,backward:10"
+    add("--sleeps", type=_sleeps, metavar="PLACE:MS,...", help=sleeps)
     _add_training(parser)
 
 
@@ -231,6 +235,18 @@ def _integers(minimum: int) -> Callable[[str], list[int]]:
     return convert
 
 
+def _sleeps(text: str) -> list[tuple[str, int]]:
+    """Convert the value of --sleeps: places and milliseconds."""
+    milliseconds = bounded_int(1)
+    found = []
+    for each in text.split(","):
+        place, colon, length = each.partition(":")
+        if place not in PLACES or not colon:
+            raise argparse.ArgumentTypeError(f"{each!r} is not PLACE:MS: use one of {', '.join(PLACES)}")
+        found.append((place, milliseconds(length)))
+    return list(dict.fromkeys(found))
+
+
 def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError for several machines, or options that N ranks cannot have; the launch script calls this."""
     check_size(options, ranks)
@@ -256,6 +272,8 @@ def check_size(options: Options, n: int) -> None:
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and check the options. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
+    if options.command == "straggler" and options.sleeps:
+        _check_sleeps(options)
     for name, value in vars(options).items():
         if isinstance(value, QuickDefault):
             setattr(options, name, value.value)
@@ -264,3 +282,13 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.command == "primitives" and options.fault and not options.only:
         raise ConfigError("--fault needs --only: name the primitive, such as --only all_reduce")
     return options
+
+
+def _check_sleeps(options: Options) -> None:
+    """Raise ConfigError if --sleeps comes with an option that it replaces."""
+    has_defaults = isinstance(options.delays, QuickDefault) and options.where == USUAL_PLACES and options.kind == KINDS
+    if not has_defaults:
+        raise ConfigError("--sleeps has places and lengths of its own: omit --delays, --where and --kind")
+
+
+HOOKS: AppHooks[Options] = AppHooks(commands=COMMANDS, check_ranks=check_ranks)

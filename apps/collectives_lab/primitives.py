@@ -60,14 +60,14 @@ FAULT_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def broadcast(x: Tensor, root: int) -> Tensor:
-    """Whole: every rank gets the root's."""
+    """Copy the root's whole tensor to every rank."""
     y = x.contiguous()
     dist.broadcast(y, src=root)
     return in_place(x, y)
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Whole: the root gets the sum of all. The other ranks' result is undefined (gloo leaves partial sums)."""
+    """Sum all ranks' whole tensors on the root. The other ranks' result is undefined (gloo leaves partial sums)."""
     y = x.contiguous()
     dist.reduce(y, dst=root, op=op, group=group)
     result = in_place(x, y)
@@ -77,14 +77,14 @@ def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | N
 
 
 def all_reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Whole: every rank gets the sum of all."""
+    """Sum all ranks' whole tensors on every rank."""
     y = x.contiguous()
     dist.all_reduce(y, op=op, group=group)
     return in_place(x, y)
 
 
 def gather(x: Tensor, root: int) -> Tensor | None:
-    """Part: the root gets every rank's, in rank order."""
+    """Collect all ranks' parts on the root, in rank order."""
     part = x.contiguous()
     if dist.get_rank() != root:
         dist.gather(part, None, dst=root)
@@ -95,14 +95,14 @@ def gather(x: Tensor, root: int) -> Tensor | None:
 
 
 def all_gather(x: Tensor, root: int) -> Tensor:
-    """Part: every rank gets every rank's, in rank order."""
+    """Collect all ranks' parts on every rank, in rank order."""
     whole = x.new_empty(dist.get_world_size(), *x.shape)
     dist.all_gather(list(whole), x.contiguous())
     return whole
 
 
 def scatter(x: Tensor, root: int) -> Tensor:
-    """Whole: rank i gets row i of the root's."""
+    """Send row i of the root's whole tensor to rank i."""
     part = x.new_empty(x.shape[1:])
     if dist.get_rank() == root:
         dist.scatter(part, list(x.contiguous()), src=root)
@@ -112,27 +112,30 @@ def scatter(x: Tensor, root: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Whole: rank i gets the sum of all ranks' rows i."""
+    """Sum row i of all ranks' whole tensors on rank i."""
     part = x.new_empty(x.shape[1:])
     dist.reduce_scatter(part, list(x.contiguous()), op=op, group=group)
     return part
 
 
 def all_to_all(x: Tensor, root: int) -> Tensor:
-    """Whole: a transposition, in which rank i gets every rank's row i, in rank order."""
+    """Transpose: rank i gets row i of every rank's whole tensor, in rank order."""
     whole = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all(list(whole), list(x.contiguous()))
     return whole
 
 
 def barrier(x: Tensor, root: int) -> Tensor:
-    """No rank leaves before every rank has entered; no data is exchanged."""
+    """Wait until every rank has entered; exchange no data."""
     dist.barrier()
     return x
 
 
 def send_recv(x: Tensor, root: int) -> Tensor:
-    """Whole: a ring, in which rank i gets rank i - 1's. Both calls block, so neighbors must not both send first."""
+    """Exchange whole tensors in a ring: rank i gets the tensor of rank i - 1.
+
+    Both calls block. Even ranks send first and odd ranks receive first, because two blocking sends would deadlock.
+    """
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = neighbors()
     if dist.get_rank() % 2 == 0:
@@ -145,7 +148,7 @@ def send_recv(x: Tensor, root: int) -> Tensor:
 
 
 def isend_irecv(x: Tensor, root: int) -> Tensor:
-    """Whole: the same ring. Nothing blocks until the rank waits for the result, so the order does not matter."""
+    """Exchange whole tensors in the same ring. The calls do not block, so their order does not matter."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x.contiguous(), received)
     return received
@@ -162,8 +165,8 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 class Primitive:
     """Hold a collective and its definition, which maps all ranks' inputs, a rank and the root to that rank's result.
 
-    ``bus(p)`` is nccl-tests' factor from algorithm to bus bandwidth among p ranks: with it, a number can be compared
-    with the hardware's whatever p is. The whole tensor's size counts, as it does there. Source: nccl-tests,
+    ``bus(p)`` is nccl-tests' factor from algorithm to bus bandwidth among p ranks. A bus bandwidth can be compared with
+    the hardware's at any p. As in nccl-tests, the size of the whole tensor counts. Source: nccl-tests,
     doc/PERFORMANCE.md, and src/gather.cu, scatter.cu and sendrecv.cu.
     """
 
@@ -368,7 +371,7 @@ def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
 
 OPERATORS = {
     "SUM": Operator(SUM, lambda xs: xs.sum(dim=0)),
-    # The mean of integers may be no integer, and backends may round it in different ways.
+    # The mean of integers may not be an integer, and backends may round it in different ways.
     "AVG": Operator(dist.ReduceOp.AVG, lambda xs: xs.mean(dim=0), dtypes=["float32", "float64"]),
     "PRODUCT": Operator(dist.ReduceOp.PRODUCT, lambda xs: xs.prod(dim=0)),
     "MIN": Operator(dist.ReduceOp.MIN, lambda xs: xs.amin(dim=0)),

@@ -28,10 +28,10 @@ SECTIONS = {  # command: how its section begins
         "collective; inside, it waits until the last rank has entered."
     ),
     "launchers": "One small job, started in every way that PyTorch offers on one machine.",
-    "predict": "What latency and bandwidth, as fitted here, mean elsewhere: formulas, no measurements.",
+    "predict": "Predictions by formulas from the latency and bandwidth fitted here; nothing is measured.",
     "trace": "The times before and after each collective, which each rank wrote.",
 }
-MODULES = {"trace": "waits"}  # the others have their command's name
+MODULES = {"trace": "waits"}  # other modules are named after their command
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }

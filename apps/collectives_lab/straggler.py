@@ -45,7 +45,7 @@ PARTS = ("computed", "slept", "waited", "communicated")  # of a rank's time
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold who sleeps where, and how long: milliseconds each time, or on average if ``kind`` is random."""
+    """A condition: which ranks sleep, where, and for how many milliseconds (on average if ``kind`` is random)."""
 
     strategy: str
     where: str = "aggregation"  # or "once" (in the first block), "start" (once a block), "backward"
@@ -68,8 +68,11 @@ class Condition:
 def conditions(options: Options) -> list[Condition]:
     """Return all delays under the first strategy, and under each strategy one delay in every way that was chosen.
 
-    All delays come before each aggregation and in each backward pass, or in the only place that was chosen.
+    All delays come before each aggregation and in each backward pass, or in the only place that was chosen. With
+    --sleeps, exactly these come under each strategy.
     """
+    if options.sleeps:
+        return _listed(options)
     positive = [delay for delay in options.delays if delay]
     usual = min(positive, key=lambda delay: abs(delay - 10), default=0)
     places = options.where if len(options.where) == 1 else ("aggregation", "backward")
@@ -86,6 +89,15 @@ def conditions(options: Options) -> list[Condition]:
                 made.append(Condition(strategy, "backward", kind="random", who=who, milliseconds=usual))
         found |= dict.fromkeys(each for each in made if is_chosen(each, options))
     return list(found)
+
+
+def _listed(options: Options) -> list[Condition]:
+    """Return the conditions of --sleeps for each strategy, after the one in which nobody sleeps."""
+    listed = []
+    for strategy in options.strategies:
+        listed.append(Condition(strategy))
+        listed += [Condition(strategy, where, milliseconds=milliseconds) for where, milliseconds in options.sleeps]
+    return listed
 
 
 def is_chosen(condition: Condition, options: Options) -> bool:

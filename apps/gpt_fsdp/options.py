@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     MODEL,
@@ -31,6 +32,7 @@ from samestep.options import (
     parse_as,
     share_gpu_option,
     start_method_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -81,6 +83,7 @@ class Options(CommonOptions):
     keep_best: bool | str = keep_best_option("test_loss", "bits_per_byte")
     start_method: str | None = start_method_option()
     virtual_ranks: int | None = virtual_ranks_option(refusal="FSDP reduces gradients in its own order")
+    trace_every: int = trace_every_option()
     share_gpu: bool = share_gpu_option()
     layers: int = option(4, "number of transformer blocks", group=MODEL, type=positive, metavar="L")
     width: int = option(128, "features per byte", group=MODEL, type=bounded_int(2), metavar="W")
@@ -186,3 +189,6 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.schedule != "constant":
         options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
     return options
+
+
+HOOKS: AppHooks[Options] = AppHooks(check_ranks=check_ranks)

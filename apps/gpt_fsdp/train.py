@@ -31,7 +31,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharded.shards import Shards
 from samestep.step_timer import COMPUTE, StepTimer
-from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact, updates
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -55,7 +55,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget."""
+    """Return the learning rate of update ``step`` of ``steps``, a function of the step that needs no saved state."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -149,6 +149,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     parts = Parts(
         load=partial(weights.load, model, optimizer, mesh),
         groups=partial(weights.groups, model, optimizer, mesh),
+        watch=partial(updates.watch, dict(model.named_parameters())),
     )
     run.restore(distributed, parts)  # collective
 

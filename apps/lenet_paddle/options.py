@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import (
     LOGGING,
     TRAINING,
@@ -30,7 +31,6 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-LAUNCHER = {"may_differ": ("gpus",)}
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
@@ -171,7 +171,7 @@ def check_ranks(options: Options, ranks: int) -> None:
 def setup_environment(options: Options) -> dict[str, str]:
     """Raise ConfigError if the options name GPUs. The launch script calls this before it installs the app's lock.
 
-    The lock has the CPU build of Paddle. No variables decide how the environment is made.
+    The lock has the CPU build of Paddle. The returned variables are {}: none changes how the environment is made.
     """
     if options.device == "gpu" and not os.environ.get("PYTHON"):
         option = f"--gpus {options.gpus}" if options.gpus else "--device gpu"
@@ -221,3 +221,8 @@ def visible_gpus() -> list[str] | None:
     if text == "all":
         return None
     return [gpu.strip() for gpu in text.split(",") if gpu.strip()]
+
+
+HOOKS: AppHooks[Options] = AppHooks(
+    may_differ=("gpus",), check_ranks=check_ranks, check_installed=check_installed, setup_environment=setup_environment
+)

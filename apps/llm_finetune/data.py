@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from options import SIZES, TEXT
 from rows import Messages, read_rows
 from samestep import ConfigError, log
+from samestep.data.token_batches import TokenBatches
 from samestep.options import Options
 from samestep.sharding import permute
 from samestep.torch.token_sampler import GlobalTokenBatchSampler
@@ -21,12 +22,14 @@ from torch import Tensor
 
 HELD_OUT = 10  # 1 / HELD_OUT of the samples are the test set
 IGNORED = -100  # the label of a token that is not a target
+COUNTED_STEPS = 100  # of `idle_share`
 
 
 class Tokenizer(Protocol):
     """The functions that this app needs of a model's tokenizer."""
 
     end: str  # ends a completion
+    size: int  # the largest token, plus 1
     special: list[str]  # texts that are tokens of their own
 
     def prompt(self, messages: Messages) -> str:
@@ -43,6 +46,7 @@ class ByteTokenizer:
     """Bytes as tokens, and a token 256 that ends a completion."""
 
     end = "<end>"
+    size = 257  # with the end
 
     def __init__(self) -> None:
         self.special = [self.end]
@@ -77,6 +81,7 @@ class ChatTokenizer:
         self._inner = inner
         self.end = inner.eos_token
         self.special = inner.all_special_tokens
+        self.size = 1 + max(inner.get_vocab().values())
 
     def prompt(self, messages: Messages) -> str:
         if not self._inner.chat_template:
@@ -205,6 +210,20 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
     test_set = Samples([kept[i] for i in order[:count]])
     train_set = Samples([kept[i] for i in np.sort(order[count:])])
     return train_set, test_set
+
+
+def idle_share(batches: TokenBatches) -> float:
+    """Return the share of an epoch's time for which ranks wait, because another has more micro-batches.
+
+    It counts the first steps, and takes all micro-batches as equally long.
+    """
+    busy = 0
+    total = 0
+    for step in range(min(COUNTED_STEPS, batches.steps_per_epoch)):
+        count = batches.num_micro_batches(step)
+        busy += count
+        total += -(-count // batches.world_size) * batches.world_size
+    return 1 - busy / total
 
 
 def make_sampler(options: Options, train_set: Samples, rank: int, world_size: int) -> GlobalTokenBatchSampler:

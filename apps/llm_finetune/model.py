@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +25,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-
-TINY_VOCABULARY = 257  # bytes, and the end
 
 
 class TokenLoss(nn.Module):
@@ -96,31 +95,36 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(options.seed)
     model = load_base(options, dtype)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(tokenizer.encode(tokenizer.end))
-    if largest >= vocabulary:
+    rows = model.get_input_embeddings().num_embeddings
+    if tokenizer.size > rows:
         raise ConfigError(
-            f"--model {options.model}: its end token has number {largest}, and the embedding {vocabulary} rows: use "
+            f"--model {options.model}: its tokenizer has {tokenizer.size} tokens, and the embedding {rows} rows: use "
             "the model's own tokenizer"
         )
     if dtype == torch.float64:
         compute_norms_in_float64(model)
     if not options.lora:
         return cast(nn.Module, model.train())
+    targets = options.lora_targets.split(",")
+    check_targets(model, targets)
     lora = LoraConfig(
         r=options.lora,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules=options.lora_targets.split(","),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    try:
-        adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except ValueError:
-        raise ConfigError(
-            f"--lora-targets {options.lora_targets} names no layer of the model: choose names such as q_proj,v_proj"
-        ) from None
-    return cast(nn.Module, adapted.train())
+    return cast(nn.Module, get_peft_model(model, lora, autocast_adapter_dtype=False).train())
+
+
+def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ConfigError unless each target of LoRA is the name of a linear layer, or its end after a dot."""
+    layers = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(layer.endswith(f".{target}") for layer in layers):
+            raise ConfigError(
+                f"--lora-targets {target} names no linear layer of the model: choose names such as q_proj,v_proj"
+            )
 
 
 def load_base(options: Options, dtype: torch.dtype) -> Any:
@@ -142,7 +146,7 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
 def tiny_model() -> LlamaForCausalLM:
     """Return a Llama with random weights, whose tokens are bytes."""
     config = LlamaConfig(
-        vocab_size=TINY_VOCABULARY,
+        vocab_size=ByteTokenizer.size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,

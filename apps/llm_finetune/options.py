@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     MODEL,
@@ -34,6 +35,7 @@ from samestep.options import (
     share_gpu_option,
     start_method_option,
     threads_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -71,6 +73,7 @@ class Options(CommonOptions):
     start_method: str | None = start_method_option()
     virtual_ranks: int | None = virtual_ranks_option()
     threads: int | None = threads_option()
+    trace_every: int = trace_every_option()
     share_gpu: bool = share_gpu_option()
     model: str = option(
         None,
@@ -270,3 +273,6 @@ def check_installed(options: Options, ranks: int) -> None:
         f"SmolLM2 cannot be had ({reason}): training the tiny model instead, whose weights are random; for a real "
         "model, name a folder by --model"
     )
+
+
+HOOKS: AppHooks[Options] = AppHooks(check_installed=check_installed)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import weights
-from data import Samples, Tokenizer, load, make_sampler
+from data import Samples, Tokenizer, idle_share, load, make_sampler
 from model import TokenLoss, build_model, describe, is_tiny, load_tokenizer, write
 from options import parse
 from peft import PeftModel
@@ -34,7 +34,7 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import shard
-from samestep.torch import DataLoader, distributed, reduction
+from samestep.torch import DataLoader, distributed, reduction, updates
 from samestep.torch.token_sampler import GlobalTokenBatchSampler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -128,7 +128,11 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     tokenizer = load_tokenizer(options)
     model = build_model(options, tokenizer).to(device)
     optimizer = build_optimizer(options, model)
-    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    parts = Parts(
+        load=partial(weights.load, model, optimizer),
+        groups=partial(weights.groups, model, optimizer),
+        watch=partial(updates.watch, weights.trained_parameters(model)),
+    )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
     # The same global batches and micro-batches at any number of ranks.
@@ -199,8 +203,8 @@ def main() -> None:
     batches = train(run, options, device)
     dist.destroy_process_group()
     targets = batches.num_losses_before(batches.steps_per_epoch)
-    tokens = {"train_tokens": batches.num_tokens, "train_targets": targets}
-    run.report("torch", torch.__version__, distributed.backend(device), device.type, **tokens)
+    counts = {"train_tokens": batches.num_tokens, "train_targets": targets, "idle_share": round(idle_share(batches), 3)}
+    run.report("torch", torch.__version__, distributed.backend(device), device.type, **counts)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     LOGGING,
@@ -29,6 +30,7 @@ from samestep.options import (
     share_gpu_option,
     start_method_option,
     threads_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -48,6 +50,7 @@ class Options(CommonOptions):
     start_method: str | None = start_method_option()
     virtual_ranks: int | None = virtual_ranks_option()
     threads: int | None = threads_option()
+    trace_every: int = trace_every_option()
     share_gpu: bool = share_gpu_option()
     model: str = option(
         "net", "network: net with 21,840 parameters, or lenet with 61,610", group=MODEL, choices=("net", "lenet")
@@ -109,3 +112,6 @@ def check_ranks(options: Options, ranks: int) -> None:
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")
     if options.backend == "nccl" and not has_driver:
         raise ConfigError("--backend nccl: this machine has no NVIDIA driver: use --backend gloo")
+
+
+HOOKS: AppHooks[Options] = AppHooks(check_ranks=check_ranks)

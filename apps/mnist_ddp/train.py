@@ -26,7 +26,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
-from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction, weights
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction, updates, weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_ranks import VirtualRanks
@@ -80,7 +80,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    parts = Parts(
+        load=partial(weights.load, model, optimizer),
+        groups=partial(weights.groups, model, optimizer),
+        watch=partial(updates.watch, dict(model.named_parameters())),
+    )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
     # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.

@@ -35,6 +35,7 @@ from authentication import LauncherStore, StrangerFound, group_name, prove_key
 from numpy.typing import NDArray
 from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Groups, Parts, Run
@@ -84,16 +85,17 @@ class MemberWatchdog(Watchdog):
 
 
 class Launcher:
-    """Talk to this job's launcher, which records the run, in JSON and safetensors: pickle is never loaded."""
+    """Exchange messages with this job's launcher, in JSON and safetensors, so that pickle is never loaded."""
 
     def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
         """Connect. Raises ConfigError if the launcher refuses this rank, because its ``metadata`` differs."""
-        host, port, key = os.environ["SAMESTEP_MEMBERS"].split()
+        info = JobInfo.from_environ(os.environ)
+        host, port, key = info.members.split()
         self._place = (host, int(port))
         self.key = bytes.fromhex(key)
         self._connection = self._connect()
         self.rank = rank
-        self.name = os.environ["SAMESTEP_NAME"]
+        self.name = info.name
         self.left_group = ""
         self.stop_signal = 0
         self.void: set[str] = set()  # nonces of requests for a group that no longer hold
@@ -187,7 +189,7 @@ class Launcher:
 
 @dataclass
 class Progress:
-    """How far a rank has come. A member that is behind copies it with the weights.
+    """The progress of a rank. A member that is behind copies it with the weights.
 
     Attributes:
         step: number of updates done.
@@ -220,7 +222,7 @@ class Lighthouse:
         threading.Thread(target=self._send_heartbeats, args=[heartbeats], daemon=True).start()
 
     def _send_heartbeats(self, client: LighthouseClient) -> None:
-        """Tell the lighthouse that this rank lives, unless it hangs: the others must not wait for it then."""
+        """Send heartbeats to the lighthouse, unless this rank hangs, so that the others do not wait for it."""
         limit = give_up_after(self._run.options.timeout)
         while True:
             if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
@@ -331,7 +333,7 @@ class Members:
         self._progress.loss = loss
 
     def after_step(self, step: int) -> None:
-        """Count the update ``step``, and tell the launcher."""
+        """Record that update ``step`` is done, and send its number to the launcher."""
         progress = self._progress
         progress.step = step + 1
         progress.running_loss += progress.loss

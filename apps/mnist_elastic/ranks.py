@@ -34,7 +34,7 @@ class RemoteProcess:
         self.agent.send(kind="kill", rank=self._rank)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once: the agent tells the exit code later."""
+        """Return immediately: the agent reports the exit code later."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Rank:
         return None
 
     def exit_code(self) -> int | None:
-        """Return the exit code that nobody has looked at; None while it runs, or its last messages are not taken."""
+        """Return an exit code that is still to be handled; None while the rank runs or has messages left to read."""
         is_known = self.has_left or self.is_done
         if is_known or self.channel:
             return None
@@ -126,8 +126,11 @@ class Ranks:
         """
         name = f"{next(self._numbers):06d}"  # in the order of their age
         self._names.add(name)
-        values = {"rank": rank, "name": name, "ranks": self._world_size}
-        process: Process = RemoteProcess(agent, **values) if agent else self._starter.start(**values)
+        process: Process
+        if agent:
+            process = RemoteProcess(agent, rank=rank, name=name, ranks=self._world_size)
+        else:
+            process = self._starter.start(rank, name, ranks=self._world_size)
         self._ranks[rank] = Rank(rank, process, name=name, failures=failures)
 
     def free_rank(self) -> int:
@@ -159,7 +162,7 @@ class Ranks:
         return [each for each in self._ranks.values() if self.is_member(each)]
 
     def is_complete(self) -> bool:
-        """Return whether all members have offered their last state. Nobody waits for a rank that only starts."""
+        """Return whether all members have offered their last state. A rank that still starts does not count."""
         return all(each.is_done or each.has_left for each in self.members())
 
     def have_left(self) -> bool:
@@ -188,7 +191,7 @@ class Ranks:
                 each.channel.send(regroup=each.group)
 
     def void(self, each: Rank) -> None:
-        """Tell the ranks that a rank's last request for a group no longer holds."""
+        """Notify the ranks that a rank's last request for a group is no longer valid."""
         if each.state:
             self.send(void=[each.state["nonce"]])
 

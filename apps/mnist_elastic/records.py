@@ -293,7 +293,7 @@ class Offers:
             self._ask_next()
 
     def _is_due(self, members: Sequence[Rank], now: float) -> bool:
-        """Return whether all members have made their offers, or nobody waits for the others'."""
+        """Return whether all members have made their offers, or the wait for them is over."""
         if now - self._offered_at > ANSWER_SECONDS:
             return True
         if any(self._is_single(offer.values) for offer in self._offers):

@@ -111,9 +111,9 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return ``optimizer`` itself, or with --gradients optimizer Horovod's, with its state.
+    """Return ``optimizer``, or with --gradients optimizer a Horovod optimizer with the same state.
 
-    Horovod's starts to sum a gradient when `backward` has computed it, and waits for the sums in `step`.
+    Horovod's optimizer starts to sum a gradient when `backward` has computed it, and waits for the sums in `step`.
     """
     if options.gradients == "group":
         return optimizer

@@ -1,4 +1,4 @@
-"""Tell Lightning the rank and world size that samestep read from the environment."""
+"""Give Lightning the rank and world size that samestep read from the environment."""
 
 from __future__ import annotations
 

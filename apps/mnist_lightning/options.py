@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from samestep.hooks import AppHooks
 from samestep.options import (
     LOGGING,
     MODEL,
@@ -24,6 +25,7 @@ from samestep.options import (
     share_gpu_option,
     start_method_option,
     threads_option,
+    trace_every_option,
     virtual_ranks_option,
 )
 
@@ -43,6 +45,7 @@ class Options(CommonOptions):
     start_method: str | None = start_method_option()
     virtual_ranks: int | None = virtual_ranks_option()
     threads: int | None = threads_option()
+    trace_every: int = trace_every_option()
     share_gpu: bool = share_gpu_option()
     model: str = option(
         "net", "network: net with 21,840 parameters, or lenet with 61,610", group=MODEL, choices=("net", "lenet")
@@ -76,3 +79,6 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     return options
+
+
+HOOKS: AppHooks[Options] = AppHooks()

@@ -6,8 +6,8 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds some of its own. It has barriers as fit begins. At each epoch it has a barrier
-and a sum of the lengths for either loader. At each step, rank 0 would announce a SIGTERM in a broadcast.
+callback.py. Lightning's Trainer adds collectives of its own: barriers when fit begins, and in each epoch a barrier and
+a sum of lengths for each loader. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
-from samestep.torch import EvalSampler, GlobalBatchSampler, distributed, exact, reduction, weights
+from samestep.torch import EvalSampler, GlobalBatchSampler, distributed, exact, reduction, updates, weights
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
     elif options.logger == "tensorboard":
         loggers = [TensorBoardLogger(folder, name="lightning")]
     ranks = run.world.local_world_size
-    if not ranks:  # the launcher does not say
+    if not ranks:  # the launcher does not set it
         ranks = (run.world.local_rank or 0) + 1
     devices = ranks
     shared: list[torch.device] | None = None  # the Trainer takes a GPU for each rank
@@ -166,7 +166,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     world_size = run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    parts = Parts(
+        load=partial(weights.load, model, optimizer),
+        groups=partial(weights.groups, model, optimizer),
+        watch=partial(updates.watch, dict(model.named_parameters())),
+    )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
     # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.

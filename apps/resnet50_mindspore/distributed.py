@@ -130,9 +130,9 @@ def _wait_for_workers(scheduler: int) -> bool:
 def _set_timeouts(options: Options) -> None:
     """Let the watchdog, which names the rank that the others wait for, act before MindSpore and HCCL do.
 
-    MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends it when a rank has waited 600 s for another
-    to connect, which happens after its first graph is compiled (MindSpore sets this limit at its import; HCCL accepts
-    120 to 7,200), or 1,836 s in a collective
+    MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends a job when a rank has waited 600 s for
+    another to connect, or 1,836 s in a collective. Ranks connect after their first graph is compiled. MindSpore sets
+    the first limit at its import, and HCCL accepts 120 to 7,200 s
     (https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000074.html).
     """
     longest = int(max(options.timeout, options.first_step_timeout or 0.0)) + 60

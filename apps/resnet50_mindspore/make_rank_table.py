@@ -1,4 +1,4 @@
-"""Write, merge and check HCCL rank tables: the file that tells a job on Ascend which devices it runs on.
+"""Write, merge and check HCCL rank tables, the files that list the devices of a job on Ascend.
 
     python apps/resnet50_mindspore/make_rank_table.py make --server 10.0.0.1 --devices "[0,8)" --out rank_table.json
     python apps/resnet50_mindspore/make_rank_table.py merge server1.json server2.json --out rank_table.json

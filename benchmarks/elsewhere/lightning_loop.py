@@ -67,7 +67,7 @@ def main() -> None:
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=1.0,
         default_root_dir=options.out,
-        # Nobody looks at these here.
+        # The comparison does not use these.
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -26,12 +26,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of mnist_ddp's loops, one rank on cuda"
     )
-    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes samples a second")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes samples per second")
     return parser.parse_args()
 
 
 class Clock:
-    """Counts steps; after the last one that is timed, rank 0 writes the samples a second."""
+    """Counts steps; after the last one that is timed, rank 0 writes the samples per second."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
         self.options = options
@@ -67,7 +67,7 @@ def _synchronize() -> None:
     torch.cuda.synchronize()
 
 
-@functools.cache  # what the library defined lasts as long as it does
+@functools.cache  # the operators stay defined as long as the library is loaded
 def torchvision_that_imports() -> object:
     """Import torchvision, also one that is built for a CUDA torch, beside a CPU one: its operators are not registered.
 

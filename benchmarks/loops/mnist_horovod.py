@@ -40,10 +40,10 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged.
+    """Train the app's own model by its own step, on batches that were made before, without sampling or logs.
 
-    "fused-limit" has hvd.DistributedOptimizer in place of the group: Horovod reduces together what gradients are ready
-    at one moment (tensor fusion), while the others are computed.
+    "fused-limit" has hvd.DistributedOptimizer in place of the group: Horovod reduces together the gradients that are
+    ready at one moment (tensor fusion), while the others are computed.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]

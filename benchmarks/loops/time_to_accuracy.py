@@ -1,7 +1,7 @@
-"""PyTorch DDP on Fashion-MNIST until an accuracy: the textbook loop, and the app's step with a setting taken away.
+"""Train on Fashion-MNIST by PyTorch DDP until an accuracy: a baseline loop, or the app's step without one setting.
 
-Started by torchrun, for time_to_accuracy.py. The textbook loop is what tutorials have: torchvision's data set with
-transforms of one sample at a time, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
+torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
+dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def fetch(file: File, given: Path | None = None) -> str:
     """The text of a file, from ``given``/<owner>/<name>/<path>, else the cache, else GitHub, and then into the cache.
 
     Raises:
-        SourceError: it is nowhere, or not the one whose SHA-256 is known.
+        SourceError: the file cannot be found, or has another SHA-256.
     """
     kept = _of_package(file) if file.package else cache() / file.sha256
     where = given / file.repository / file.path if given and not file.package else kept

@@ -189,7 +189,7 @@ def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] 
         state: the recorded state.
         lost: files of it that are empty.
     """
-    work = runner.recording.work  # the same folder, as its files may have its path
+    work = runner.recording.work  # the same folder, because its files may contain its path
     shutil.rmtree(work)
     states.restore(state.entries, work, lost)
     return resumed(runner, runner.first_step(work))

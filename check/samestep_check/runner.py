@@ -25,7 +25,7 @@ from samestep_check.script import Script
 from samestep_check.source import Source, can_mount
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfTime, Verdict
 
-PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
+PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 s for ranks after TERM
 HANGS = 5  # a restart that takes so many times as long as the whole undisturbed run has no first step
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
@@ -81,7 +81,7 @@ class Faulted:
 
 
 class Recording(NamedTuple):
-    """The calls of a run below its folder, and the states of one of its saves."""
+    """The recorded file system calls of a run, one of its saves, and the states that this save leaves."""
 
     calls: list[states.Recorded]
     states: list[states.State]

@@ -10,15 +10,15 @@ class Verdict(Exception):
 
 
 class Failed(Verdict):
-    """The script does not survive the fault, or does what nobody wants."""
+    """The script does not survive the fault, or behaves wrongly after it."""
 
 
 class CannotTell(Verdict):
-    """The runs of the script do not decide it."""
+    """The runs of the script do not show whether it passes."""
 
 
 class OutOfTime(CannotTell):
-    """The time of the row does not suffice."""
+    """The row needs more time than its limit."""
 
     def __init__(self) -> None:
         super().__init__("the time of the row is over: raise --row-limit")

@@ -1,4 +1,4 @@
-"""Record what decides how a run's numbers round, and describe how it changed before a resume."""
+"""Record the versions and settings that affect rounding, and describe how they changed before a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # metadata that may change, or
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The settings of a process that decide how its sums round. A checkpoint holds them.
+    """The settings of a process that affect the rounding of its sums. A checkpoint holds them.
 
     Attributes:
         threads: the value of OMP_NUM_THREADS; None if it is not set.

@@ -16,9 +16,11 @@ from typing import Any
 
 from samestep import checkpoint, log, untrusted
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options, as_json
 from samestep.root import Root
 from samestep.step_losses import StepLosses
+from samestep.trace import TraceFile
 
 
 class Metrics:
@@ -29,6 +31,7 @@ class Metrics:
 
     Attributes:
         losses: the file ``log/losses.bin``, which has the steps between two lines too.
+        trace: the file ``log/trace.jsonl``.
     """
 
     def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
@@ -44,7 +47,9 @@ class Metrics:
             checkpoint.write_atomic(self._path, b"\n".join(lines) + b"\n")
             file = Root(run_dir).open(self._path.name, os.O_WRONLY | os.O_APPEND)
             self._file = os.fdopen(file, "a", buffering=1)
-            self.losses = StepLosses(run_dir, resumed_from if lines else None)
+            kept_until = resumed_from if lines else None
+            self.losses = StepLosses(run_dir, kept_until)
+            self.trace = TraceFile(run_dir, kept_until)
             is_durable = Root(run_dir).sync()
         if not is_durable:
             risk = "a crash of the machine can lose the newest checkpoints"
@@ -75,6 +80,7 @@ class Metrics:
         """Make the lines survive a crash of the machine. A checkpoint relies on them: its thread calls this before."""
         os.fsync(self._file.fileno())
         self.losses.sync()
+        self.trace.sync()
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
         world: place of this process.
         values: the app's part of the result.
     """
-    restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
+    restarts = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)
     fields = {
         "app": app,
         "launcher": world.launcher,

@@ -19,6 +19,7 @@ from samestep.options import Options
 
 if TYPE_CHECKING:
     from samestep.metrics import Metrics
+    from samestep.trace import Trace
 
 Groups = Mapping[str, Arrays]  # the arrays of a checkpoint, by the name of their part
 
@@ -44,12 +45,14 @@ class Parts:
         groups: returns the `Groups`; with Shards, `ShardGroups`.
         names: the names of the groups; one is "model". A checkpoint without one of them counts as corrupt.
         evaluated: the group that is evaluated, and that --keep-best keeps; `Run.restore` sets it.
+        watch: lets a `samestep.trace.Trace` see each update of an optimizer, for --trace-every.
     """
 
     load: Callable[[Any], None]
     groups: Callable[[], Any]
     names: Sequence[str] = ("model", "optimizer")
     evaluated: str = "model"
+    watch: Callable[[Trace], None] | None = None
 
 
 class StoredRun(Protocol):

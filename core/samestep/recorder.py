@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from samestep import log
 from samestep.env import World
@@ -11,27 +13,41 @@ from samestep.options import Options
 
 if TYPE_CHECKING:
     from samestep.metrics import Metrics
+    from samestep.trace import Trace
 
 
 class Recorder:
-    """Write records on rank 0. On other ranks, and with --evaluate-only, only the result is kept.
+    """Write records on rank 0. On other ranks, and with --evaluate-only, only the result and the trace are kept.
 
     Attributes:
         metrics: the file metrics.jsonl, or None.
         stragglers: the stragglers since the last line, which the next line reports.
         result: the fields of the result, once the run is finished.
+        trace: takes digests of weights and gradients; None without --trace-every.
     """
 
-    def __init__(self, last_step: int, first_step: int, metrics: Metrics | None = None) -> None:
-        """Show a progress bar from ``first_step`` to ``last_step``, and append lines to ``metrics``."""
+    def __init__(
+        self, last_step: int, first_step: int, metrics: Metrics | None = None, trace: Trace | None = None
+    ) -> None:
+        """Show a progress bar from ``first_step`` to ``last_step``.
+
+        Args:
+            last_step: number of updates of the whole run.
+            first_step: number of updates done.
+            metrics: gets the lines and losses.
+            trace: its records go to the file of ``metrics``.
+        """
         self.metrics = metrics
         self.stragglers: list[dict[str, Any]] = []
         self.result: dict[str, Any] = {}
+        self.trace = trace
         self._bar = log.progress(last_step, first_step)
 
-    def show_progress(self, updates: int) -> None:
-        """Move the progress bar by ``updates``."""
+    def count(self, done: int, updates: int) -> None:
+        """Move the progress bar and the trace by ``updates``, after which ``done`` are done."""
         self._bar.update(updates)
+        if self.trace is not None:
+            self.trace.count_step(done)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl. Raises NonRetryableError if the disk is full."""
@@ -47,6 +63,18 @@ class Recorder:
         if self.metrics is not None:
             self.metrics.losses.write(records)
 
+    def write_trace(self, all_gather: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+        """Append the trace since the last sync to log/trace.jsonl. Collective if the model is sharded.
+
+        Args:
+            all_gather: as `samestep.parts.Collectives.all_gather`.
+        """
+        if self.trace is None:
+            return
+        records = self.trace.take(all_gather)  # collective
+        if self.metrics is not None:
+            self.metrics.trace.write(records)
+
     def close(self) -> None:
         """Remove the progress bar."""
         self._bar.close()
@@ -55,7 +83,7 @@ class Recorder:
 def open_metrics(
     app: str, options: Options, world: World, metadata: Mapping[str, Any], resumed_from: int | None
 ) -> Metrics:
-    """Open metrics.jsonl and log/losses.bin on rank 0, and cut them back to ``resumed_from`` updates.
+    """Open metrics.jsonl, log/losses.bin and log/trace.jsonl on rank 0, cut back to ``resumed_from`` updates.
 
     Args:
         app: name of the app.

@@ -15,6 +15,8 @@ from samestep.parts import Groups, StoredRun
 class Replicas:
     """The `samestep.run.Storage` of replicas, which must agree to the bit."""
 
+    is_sharded = False
+
     def restore(self, run: StoredRun) -> dict[str, Any]:
         """Resolve the run on rank 0; load the same bytes on all ranks. Raises as `Run.restore`."""
         message: dict[str, Any] = {}

@@ -74,8 +74,8 @@ class Root:
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
         """Open or make a file to write, and return its descriptor; ``flags`` must not truncate.
 
-        Raises OSError for anything but a regular file, and for a file with another name (a hard link), which may lie
-        outside of the root.
+        Raises OSError unless the file is a regular file with one name: another name (a hard link) may lie outside of
+        the root.
 
         Args:
             name: path below the root.

@@ -7,8 +7,8 @@ The rule: `Run` sees numbers, JSON and numpy arrays. It calls the functions of t
 `Collectives`; it hands batches on unseen. It raises, and never ends the process.
 
 `Run` only sets the order of calls. Its parts work alone too: `samestep.cadence`, `samestep.step_sync`,
-`samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`, and
-`samestep.replicas` or `samestep.sharded.shards`.
+`samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`,
+`samestep.trace`, and `samestep.replicas` or `samestep.sharded.shards`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from samestep import ConfigError, NonRetryableError, events, log, manifest, stop
 from samestep.arithmetic import Arithmetic
 from samestep.cadence import Cadence, StepActions
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.loss_guard import LossGuard
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
@@ -35,6 +36,7 @@ from samestep.replicas import Replicas
 from samestep.sharding import GlobalBatches
 from samestep.step_sync import StepSync
 from samestep.step_timer import INPUT, StepTimer
+from samestep.trace import Trace
 from samestep.untrusted import shown
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ Batch = TypeVar("Batch")
 
 class Storage(Protocol):
     """The way in which arrays are kept: `Replicas`, or `samestep.sharded.shards.Shards`."""
+
+    is_sharded: bool  # no rank holds the whole arrays
 
     def restore(self, run: Run) -> dict[str, Any]:
         """Load what rank 0 finds into the parts, on all ranks; return rank 0's message about it. Collective."""
@@ -138,7 +142,7 @@ class Run:
         self.step_sync = StepSync(stop_request, StepTimer(), grace=options.grace)
         self.monitor.start(world, options)
         stop_request.install()  # before the heartbeat by which the launch script finds the ranks
-        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
+        if JobInfo.from_environ(os.environ).launcher and options.run_dir:  # the launch script holds the run dir's lock
             self._open_logs()
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
@@ -297,7 +301,21 @@ class Run:
         self.step_sync.start(self.first_step)
         self.stop_request.install()
         self.stop_request.in_training = True
-        self.recorder = Recorder(last_step, self.first_step, metrics=metrics)
+        self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=self._start_trace())
+
+    def _start_trace(self) -> Trace | None:
+        """Let the app's optimizer report to a trace, on the ranks whose digests count. Raises ConfigError."""
+        options = self.options
+        if not options.trace_every or options.evaluate_only:
+            return None
+        if self.parts.watch is None:
+            raise ConfigError("--trace-every needs `watch` in the program's Parts: add it, or leave the option out")
+        is_sharded = self.storage.is_sharded
+        if self.world.rank != 0 and not is_sharded:
+            return None
+        trace = Trace(options.trace_every, self.first_step, rank=self.world.rank, is_sharded=is_sharded)
+        self.parts.watch(trace)
+        return trace
 
     def _describe_start(self, model: str, device: str, test_examples: int) -> str:
         """Return the first line of the log."""
@@ -360,7 +378,7 @@ class Run:
     def count_step(self, step: int) -> None:
         """Count the update ``step``, from 0, and send a heartbeat."""
         done = step + 1
-        self.recorder.show_progress(done - self.step)
+        self.recorder.count(done, done - self.step)
         self.progress.step = done
         self.monitor.beat(done)
 
@@ -387,6 +405,7 @@ class Run:
         )
         self.recorder.stragglers += self.monitor.update(self.step, totals.phase_seconds)
         self.recorder.write_losses(self.progress.step_losses(totals))
+        self.recorder.write_trace(self.collectives.all_gather)  # collective if the model is sharded
         actions = self.actions(self.step - 1)
         if totals.stop_signal:
             return actions._replace(log=True, save=True)
@@ -432,12 +451,15 @@ class Run:
         Training continues while a thread writes the checkpoint. The next save reports a failure of this thread.
 
         Raises:
-            RetryableError: an array's bits differ between ranks; nothing is saved.
+            RetryableError: an array's bits differ between ranks, or a shard's from those after its update; nothing is
+                saved.
             NonRetryableError: weights are NaN or infinite, or the checkpoint before could not be written.
             Stopped: a rank received a stop signal.
         """
         groups = self.parts.groups()
         self.guard.check_weights(groups[self.evaluated], self.step)
+        if self.recorder.trace is not None:
+            self.recorder.trace.check()
         self.storage.save(self, groups)  # collective
         self._stop_if_requested()
 
@@ -532,10 +554,13 @@ def check_result_fields(app: str, options: Options) -> None:
 
 def check_launch(world: World) -> None:
     """Raise ConfigError if more or fewer ranks or machines joined than the launch script was asked for."""
-    for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
-        requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
-        if count is not None and requested != str(count):
-            problem = f"the launch script was asked for {shown(requested)} {things}, but {count} joined"
+    info = JobInfo.from_environ(os.environ)
+    for things, requested, count in (
+        ("ranks", info.ranks, world.world_size),
+        ("machines", info.machines, world.node_count),
+    ):
+        if requested is not None and count is not None and requested != count:
+            problem = f"the launch script was asked for {requested} {things}, but {count} joined"
             raise ConfigError(f"{problem} (launcher: {world.launcher}): make N and the options agree")
 
 

@@ -53,7 +53,7 @@ class StepLosses:
 
 
 def read(run_dir: Path) -> NDArray[np.void]:
-    """Return the records of a run, [m] of RECORD, as they stand in the file; none if it is missing.
+    """Return the records of a run, [m] of RECORD, in the order of the file; none if it is missing.
 
     A record that a crash cut off is left out. Raises OSError if the file cannot be read.
     """

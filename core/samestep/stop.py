@@ -23,7 +23,7 @@ REPEAT_SECONDS = 1.0  # launchers repeat a signal, and a terminal sends it to a 
 
 
 class Stopped(BaseException):
-    """End the job as requested. Not an Exception, because no ``except`` clause of a program is meant for it."""
+    """End the job as requested. It is not an Exception, so that a program's ``except`` clauses do not catch it."""
 
     def __init__(self, number: int, text: str, is_final: bool = True) -> None:
         """``is_final``: the launch script exits with this signal's code.

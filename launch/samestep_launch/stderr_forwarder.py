@@ -18,7 +18,10 @@ from samestep import failures
 MAX_CHUNK = 2**16  # bytes of one read
 MAX_SHOWN = 2**13  # bytes of one line that the console shows
 PAUSE_SECONDS = 0.2  # without output, after which the console shows a line that has not ended, such as a progress bar
-LOST_CONNECTION = re.compile(rb"error: rank \d+: .*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE)
+# A rank's error about a lost connection, in a framework's words (an exception's class comes first) or in an app's.
+LOST_CONNECTION = re.compile(
+    rb"error: rank \d+: (?P<exception>\w+: )?.*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE
+)
 # How launchers report a rank that has ended: torchrun, horovodrun, and Open MPI in one line or two.
 ENDED_RANK = re.compile(rb"\s*rank +: (\d+) \(local_rank|Process name: (\d+)$|.*process rank (\d+) with PID")
 ENDED_BY = re.compile(
@@ -31,8 +34,11 @@ class StderrForwarder:
     """Reads a pipe to its end.
 
     The log gets all bytes at once. The console gets one-line messages once each, and other lines only while ``shows``
-    returns True. A carriage return ends a line too, and a long line is cut. Once a rank has reported an error, other
-    ranks' errors about a lost connection stay in the log.
+    returns True. A carriage return ends a line too, and a long line is cut.
+
+    A rank that is killed makes the others lose their connections. Once a rank has reported an error, other ranks'
+    errors about a lost connection stay in the log. A framework's own words for it wait for the end of the launcher, and
+    are shown if neither another error nor the launcher has named the cause.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class StderrForwarder:
         self._shown_bytes = 0  # of the line
         self._messages: set[bytes] = set()
         self._has_error = False
+        self._lost_connection = b""  # the first such error, in a framework's words
 
     def run(self) -> None:
         """Forward until the last writer has closed the pipe."""
@@ -70,6 +77,8 @@ class StderrForwarder:
                     self._show_unfinished_line()
             if self._line:
                 self._end_line("\n")
+        if self._lost_connection and not self._has_error and not self.ends.describe():
+            self._show_message(self._lost_connection, "\n")
         os.close(self._source)
 
     def _has_more(self) -> bool:
@@ -98,7 +107,7 @@ class StderrForwarder:
             line = line[match.end() :]
         self.ends.read(line)
         if _is_message(line):
-            self._show_message(line, terminator)
+            self._take_message(line, terminator)
         elif self._is_cut:
             self._show_rest(line, f" [...]{terminator}")
         else:
@@ -107,10 +116,19 @@ class StderrForwarder:
         self._is_cut = False
         self._shown_bytes = 0
 
+    def _take_message(self, line: bytes, terminator: str) -> None:
+        """Show a message, unless it is an error about a lost connection that has, or may get, another cause."""
+        lost = LOST_CONNECTION.match(line)
+        if lost is None:
+            self._show_message(line, terminator)
+        elif lost["exception"]:
+            self._lost_connection = self._lost_connection or line
+        elif not self._has_error:
+            self._show_message(line, terminator)
+
     def _show_message(self, line: bytes, terminator: str) -> None:
-        """Show a message once; after an error, no other rank's error about a lost connection."""
-        follows_error = self._has_error and LOST_CONNECTION.match(line)
-        if line not in self._messages and not follows_error:
+        """Show a message once."""
+        if line not in self._messages:
             self._messages.add(line)
             self._show(line.decode(errors="replace").rstrip(), terminator)
         if line.startswith(b"error: "):

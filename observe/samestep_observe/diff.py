@@ -3,8 +3,9 @@
     samestep diff RUN_A RUN_B
 
 It prints the settings and versions that differ, then the data, then the first
-step whose loss has other bits. Then it runs that step of both runs again, from
-the newest checkpoint before the step. If a run departs from its own replay, an
+step whose loss has other bits. If both runs have --trace-every, it also prints
+the first step and tensor with other bits. Then it runs the first step with
+another loss of both runs again, from the newest checkpoint before the step. If a run departs from its own replay, an
 event in its process caused the difference, such as a flipped bit. If neither
 does, the runs had different inputs, and the command names the samples that
 differ. It never writes into the run dirs.
@@ -22,6 +23,7 @@ from samestep import ConfigError, checkpoint
 from samestep.options import Options
 from samestep.untrusted import printable, shown
 
+from samestep_observe import diff_page, traces
 from samestep_observe.command import new_parser, run_command
 from samestep_observe.recorded import Comparison, RecordedRun, compare, differences, distance
 from samestep_observe.replay import add_program, announce, check_length, check_program
@@ -44,6 +46,7 @@ NOT_COMPARED = {
     "start_method",
     "straggler",
     "timeout",
+    "trace_every",
     "track",
 }
 NAMES = ("A", "B")
@@ -71,6 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     add("one", metavar="RUN_A", type=Path, help="a run dir, which may be read-only")
     add("other", metavar="RUN_B", type=Path, help="another one")
     add("--no-replay", action="store_true", help="compare the files alone")
+    add("--html", type=Path, metavar="FILE", help="also draw the losses of both, with the step at which they part")
     add_program(parser)
     return run_command(parser, arguments, _run)
 
@@ -79,20 +83,48 @@ def _run(options: Options) -> int:
     check_program(options.program)
     one = RecordedRun(options.one)
     other = RecordedRun(options.other)
-    for line in describe_inputs(one, other):
-        print(printable(line))
     comparison = compare(one.losses, other.losses)
-    if comparison.count == 0:
-        print("cannot tell: the runs have no step in common")
-        return 2
-    for line in describe_losses(one, other, comparison):
+    lines = []
+    for line in describe(options, one, other, comparison):
         print(printable(line), flush=True)
-    if comparison.first is None:
-        return _compare_checkpoints(one, other, comparison)
-    if not options.no_replay:
-        for line in describe_cause(options, comparison.first):
-            print(printable(line), flush=True)
-    return 1
+        lines.append(line)
+    if options.html:
+        diff_page.write(options.html, (one, other), lines=lines, first=first_step(one, other))
+    if comparison.count == 0:
+        return 2
+    return 1 if first_step(one, other) is not None or lines[-1].startswith("different: ") else 0
+
+
+def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
+    """Yield all lines about two runs; the last one begins with "different: " if only their checkpoints differ.
+
+    Args:
+        options: options of the command.
+        one: run A.
+        other: run B.
+        comparison: of their losses.
+    """
+    yield from describe_inputs(one, other)
+    if comparison.count == 0:
+        yield "cannot tell: the runs have no step in common"
+        return
+    yield from describe_losses(one, other, comparison)
+    trace = traces.describe(one.trace, other.trace)
+    if trace:
+        yield trace
+    if comparison.first is not None:
+        if not options.no_replay:
+            yield from describe_cause(options, comparison.first)
+    elif traces.first_difference(one.trace, other.trace) is None:
+        yield compare_checkpoints(one, other, comparison)
+
+
+def first_step(one: RecordedRun, other: RecordedRun) -> int | None:
+    """Return the first step at which losses or traces of two runs differ; None if there is none."""
+    first = compare(one.losses, other.losses).first
+    parting = traces.first_difference(one.trace, other.trace)
+    steps = [step for step in (first, parting and parting.step) if step is not None]
+    return min(steps, default=None)
 
 
 def describe_inputs(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
@@ -133,17 +165,21 @@ def describe_losses(one: RecordedRun, other: RecordedRun, comparison: Comparison
     yield f"losses: different from step {first} on: {one.losses[first]!r}, {other.losses[first]!r} ({apart} apart)"
 
 
-def _compare_checkpoints(one: RecordedRun, other: RecordedRun, comparison: Comparison) -> int:
-    """Compare the checkpoints of runs with equal losses, and return the exit code."""
+def compare_checkpoints(one: RecordedRun, other: RecordedRun, comparison: Comparison) -> str:
+    """Compare the checkpoints of runs with equal losses, and return the last line.
+
+    Args:
+        one: run A.
+        other: run B.
+        comparison: of their losses.
+    """
     common = common_checkpoints(one, other)
     for step in common:
         folders = [checkpoint.folder_of(run.folder, step) for run in (one, other)]
         problem = next(unlike_tensors(*folders), "")
         if problem:
-            print(printable(f"different: {problem}, after equal losses"))
-            return 1
-    print(f"identical: the losses of {count_of(comparison.count, 'step')} and {count_of(len(common), 'checkpoint')}")
-    return 0
+            return f"different: {problem}, after equal losses"
+    return f"identical: the losses of {count_of(comparison.count, 'step')} and {count_of(len(common), 'checkpoint')}"
 
 
 def common_checkpoints(one: RecordedRun, other: RecordedRun) -> list[int]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep import ConfigError, step_losses, untrusted
+from samestep import ConfigError, step_losses, trace, untrusted
 from samestep.untrusted import shown
 
 from samestep_observe import run_reader
@@ -115,6 +115,11 @@ class RecordedRun:
     def checkpoints(self) -> list[SavedCheckpoint]:
         """The good checkpoints by their manifests, oldest first."""
         return [each for each in run_reader.checkpoints(self.folder) if each.is_good]
+
+    @cached_property
+    def trace(self) -> Mapping[int, Mapping[str, Mapping[str, str]]]:
+        """The digests of --trace-every by step, as `samestep.trace.read` returns them."""
+        return trace.read(self.folder)
 
     @property
     def command(self) -> Command:

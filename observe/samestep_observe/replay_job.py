@@ -29,7 +29,7 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 
 INSIDE = Path(__file__).with_name("inside")
 # A replay cannot make their steps: they are not functions of (seed, step, weights) alone, or made without a Run.
-NOT_REPLAYED = ("collectives_lab", "llm_finetune", "mnist_elastic", "resnet50_mindspore")
+NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
 MOST_SHARDS = 10_000  # ranks of a recorded run whose samples are listed
 STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
@@ -258,7 +258,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
     """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     path = [str(INSIDE), *map(os.path.abspath, given)]  # the job has another working directory
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_REPLAY": json.dumps(config)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_INSIDE": json.dumps(config)}
     environ.pop("OMP_NUM_THREADS", None)
     if command.threads:
         environ["OMP_NUM_THREADS"] = command.threads

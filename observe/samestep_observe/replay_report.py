@@ -93,7 +93,7 @@ def describe_step(replayed: Replayed, step: int) -> Iterator[str]:
 
 
 def describe_loss(replayed: float | None, recorded: float | None) -> str:
-    """Return a line about a loss and the recorded one."""
+    """Return a line that compares a replayed loss with the recorded one."""
     if replayed is None:
         return "loss: the replay did not log it"
     if recorded is None:

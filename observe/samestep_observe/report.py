@@ -63,13 +63,20 @@ def _run(options: Options) -> None:
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib, which is not installed here: python -m pip install matplotlib")
     page = build([run_reader.read(run_dir) for run_dir in options.run_dirs])
-    _write(options.output, report_page.html_of(page).encode(), "-o")
+    write_file(options.output, report_page.html_of(page).encode(), "-o")
     if options.png:
-        _write(options.png, _draw(page), "--png")
+        write_file(options.png, _draw(page), "--png")
     print(f"{shown(options.output, limit=500)}: {count_of(len(page.names), 'run')}")
 
 
-def _write(path: Path, content: bytes, option: str) -> None:
+def write_file(path: Path, content: bytes, option: str) -> None:
+    """Write a file atomically. Raises ConfigError that names the file and its ``option``.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        option: the option that names it.
+    """
     try:
         checkpoint.write_atomic(path, content)
     except OSError as error:

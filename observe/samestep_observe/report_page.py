@@ -56,13 +56,17 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A plot over steps, with the ``label`` of its vertical axis; if ``log``, all values are above 0."""
+    """A plot over steps, with the ``label`` of its vertical axis; if ``log``, all values are above 0.
+
+    At the step ``mark``, the runs part.
+    """
 
     title: str
     label: str
     lines: list[Line]
     note: str = ""
     log: bool = False
+    mark: int | None = None
 
     def limits(self) -> tuple[float, float]:
         """Return the least and the greatest value."""
@@ -316,10 +320,19 @@ def _panel(page: Page, panel: Panel, index: int, last: int) -> Iterable[str]:
     for line in panel.lines:
         yield _curve(line, scale, width(line.run, len(page.names)))
     yield "</svg>"
+    if panel.mark is not None:
+        yield from _mark(panel.mark, scale.x(panel.mark))
     yield f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}" hidden/></svg>'
     yield f'<output id="o{index}" aria-live="polite"></output>'
     note = _sentences(_summary(panel, last), panel.note)
     yield f'<p class="note" id="n{index}">{text(note)}</p></figure>'
+
+
+def _mark(step: int, share: float) -> Iterable[str]:
+    """Yield a line at the step where runs part, at a share of the width, and its label."""
+    at = 100 * share
+    yield f'<line class="parting" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{HEIGHT}"/>'
+    yield f'<text class="parting" x="{at:.2f}%" y="10" text-anchor="{_anchor(at)}">part at step {step:,}</text>'
 
 
 def _sentences(*texts: str) -> str:

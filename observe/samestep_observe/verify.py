@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep import ConfigError, checkpoint
+from samestep import ConfigError, checkpoint, trace
 from samestep.checkpoint import CorruptCheckpoint
 from samestep.options import Options, bounded_int
 from samestep.untrusted import printable, shown
 
-from samestep_observe import verify_files
+from samestep_observe import traces, verify_files
 from samestep_observe.command import new_parser, run_command
 from samestep_observe.recorded import RecordedRun
 from samestep_observe.replay import MOST_STEPS, add_program, announce, check_program
@@ -127,6 +127,9 @@ def unlike(found: Replayed) -> Iterator[str]:
         yield f"the loss of step {step} is {found.losses[step]!r} when run again, and {run.losses[step]!r} recorded"
     if comparison.count < found.plan.last - found.plan.start_step:
         yield f"{found.plan.last - found.plan.start_step - comparison.count} of its losses are not recorded"
+    parting = traces.first_difference(run.trace, trace.read(found.folder))
+    if parting is not None:
+        yield f"{parting.describe()}, when run again"
     recorded = checkpoint.folder_of(run.folder, found.plan.last)
     if recorded.is_dir():
         yield from unlike_tensors(checkpoint.folder_of(found.folder, found.plan.last), recorded)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
-from samestep import ConfigError, checkpoint, step_losses, untrusted
+from samestep import ConfigError, checkpoint, step_losses, trace, untrusted
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
 from samestep.untrusted import shown
 
@@ -47,6 +47,7 @@ def check(run: RecordedRun) -> list[Finding]:
     return [
         *check_metrics(run),
         *check_losses(run),
+        *check_trace(run),
         *check_checkpoints(run),
         *check_result(run),
     ]
@@ -181,6 +182,21 @@ def _unlike_losses(run: RecordedRun, records: Any) -> Iterator[str]:
     for step, loss in zip(curve.steps, curve.values):
         if step in losses and not has_same_bits(loss, losses[step]):
             yield f"step {step} has {losses[step]!r}, and {loss!r} in {METRICS}"
+
+
+# --- log/trace.jsonl -------------------------------------------------------------------------------------------------
+
+
+def check_trace(run: RecordedRun) -> Iterator[Finding]:
+    """Check that log/trace.jsonl, if there is one, has rising steps of the run."""
+    path = run.folder / trace.NAME
+    if not path.exists():
+        return
+    content = untrusted.read_bytes(path)
+    length = trace.length_until(content, run.last_step)
+    lines = content[:length].count(b"\n")
+    problem = "" if length == len(content) else f"line {lines + 1} is damaged, or of a step that does not follow"
+    yield Finding(trace.NAME, f"{count_of(lines, 'step')}, each once", problem)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

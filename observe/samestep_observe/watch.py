@@ -1,6 +1,7 @@
 """Show a run live in a terminal.
 
     samestep watch [RUN_DIR]
+    samestep watch --pid RANK [RUN_DIR]
 
 Each second it shows loss, speed, time left, each rank's heartbeat and location,
 the last checkpoint, restarts, and the last lines of log/launcher.log. It reads
@@ -12,6 +13,9 @@ disk show only their own ranks.
 
 If stdout is not a terminal, it prints once, as with --once. Ctrl-C ends watch,
 not the run.
+
+With --pid, it only prints the process ID of a rank, for kill and for debuggers:
+kill -KILL $(samestep watch --pid 1)
 
 Exit codes: 0 shown, 2 a mistake in the call.
 """
@@ -30,7 +34,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 from samestep import ConfigError
-from samestep.options import Options, bounded_float
+from samestep.options import Options, bounded_float, bounded_int
+from samestep.recovery.hang_diagnosis import format_ranges
 from samestep.untrusted import printable
 
 from samestep_observe import run_reader
@@ -56,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     every = "seconds between updates (default: %(default)g)"
     parser.add_argument("--every", type=bounded_float(0.0, 1e6, above=True), default=1.0, metavar="SECONDS", help=every)
     parser.add_argument("--once", action="store_true", help="print once, as plain text")
+    pid = "print only the process ID of this rank, which must run on this machine"
+    parser.add_argument("--pid", type=bounded_int(0), metavar="RANK", help=pid)
     return run_command(parser, arguments, _run)
 
 
@@ -64,6 +71,9 @@ def _run(options: Options) -> None:
     if run_dir is None:
         raise ConfigError("runs/ holds no run: start one, or give a RUN_DIR")
     run_reader.check(run_dir)
+    if options.pid is not None:
+        print(_process_of(run_dir, options.pid))
+        return
     view = View(run_dir)
     if options.once or not _can_redraw():
         view.update()
@@ -76,6 +86,33 @@ def _run(options: Options) -> None:
             _write("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[K\x1b[J")
             _wait(options.every)
     print("\n".join(view.colored_frame(*_size())))
+
+
+def _process_of(run_dir: Path, rank: int) -> int:
+    """Return the process ID of a rank. Raises ConfigError if the rank does not run on this machine."""
+    if run_reader.is_held(run_dir) is False:
+        raise ConfigError(f"{run_dir}: its job has ended, and no rank has a process: give the RUN_DIR of a running job")
+    beats, _ = run_reader.heartbeats(run_dir)
+    beat = beats.get(rank)
+    if beat is None:
+        known = format_ranges(beats) or "none"
+        raise ConfigError(f"--pid {rank}: {run_dir / 'log'} has no heartbeat of this rank: give one of these: {known}")
+    if not _is_here(beat):
+        raise ConfigError(f"--pid {rank}: this rank runs on {beat.host}: run the command there")
+    if not _exists(beat.pid):
+        raise ConfigError(f"--pid {rank}: process {beat.pid} has ended: wait until the job has restarted")
+    return beat.pid
+
+
+def _exists(pid: int) -> bool:
+    """Return whether this user may send a signal to a process. 0 and 1 are no rank's, whatever a file says."""
+    if not 1 < pid < 2**31:
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def _can_redraw() -> bool:

@@ -103,7 +103,7 @@ def one_error(done: Done) -> str:
 
 
 class Stranger:
-    """A copy of the project and a folder that another user cannot read: nobody, or the user of the tests."""
+    """Return a copy of the project, and a folder that the other user (nobody, or the user of the tests) cannot read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "project"

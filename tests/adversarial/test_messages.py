@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from amounts import amount
 from attempts import Attempt, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_idle_connections_do_not_use_up_the_file_descriptors() -> None:
         each.close()
 
 
-def test_a_process_without_file_descriptors_goes_on_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_file_descriptors_continues_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers may not be what uses them up, so dropping those does not always help."""
     accept = socket.socket.accept
     failures = iter(range(3))
@@ -108,7 +109,7 @@ def test_a_process_without_file_descriptors_goes_on_when_it_has_some(monkeypatch
 
 
 @pytest.mark.parametrize("words", [b"", b'{"protocol": '], ids=["nothing", "half a line"])
-def test_who_does_not_introduce_himself_has_to_leave(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_first_message_is_closed(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.4)
     with machine_0() as (port, host):
         stranger = connect(port)
@@ -118,7 +119,7 @@ def test_who_does_not_introduce_himself_has_to_leave(words: bytes, monkeypatch: 
         assert join(OTHER, port) == host.result(LIMIT)
 
 
-def test_silent_strangers_do_not_use_up_the_time_in_which_machine_0_tells_its_end() -> None:
+def test_silent_connections_do_not_use_up_the_time_in_which_machine_0_reports_its_end() -> None:
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         gone = pool.submit(preflight.abort, replace(NODE, after="job"), "127.0.0.1", port, "has finished", 6.0)
@@ -216,7 +217,7 @@ def test_a_refusal_has_nothing_by_which_a_secret_could_be_guessed() -> None:
         assert join(OTHER, port, SECRET) == host.result(LIMIT)
 
 
-def test_an_earlier_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_version_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with machine_0() as (port, host):
         earlier = connect(port)
         earlier.sendall(json.dumps({**CARD, "protocol": "samestep meeting 1"}).encode() + b"\n")
@@ -447,7 +448,7 @@ def test_any_first_message_is_answered_and_machine_0_lives_or_ends_in_order(soak
         hosts: list[tuple[int, Future_]] = []
 
         @given(MESSAGES, st.booleans())
-        @settings(max_examples=2000 if soak else 150, deadline=None, database=None)
+        @settings(max_examples=amount(soak, few=150, many=2000), deadline=None, database=None)
         def attempt(message: dict[str, Any], has_proof: bool) -> None:
             if not hosts or hosts[-1][1].done():
                 hosts.append(stack.enter_context(machine_0()))
@@ -483,7 +484,7 @@ def test_whatever_machine_0_sends_the_others_start_or_end_in_order(soak: bool, m
     with served(serve) as port:
 
         @given(st.lists(plans | starts | problems | MESSAGES, max_size=3))
-        @settings(max_examples=2000 if soak else 50, deadline=None, database=None)
+        @settings(max_examples=amount(soak, few=50, many=2000), deadline=None, database=None)
         def attempt(sent: list[Any]) -> None:
             messages[:] = sent
             try:

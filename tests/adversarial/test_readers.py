@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samestep_observe import hang_report, report, report_page, run_reader, watch
@@ -84,19 +86,25 @@ def make(run_dir: Path, changes: dict[str, Any] | None = None) -> Path:
 def escaped(content: Any) -> Any:
     """The same with ESCAPE in every text."""
     if isinstance(content, dict):
-        return {name: value if name == "kind" else escaped(value) for name, value in content.items()}
-    return (
-        [*map(escaped, content)]
-        if isinstance(content, list)
-        else f"{content}{ESCAPE}"
-        if isinstance(content, str)
-        else content
-    )
+        values = {name: escaped(value) for name, value in content.items()}
+        return values | {name: value for name, value in content.items() if name == "kind"}
+    if isinstance(content, list):
+        return [escaped(each) for each in content]
+    if isinstance(content, str):
+        return f"{content}{ESCAPE}"
+    return content
+
+
+def escaped_file(content: Any) -> Any:
+    """The content of a file with ESCAPE in every text, or in every line."""
+    if isinstance(content, str):
+        return "".join(f"{line}{ESCAPE[:-1]}\n" for line in content.splitlines())
+    return escaped(content)
 
 
 @contextlib.contextmanager
 def limited(seconds: int = 20) -> Iterator[None]:
-    """Whatever blocks raises."""
+    """Raise an error in place of every call that would block."""
 
     def end(number: int, frame: object) -> None:
         raise AssertionError("it took too long")
@@ -139,10 +147,8 @@ def start(program: str, *words: str | bytes | Path, cwd: Path, **environ: str) -
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_escape_sequence_reaches_the_terminal(tmp_path: Path, program: str) -> None:
     make(tmp_path / "run")
-    escapes = {name: "".join(f"{line}{ESCAPE[:-1]}\n" for line in content.splitlines())
-               if isinstance(content, str) else escaped(content) for name, content in FILES.items()}  # fmt: skip
-    for name, content in escapes.items():
-        (tmp_path / "run" / name).write_text(text_of(content))
+    for name, content in FILES.items():
+        (tmp_path / "run" / name).write_text(text_of(escaped_file(content)))
     assert start(program, tmp_path / "run", cwd=tmp_path).returncode == 0
     for name in ("log/hang-0.json", "result.json"):
         (tmp_path / "run" / name).unlink()
@@ -194,7 +200,10 @@ def test_what_is_in_a_files_place_is_named_and_passed_over(tmp_path: Path, kind:
         place.rename(kept)
         OBSTACLES[kind](place)
         read_by_all(run_dir, tmp_path / "report.html")
-        place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
+        if place.is_dir() and not place.is_symlink():
+            place.rmdir()
+        else:
+            place.unlink()
         kept.rename(place)
 
 
@@ -211,12 +220,16 @@ WRONG: list[Any] = [None, True, -1, 2**63, 10**400, 1e308, float("nan"), "text",
 def changed(content: Any, value: Any) -> Iterator[Any]:
     """The same with each of its values replaced, one at a time."""
     yield value
-    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(content, dict):
+        pairs = [*content.items()]
+    elif isinstance(content, list):
+        pairs = [*enumerate(content)]
     for key, inner in pairs:
         for each in changed(inner, value):
-            copy = dict(content) if isinstance(content, dict) else list(content)
-            copy[key] = each
-            yield copy
+            copied = copy.copy(content)
+            copied[key] = each
+            yield copied
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: repr(value)[:12])
@@ -240,7 +253,7 @@ def test_a_value_of_another_kind_is_passed_over(
         (run_dir / name).write_text(text_of(FILES[name]))
 
 
-def test_a_job_of_a_million_ranks_that_left_one_file_is_told_at_once(tmp_path: Path) -> None:
+def test_a_job_of_a_million_ranks_that_left_one_file_is_shown_at_once(tmp_path: Path) -> None:
     run_dir = make(tmp_path / "run", {"log/hang-0.json": {**HANG, "world_size": 2**20}})
     with limited(10):
         assert hang_report.main([str(run_dir)]) == 0
@@ -300,7 +313,7 @@ def test_any_run_dir_is_shown(tmp_path: Path, soak: bool, capsys: pytest.Capture
     files = st.fixed_dictionaries({**lines, **OBJECTS_OF, **texts})
 
     @given(files)
-    @settings(max_examples=1500 if soak else 60, deadline=None, database=None)
+    @settings(max_examples=amount(soak, few=60, many=1500), deadline=None, database=None)
     def attempt(contents: dict[str, Any]) -> None:
         for name, content in contents.items():
             (run_dir / name).write_text(text_of(content), errors="replace")

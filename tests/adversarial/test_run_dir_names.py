@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from scratch_project import environment
 from test_run_dirs import CORE, LIMIT, PROGRAM
 
@@ -134,7 +135,7 @@ def test_no_name_of_a_run_dir_changes_anything_outside(
     toy: Toy, killed: Path, tmp_path: Path, kind: str, soak: bool
 ) -> None:
     """A run trains or evaluates, or ends with one line, without a traceback."""
-    options = ["--resume", "--no-resume", "--evaluate-only"] if soak else ["--resume"]
+    options = amount(soak, few=["--resume"], many=["--resume", "--no-resume", "--evaluate-only"])
     names = sorted({str(path.relative_to(killed)) for path in killed.rglob("*")} | {*OTHERS})
     assert {"log", "checkpoints", ".lock", "checkpoints/step-00000004/manifest.json", "log/rank-0.log"} <= {*names}
     ends = []

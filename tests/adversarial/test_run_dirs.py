@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import samestep
+from amounts import amount
 from attempts import Attempt, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,7 @@ def run_toy(
     before_start: Callable[[], Any] = lambda: None,
     **environ: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run PROGRAM to its end; whatever happens, it writes no traceback and at most one error, of one line."""
+    """Run PROGRAM to its end, and check that it prints no traceback and at most one error of one line."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "--checkpoint-every=2", "--log-every=1", "--run-dir", run_dir, *options],
         env=environment(PYTHONPATH=str(CORE), **environ),
@@ -210,7 +211,7 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_anew(run_dir: Path) -
     done = run_toy(run_dir)
     assert done.returncode == 1
     assert re.search(r"no checkpoint in \S+ is good: .* start a new run with --no-resume", done.stderr)
-    # An evaluation needs the weights alone, and works.
+    # An evaluation needs only the weights, and succeeds.
     assert run_toy(run_dir, "--evaluate-only").returncode == 0
 
 
@@ -565,7 +566,7 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
 
 
 def examples(soak: bool, default: int, high: int) -> settings:
-    return settings(FUZZ, max_examples=high if soak else default)
+    return settings(FUZZ, max_examples=amount(soak, few=default, many=high))
 
 
 def test_any_manifest_is_read_or_corrupt(finished: Path, tmp_path: Path, soak: bool) -> None:

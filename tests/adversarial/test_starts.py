@@ -47,7 +47,7 @@ def alive(rank, step):
     while True:
         try:
             beat = json.loads((run_dir / "log" / f"alive-{rank}").read_text())
-            if beat["job"] == os.environ["SAMESTEP_JOB"] and beat["step"] == step:
+            if beat["job"] == job_info["job"] and beat["step"] == step:
                 return beat["pid"]
         except (OSError, ValueError):
             pass
@@ -72,7 +72,7 @@ def events_of(project: ScratchProject, kind: str) -> list[dict[str, object]]:
 def test_when_all_ranks_are_stopped_the_launch_script_names_one_and_restarts(
     project: ScratchProject, ranks: int
 ) -> None:
-    """The watchdog of a stopped rank is stopped as well: nobody else is left to report it."""
+    """The watchdog of a stopped rank is stopped as well, so only the launch script can report the rank."""
     launcher = f"""
 if attempt == 0:
     ranks = [watched(each, 3) for each in range({ranks})]
@@ -166,7 +166,7 @@ if attempt == 0:
         (logs / name).mkdir()
     os.mkfifo(logs / "alive-0")
     os.mkfifo(logs / "events.jsonl")
-    (logs / "alive-1").write_text(json.dumps({"job": os.environ["SAMESTEP_JOB"], "updates": "many", "pid": [1]}))
+    (logs / "alive-1").write_text(json.dumps({"job": job_info["job"], "updates": "many", "pid": [1]}))
     time.sleep(1.5)
     sys.exit(7)
 """

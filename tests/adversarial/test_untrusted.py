@@ -1,4 +1,4 @@
-"""Input that another program may have written is read within limits, or refused by ValueError alone."""
+"""Input that another program may have written is read within limits, or refused by ValueError."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
 
 
 @pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs mnist_ddp's row
-def test_throughput(harness: Harness) -> None:
+def test_the_benchmark_of_throughput_prints_a_row_and_its_speeds(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     # These contestants need no package beside the app's.
     contestants = "--contestants=textbook,app,limit,plain-limit,fused-limit"
@@ -47,7 +47,7 @@ def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
 
 
 @pytest.mark.core_only
-def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
+def test_a_missing_contestant_is_reported(harness: Harness) -> None:
     for options, message in (
         (["--contestants=app,best"], "error: --contestants best: choose from textbook, "),
         (["--apps=lenet_paddle", "--contestants=plain-limit"], "lenet_paddle has textbook, app, limit"),
@@ -69,9 +69,16 @@ def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_buck
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
-    [("ddp_step", [], 12), ("step_cost", [], 5), ("step_cost", ["--virtual-ranks", "4"], 4)],
+    [
+        ("ddp_step", [], 12),
+        ("step_cost", [], 5),
+        ("step_cost", ["--virtual-ranks", "4"], 4),
+        ("trace_cost", [], 5),
+    ],
 )
-def test_the_variants_of_a_step(harness: Harness, name: str, options: list[str], rows: int) -> None:
+def test_the_benchmarks_of_a_step_print_all_variants(
+    harness: Harness, name: str, options: list[str], rows: int
+) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / f"{name}.py"), "--rounds=2", *options])
     assert outcome.code == 0, outcome
@@ -81,5 +88,5 @@ def test_the_variants_of_a_step(harness: Harness, name: str, options: list[str],
 @pytest.mark.core_only
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["start_up", "recovery_time", "checkpoint", "sharding"])
-def test_it_prints_its_table(harness: Harness, name: str) -> None:
+def test_a_quick_benchmark_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3

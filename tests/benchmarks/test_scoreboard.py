@@ -34,7 +34,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         sys.modules.pop(name, None)
 
 
-def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
+def test_a_stopped_scoreboard_ends_its_job(tmp_path: Path) -> None:
     """No other test runs a check by the scoreboard, or ends one by TERM."""
     mark = str(tmp_path)
     command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]
@@ -73,7 +73,7 @@ def test_an_example_is_known_to_the_byte_and_its_licence_allows_it(board: dict[s
     for file in board["sources"].origin(name):
         assert len(file.sha256) == 64
         assert file.package or len(file.commit) == 40
-        if file.edits:  # in order, whatever the text is
+        if file.edits:  # in order, with any text
             board["sources"].apply("\n" * 1000, (HERE / name / file.edits).read_text())
 
 

@@ -95,6 +95,26 @@ def test_a_fault_of_a_save_is_found_in_its_row(tmp_path: Path, fault: str) -> No
     assert words in done.stdout
 
 
+SAVE = SAVER.read_text().partition("def save(step: int) -> None:\n")[2].partition("\n\ndef load")[0]
+LOAD = SAVER.read_text().partition("def load() -> int:\n")[2].partition("\n\nstep = load()")[0]
+BY_DESCRIPTORS: Replaced = (
+    (
+        "from samestep_record import record_step\n",
+        "from samestep import checkpoint\nfrom samestep_record import record_step\n",
+    ),
+    (SAVE, '    checkpoint.save(Path("run"), "saver", step, {}, {}, {}, KEPT)\n    checkpoint.finish()\n'),
+    (LOAD, '    found = checkpoint.newest(Path("run"), print)\n    return found.step if found else 0\n'),
+)
+
+
+def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path: Path) -> None:
+    """As this package writes them; no other test has a save whose paths are not whole."""
+    folder = program(tmp_path / "sound", SAVER, BY_DESCRIPTORS)
+    done, verdicts = check(folder, "--faults=checkpoint-damaged", "--", sys.executable, "saver.py")
+    assert verdicts == {"checkpoint-damaged": "passed"}, done.stdout + done.stderr
+    assert "a byte of manifest.json: resumes an older one, at step " in done.stdout
+
+
 def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other test runs a script whose Python announces its calls."""
     (tmp_path / "copies").mkdir()

@@ -112,7 +112,7 @@ def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
     """As with Horovod Elastic, whose ranks catch the exception and continue."""
     config: dict[str, Any] = {name: str(tmp_path) for name in ("work", "source", "records")} | {"checkpoint": "none"}
     config |= {"allowed": [tempfile.gettempdir()]}  # torch looks for a place to write
-    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_CHECK": json.dumps(config)}
+    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
     subprocess.run([sys.executable, "-c", STEPS], env=environ, timeout=60, check=True)
     (record,) = tmp_path.glob("*.jsonl")
     assert record.read_text().count('"event": "step"') == 2

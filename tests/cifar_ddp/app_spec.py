@@ -10,9 +10,13 @@ EVERYTHING = (
 )
 
 SPEC = App(
-    accuracy=0.9,
     dataset="synthetic-cifar10",
+    train_examples=1_024,
     test_examples=256,
+    metric="test_accuracy",
+    direction="max",
+    metric_limit=0.9,
+    loss_factor=0.5,
     # 1,024 samples by 64: 16 steps an epoch. The runs that are killed, stopped or resumed have every option on.
     small=(
         *("--dataset=synthetic-cifar10", "--epochs=2", "--global-batch-size=64", "--checkpoint-every=5"),

@@ -1,4 +1,4 @@
-"""The benchmark of time to accuracy, on a small data set: it still runs."""
+"""The benchmark of time to accuracy, on a small dataset: it still runs."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import walk
+from amounts import amount
 from harness import ROOT, Harness, Job, losses, metrics, relative_difference
-from repository import clone, ran
+from repository import clone, ran, run_fresh
 
 PAGE = ROOT / "docs" / "make_it_yours.md"
 LIMIT = 120
@@ -82,9 +83,11 @@ def result(job: Job) -> dict[str, Any]:
     return outcome.result
 
 
-def test_the_walk_of_the_page(copy: Path, start: Callable[..., Job], harness: Harness, soak: bool) -> None:
+def test_the_changed_copy_takes_the_same_steps_at_any_number_of_ranks(
+    copy: Path, start: Callable[..., Job], harness: Harness, soak: bool
+) -> None:
     """Losses at N = 1 and 2 agree, as do the metric and a plain computation and, in a soak, a killed run's weights."""
-    n = 3 if soak else 2
+    n = amount(soak, few=2, many=3)
     options = ["--dtype=float64", "--max-steps=24", "--checkpoint-every=3"]
     jobs = [start(ranks, f"exact-{ranks}", *options) for ranks in (1, n)]
     one, several = (result(job) for job in jobs)
@@ -111,3 +114,10 @@ def test_the_walk_of_the_page(copy: Path, start: Callable[..., Job], harness: Ha
     lines = [line for line in metrics(Path(killed["run_dir"])) if "test_loss" in line]
     assert [line["step"] for line in lines] == [16]  # the end of an epoch
     assert lines[0]["test_macro_f1"] > 0
+
+
+@pytest.mark.soak  # in the matrix the same tests of cifar_ddp run
+def test_the_own_tests_of_the_changed_copy_pass(copy: Path, tmp_path: Path) -> None:
+    """The page changes none of them: they read the data, the metric and the tolerance from app_spec.py."""
+    words = [sys.executable, "-m", "pytest", "--app=my_app", "--device=cpu", "-n", "2", "tests/my_app"]
+    run_fresh(copy, tmp_path / "output", 600, *words, PYTHON=sys.executable)

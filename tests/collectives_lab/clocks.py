@@ -34,11 +34,11 @@ from samestep import ConfigError, env  # noqa: E402
 
 
 class Stream:
-    """Stand for a GPU's stream, and count."""
+    """A fake of a GPU's stream, which counts waits."""
 
     def __init__(self) -> None:
         self.waits = 0
-        self.busy = False  # with work that nobody has waited for
+        self.busy = False  # with work that is not waited for yet
         self.readings = 0
         self.early: list[str] = []
 

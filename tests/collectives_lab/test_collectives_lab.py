@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, App, Harness, Job, Outcome, bare, python_path
 from processes import free_port
 
@@ -44,7 +45,7 @@ class Lab(Harness):
         return outcome
 
     def bare(self, n: int, program: str, *options: str, name: str = "run") -> list[Job]:
-        """The ranks of a program as a person starts them at n terminals: nobody stops one when another fails."""
+        """Start the ranks of a program as a person does at n terminals: no launcher stops a rank when another fails."""
         run_dir = self.folder / name
         words = [
             sys.executable,
@@ -66,9 +67,7 @@ class Lab(Harness):
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     """Runs the laboratory."""
-    app = App(
-        name="collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=()
-    )
+    app = App(name="collectives_lab", dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=())
     made = Lab(app, request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()
@@ -175,12 +174,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", [*list(FAULTS)[:3], pytest.param("missing", marks=pytest.mark.soak)])
-def test_a_rank_that_fails_in_the_middle_of_a_collective_is_told_by_the_others(
-    lab: Lab, fault: str, soak: bool
-) -> None:
+def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, fault: str, soak: bool) -> None:
     """Several primitives at the same time, each among ranks that nobody watches over; a soak gives each all faults."""
-    n = 4 if soak else 2
-    names = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")] if soak else FAULTS[fault]
+    n = amount(soak, few=2, many=4)
+    possible = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")]
+    names = amount(soak, few=FAULTS[fault], many=possible)
     started = {
         name: lab.bare(n, "primitives", f"--fault={fault}", f"--only={name}", "--timeout=8", name=name)
         for name in names
@@ -230,6 +228,8 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> 
         (["2", "launchers", "--launchers=mpirun"], "--launchers: 'mpirun' is not one of torchrun, torch.distributed.l"),
         (["2", "aggregate", "--virtual-ranks=4"], "--virtual-ranks"),
         (["2", "straggler", "--delays=x"], "--delays: 'x'"),
+        (["2", "straggler", "--sleeps=once:1,twice:2"], "--sleeps: 'twice:2' is not PLACE:MS"),
+        (["2", "straggler", "--sleeps=once:1", "--kind=random"], "omit --delays, --where and --kind"),
         (["2", "straggler", "--strategies=ddp"], "--strategies: 'ddp'"),
         (["2", "aggregate", "--strategies=ring,star"], "'star' is not one of ddp, "),
         (["0", "all"], "N=0"),
@@ -256,7 +256,7 @@ def test_the_help_of_every_command_teaches(lab: Lab, command: str) -> None:
 
 
 def lab_options() -> Any:
-    """The app's options.py as a module; it needs the standard library and samestep alone."""
+    """The app's options.py as a module; it needs only the standard library and samestep."""
     spec = importlib.util.spec_from_file_location("lab_options", APP / "options.py")
     assert spec is not None
     assert spec.loader is not None
@@ -362,7 +362,7 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
 
 
 @pytest.mark.soak  # in the matrix test_a_mistake_is_one_line
-def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
+def test_a_primitive_of_two_ranks_is_refused_on_one(lab: Lab) -> None:
     """Also without the launch script, which checks before it starts a rank: a row of the mistakes above."""
     (job,) = lab.bare(1, "primitives", "--only=send_recv")
     outcome = job.finish()
@@ -383,9 +383,10 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
 
     No other test compares the strategies' weights, losses and bytes.
     """
-    steps, size = (50, 2**25) if soak else (8, 2**23)
+    steps = amount(soak, few=8, many=50)
+    size = amount(soak, few=2**23, many=2**25)
     options = ["--dtype=float64", "--epochs=2", f"--max-steps={steps}", "--rounds=2", f"--bytes={size}"]
-    counts = (1, 2, 3, 4) if soak else (3,)
+    counts = amount(soak, few=(3,), many=(1, 2, 3, 4))
     if not soak:  # the reference: one rank and one strategy, as none has anything to average
         (job,) = lab.bare(1, "aggregate", *options, "--strategies=ddp")
         assert job.finish(limit=LIMIT).code == 0
@@ -393,7 +394,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
     found = {n: read(lab.folder / "run", f"aggregate-{n}") for n in counts}
     reference = read(lab.folder / "run", "aggregate-1")["training"][0]["losses"]
     assert len(reference) == steps
-    assert reference[-1] < reference[0] / (1.5 if soak else 1)
+    assert reference[-1] < reference[0] / amount(soak, few=1, many=1.5)
     for n, of in found.items():
         by_name = {each["strategy"]: each for each in of["training"]}
         assert [name for name, each in by_name.items() if each["synchronous"]] == SYNCHRONOUS
@@ -402,7 +403,8 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
             # Also at other numbers of ranks: nothing is averaged twice, no sample is seen twice.
             assert max(abs(a / b - 1) for a, b in zip(by_name[name]["losses"], reference)) < 1e-12, (n, name)
         assert {f"local_{k}" for k in (4, 16)} < set(by_name)
-        assert all(each["curve"][-1]["test_accuracy"] > (0.5 if soak else 0.2) for each in by_name.values())
+        least = amount(soak, few=0.2, many=0.5)
+        assert all(each["curve"][-1]["test_accuracy"] > least for each in by_name.values())
         ring = by_name["ring"]
         assert ring["sent_bytes_per_step"] == ring["formula_bytes_per_step"] == 2 * (n - 1) * 21_840 * 8
         assert ring["sent_messages_per_step"] == 2 * n * (n - 1)
@@ -485,13 +487,13 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
     """
     usual = ["--delays=0,100", "--steps=32", "--quick", "--global-batch-size=16", "--trace"]
     chosen = ["--strategies=reduce_broadcast,overlap,local_4", f"--where={','.join(PLACES)}", "--kind=constant"]
-    outcome = lab.measure(2, "straggler", *usual, *([] if soak else chosen))
+    outcome = lab.measure(2, "straggler", *usual, *amount(soak, few=chosen, many=[]))
     found = read(lab.folder / "run", "straggler-2")
     assert found["slow_rank"] == 1
     conditions = {condition["name"]: condition for condition in found["conditions"]}
     planned = [line.removeprefix("planned: ") for line in outcome.stdout.splitlines() if line.startswith("planned: ")]
     assert planned == list(conditions)
-    first = "all_reduce" if soak else "reduce_broadcast"
+    first = amount(soak, few="reduce_broadcast", many="all_reduce")
     for condition in conditions.values():
         assert len(condition["blocks"]) == 2
         for block in condition["blocks"]:
@@ -541,11 +543,21 @@ def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
     found = read(lab.folder / "run", "trace-straggler-2")["collectives"]
     shown = {each["condition"]: each for each in found if each["collective"] == "reduce"}
     slept = shown["reduce_broadcast, one rank sleeps 100 ms in aggregation"]
-    assert sum(slept["last"]) == 32  # the calls of two blocks, and none of a block in which nobody slept
+    assert sum(slept["last"]) == 32  # the calls of two blocks, without the blocks in which no rank slept
     assert slept["last"][1] > 16
     assert slept["waited"][0] >= 1.6
     title = "Who waited for whom in straggler, 2 ranks: reduce_broadcast, one rank sleeps 100 ms in aggregation"
     assert title in outcome.stdout
+
+
+def test_sleeps_are_compared_in_one_table(lab: Lab) -> None:
+    sleeps = "--sleeps=once:1,aggregation:2,aggregation:50"
+    outcome = lab.measure(2, "straggler", "--strategies=all_reduce,reduce_broadcast", sleeps, "--steps=16")
+    table = outcome.stdout.split("Train time of 16 steps, 2 ranks\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^(\w+) +(nobody|one rank +\w+ +constant \d+ ms) +[\d.]+ s$", table, re.MULTILINE)
+    ways = ["nobody", "once 1", "aggregation 2", "aggregation 50"]
+    shown = [(name, re.sub(r"one rank +| +constant| ms", "", way)) for name, way in rows]
+    assert shown == [(name, way) for name in ("all_reduce", "reduce_broadcast") for way in ways], outcome.stdout
 
 
 # --- launchers -----------------------------------------------------------------------------------------------------
@@ -556,8 +568,9 @@ LAUNCHERS = ["torchrun", "torch.distributed.launch", "multiprocessing.spawn", "P
 
 def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bool) -> None:
     """Only torchrun is in other tests, too. The matrix leaves out torchrun and Process."""
-    chosen = LAUNCHERS if soak else LAUNCHERS[1:3]
-    lab.measure(2, "launchers", "--steps=6", *([] if soak else [f"--launchers={','.join(chosen)}"]))
+    chosen = amount(soak, few=LAUNCHERS[1:3], many=LAUNCHERS)
+    option = f"--launchers={','.join(chosen)}"
+    lab.measure(2, "launchers", "--steps=6", *amount(soak, few=[option], many=[]))
     found = read(lab.folder / "run", "launchers")
     ways = found["ways"]
     assert list(ways) == chosen
@@ -654,10 +667,10 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
     assert all(row["local_16"] < row["local_4"] < row["synchronous"] for row in rows)
 
 
-def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
+def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
     run_dir = lab.folder / "run"
     run_dir.mkdir()
-    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # held out: 0.5, fitted: 1.5
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # 0.5 held out, 1.5 fitted
     outcome = lab.measure(2, "predict")
     errors = read(run_dir, "predict")["fits"][0]["lines"]["all_reduce"]["errors"]
     assert all(abs(error - 2.0) < 0.01 for error in errors)
@@ -672,7 +685,7 @@ def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
 
 
 def page_of(lab: Lab) -> str:
-    """The report on a run dir, which must stand alone; its tables are there as Markdown, too."""
+    """Check that the report on a run dir loads no other file, and that its tables are there as Markdown, too."""
     outcome = lab.measure(2, "report", "--markdown")
     text = (lab.folder / "run" / "report.md").read_text()
     assert text in outcome.stdout
@@ -699,7 +712,7 @@ def test_a_report_on_nothing_is_one_line(lab: Lab) -> None:
 
 
 @pytest.mark.soak  # in the matrix each command has a test of its own
-def test_everything_in_turn(lab: Lab) -> None:
+def test_the_command_all_makes_one_page_of_every_measurement(lab: Lab) -> None:
     outcome = lab.command(2, "all", "--quick").finish(limit=2 * LIMIT)
     assert outcome.code == 0, outcome
     page = page_of(lab)

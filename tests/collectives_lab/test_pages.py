@@ -14,7 +14,7 @@ STARTED = {each.started: each for each in commands.found() if each.app == "colle
 
 @pytest.mark.soak  # in the matrix test_commands.py checks the options
 @pytest.mark.parametrize("command", STARTED, ids=[each.place for each in STARTED.values()])
-def test_it_runs(harness: Harness, tmp_path: Path, command: str) -> None:
+def test_each_start_of_the_pages_runs(harness: Harness, tmp_path: Path, command: str) -> None:
     repository = clone(tmp_path / "samestep")
     outcome = harness.start_command(["bash", "-c", command], harness.folder / "run", repository).finish()
     assert outcome.code == 0, outcome

@@ -43,7 +43,12 @@ class App:
     exact: Sequence[str]  # Options under which losses are comparable to ``tolerance``.
     variants: Sequence[Sequence[str]]  # The models and optimizers that ``exact`` applies to.
     batch_option: str = "--global-batch-size"  # The option that sets the size of a global batch.
-    accuracy: float | None = None  # The minimum for its defaults on its embedded dataset, if it has one.
+    train_examples: int | None = None  # For the app's own tests, if they depend on it.
+    metric: str = "test_loss"  # The value of its evaluation by which runs are compared.
+    direction: str = "min"  # "max" if a higher value is better, "min" if a lower one is.
+    metric_limit: float | None = None  # The defaults must reach it on the embedded dataset.
+    prepare: Sequence[Sequence[str]] = ()  # Programs with their arguments, which Python runs once before the tests.
+    loss_factor: float = 1.0  # For the app's own tests: some steps lower the loss below so much of the first.
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Changes of a small run's options. A resume must refuse each.
     virtual_ranks: int | None = 3  # The most ranks, in a soak, with --virtual-ranks; None if the app refuses it.
@@ -182,7 +187,7 @@ class Job:
         """Return process ids of the job's ranks, by rank, without their children, which have the same environment."""
         found: dict[int, int] = {}
         for pid, environ in environments().items():
-            if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
+            if f'"launcher":"{self.process.pid}@' in environ.get("SAMESTEP_JOB_INFO", ""):
                 world = env.detect(environ)
                 is_rank = world.launcher != "none" and world.role == "worker"  # launchers and schedulers have no rank
                 if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):
@@ -256,14 +261,15 @@ class Harness:
     def _run_ranks(self, n: int, *options: str, run_dir: Path | None, **environ: str) -> Outcome:
         """Run the ranks as a person at ``n`` terminals does; return rank 0's outcome, or a rank's that failed."""
         program = str(ROOT / "apps" / self.app.name / "train.py")
-        place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if n > 1 else {}
+        place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks = list[dict[str, Any]]()
         begun = time.monotonic()
         for rank in range(n):
+            own = dict(environ)
+            if n > 1:
+                own |= {**place, "RANK": str(rank)}
             files = {name: str(self.folder / f"{uuid.uuid4().hex}.{name}") for name in ("stdout", "stderr")}
-            ranks.append(
-                {"environ": self.environ(**environ, **place, **({"RANK": str(rank)} if place else {})), **files}
-            )
+            ranks.append({"environ": self.environ(**own), **files})
         arguments = [f"--run-dir={run_dir or self.folder / 'run'}", f"--device={self.device}", *options]
         job = {"program": program, "arguments": arguments, "cwd": str(self.folder), "limit": LIMIT, "ranks": ranks}
         server = rank_server(self.app.preload)
@@ -285,6 +291,7 @@ class Harness:
         run_dir = Path(result["run_dir"])
         assert result["world_size"] == n
         assert result["test_examples"] == self.app.test_examples
+        assert self.app.train_examples in (None, result["train_examples"])
         assert result == json.loads((run_dir / "result.json").read_text())
         assert result["weights_sha256"] == checkpoint.weights_sha256(
             checkpoint.load_weights(run_dir / "model.safetensors")
@@ -351,6 +358,11 @@ def recorded(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 
+def evaluation(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the evaluation at the end of a run found."""
+    return {name: value for name, value in result.items() if name.startswith("test_")}
+
+
 def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
     assert len(one) == len(other)
     return max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(one, other))
@@ -374,13 +386,13 @@ def python_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def told_by(app: str, program: str) -> Any:
+def told_by(app: str, program: str, given: Any = None) -> Any:
     """Return the last output, in JSON, of a program that imports the app's own files.
 
-    It runs in its own process, because apps share file names.
+    It runs in its own process, because apps share file names. It gets ``given`` as JSON in ``sys.argv[1]``.
     """
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, json.dumps(given)],
         env={**os.environ, "PYTHONPATH": python_path(ROOT / "apps" / app), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from harness import App
 
 MNIST = App(
-    accuracy=0.95,
+    metric="test_accuracy",
+    direction="max",
+    metric_limit=0.95,
     dataset="mnist-5k",
     test_examples=1000,
     # 4,000 samples by 250: 16 steps an epoch.

@@ -45,7 +45,7 @@ def test_it_has_the_common_options_and_what_a_result_repeats(harness: Harness, m
     assert json.loads(json.dumps(resume_invariants(parsed))) == resume_invariants(parsed)
 
 
-def test_it_explains_itself(harness: Harness, module: Any) -> None:
+def test_the_help_has_the_usage_and_the_common_options(harness: Harness, module: Any) -> None:
     text = module.build_parser(usage="the usage").format_help()
     assert "the usage" in text
     for option in "epochs max-steps seed lr no-resume init-from run-dir timeout max-restarts".split():

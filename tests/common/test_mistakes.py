@@ -120,7 +120,7 @@ def test_help_teaches(harness: Harness) -> None:
 
 @pytest.mark.soak  # in the matrix tests/core shows it, with threads
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
-    """It is one more start until they know that no flipped bit made it so."""
+    """One more start shows that a flipped bit was not the cause."""
     options = [*harness.app.small, *harness.app.diverges, "--log-every=1", "--max-restarts=1"]
     outcome = harness.run(2, *options)
     assert outcome.code == 1

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, Job, Shape, faulty, last_step, losses, options_of, relative_difference
+from amounts import amount
+from harness import Harness, Job, Shape, evaluation, faulty, last_step, losses, options_of, relative_difference
 from numpy.typing import NDArray
 from processes import parent
 from samestep import checkpoint
@@ -27,14 +28,12 @@ from samestep.sharded.tensors import TensorShard
 from samestep.sharding import GlobalBatches
 from samestep.stop import STOP_SIGNALS
 
-TESTED = ("test_loss", "test_accuracy")  # as far as an app has them
-
 
 def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, Any]) -> dict[str, Any]:
     """The run ended well, with the same weights, and with every step once in its metrics."""
     result = harness.checked(outcome, n)
     assert result["weights_sha256"] == reference["weights_sha256"]
-    assert [result.get(name) for name in TESTED] == [reference.get(name) for name in TESTED]
+    assert evaluation(result) == evaluation(reference)
     assert result["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
     curve = losses(Path(result["run_dir"]))
     expected = losses(Path(reference["run_dir"]))
@@ -47,12 +46,12 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
 
 @pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills one
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_rank_is_killed_at_a_random_step(
+def test_a_rank_killed_at_a_random_step_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int, table: list[str]
 ) -> None:
     reference = undisturbed(n)
     chance = random.Random(n)
-    runs = harness.app.kills if soak else 1
+    runs = amount(soak, few=1, many=harness.app.kills)
     for i in range(runs):
         job = harness.start(n, *harness.app.small, run_dir=harness.folder / str(i))
         landed = job.wait_for_step(chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1))
@@ -64,12 +63,12 @@ def test_a_rank_is_killed_at_a_random_step(
 
 @pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills the script, or the launcher
 @pytest.mark.parametrize("victim", ["the launcher", "the script", "all processes"])
-def test_what_started_the_ranks_is_killed(
+def test_a_killed_launcher_or_script_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str, table: list[str]
 ) -> None:
     reference = undisturbed(2)
     chance = random.Random(victim)
-    runs = harness.app.kills // 2 if soak else 1
+    runs = amount(soak, few=1, many=harness.app.kills // 2)
     for i in range(runs):
         run_dir = harness.folder / str(i)
         job = harness.start(2, *harness.app.small, run_dir=run_dir)
@@ -82,7 +81,7 @@ def test_what_started_the_ranks_is_killed(
         else:
             harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        # Ranks that lost their script take note within a second, and may have come to the end by then.
+        # Ranks notice within a second that their script is gone, and may have finished meanwhile.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
     table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
@@ -124,7 +123,7 @@ MOMENTS = [
 
 @pytest.mark.soak  # in the matrix tests/core kills a save before each system call
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
-def test_a_rank_is_killed_at_an_exact_moment(
+def test_a_rank_killed_at_an_exact_moment_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment, table: list[str]
 ) -> None:
     reference = undisturbed(2)
@@ -167,7 +166,10 @@ class Stop:
             os.kill(job.process.pid, self.number)
             return
         ranks = list(job.ranks().values())
-        os.kill(parent(ranks[0]) if self.to == "the launcher" else chance.choice(ranks), self.number)
+        pid = chance.choice(ranks)
+        if self.to == "the launcher":
+            pid = parent(ranks[0])
+        os.kill(pid, self.number)
 
 
 STOPS = [
@@ -184,8 +186,10 @@ def has_come(job: Job, n: int) -> bool:
 def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> int:
     """The job ended as it was asked to; returns the step it saved."""
     outcome = job.finish(limit=60)
-    made_a_term = stop == Stop(signal.SIGINT, "a rank") and harness.app.launcher == "msrun"  # it may do that
-    assert outcome.code in {128 + stop.number, *([128 + signal.SIGTERM] if made_a_term else [])}, outcome
+    codes = {128 + stop.number}
+    if stop == Stop(signal.SIGINT, "a rank") and harness.app.launcher == "msrun":  # it may make a TERM of it
+        codes.add(128 + signal.SIGTERM)
+    assert outcome.code in codes, outcome
     assert "Traceback" not in outcome.stderr
     assert restarts or not outcome.errors, outcome
     assert outcome.stderr.count("starting it again") == restarts
@@ -194,12 +198,15 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
 
 
 @pytest.mark.soak  # in the matrix test_one_run_survives_every_fault sends one, tests/core the others
-def test_signals_at_random_moments(
+def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     """To the script, to a rank, and to the launcher as far as that lets its ranks live; at N = 2 and 3."""
     chance = random.Random(1)
-    runs = (8 if "slow" in harness.app.skipped_marks else 20) if soak else 2
+    many = 20
+    if "slow" in harness.app.skipped_marks:
+        many = 8
+    runs = amount(soak, few=2, many=many)
     counts: dict[tuple[str, int], list[int]] = {}
     for i in range(runs):
         stop = STOPS[i % len(STOPS)]
@@ -207,16 +214,19 @@ def test_signals_at_random_moments(
         reference = undisturbed(n)
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir)
-        at = chance.randrange(1, reference["steps"] - Shape.of(reference).every) if i else 0
-        if at == 0:  # as it starts: the ranks have created their Run
+        at = 0
+        if i == 0:  # as it starts: the ranks have created their Run
             job.wait_for(partial(has_come, job, n))
         else:
+            at = chance.randrange(1, reference["steps"] - Shape.of(reference).every)
             job.wait_for_step(at)
         stop.send(job, chance)
         if stop.to == "the launcher":  # which may make a TERM of it, or kill its ranks, and they are started again
             outcome = job.finish()
             assert outcome.code in (0, 128 + signal.SIGTERM, 128 + stop.number), outcome
-            saved = stopped_at(run_dir, outcome.code - 128) if outcome.code else 0
+            saved = 0
+            if outcome.code:
+                saved = stopped_at(run_dir, outcome.code - 128)
             assert not harness.left_running()
         else:
             saved = check_stopped(harness, job, stop)
@@ -234,7 +244,7 @@ def test_signals_at_random_moments(
 
 
 @pytest.mark.soak  # in the matrix tests/core sends it in each phase, with threads
-def test_a_signal_at_an_exact_moment(
+def test_a_signal_at_an_exact_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
     """In the first step, in an evaluation, and while a checkpoint is written."""
@@ -246,7 +256,9 @@ def test_a_signal_at_an_exact_moment(
         job = harness.start(2, *harness.app.small, **faulty(fault))
         before = saved
         saved = check_stopped(harness, job, Stop(signal.SIGTERM, "a rank"))
-        assert saved == 1 if moment == {"step": 0} else saved > before
+        if moment == {"step": 0}:
+            assert saved == 1
+        assert saved > before
     result = check_same_end(harness, harness.run(2, *harness.app.small), 2, reference)
     assert result["resumed_from_step"] == saved
     table.append(f"| {harness.app.name} | 2 | SIGTERM in the first step, an evaluation, a checkpoint | 3 | 3 |")
@@ -318,7 +330,7 @@ def slow_steps(n: int) -> dict[str, str]:
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """A checkpoint is damaged, ranks or their launcher are killed, one hangs, and a signal stops the run.
 
-    The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its
+    The soak repeats each fault alone. Here one run goes through all of them, because a start takes long. Its
     steps are slow, so that each fault is in time on a busy machine, too. A hanging or swapping machine looks like
     SIGSTOP: alive, and holding all others up.
     """
@@ -330,23 +342,31 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     environ = slow_steps(n)
     checkpoints = harness.folder / "run" / "checkpoints"
 
-    options = [*harness.app.small, *([f"--timeout={harness.app.patience}"] if hangs else [])]
+    options = [*harness.app.small]
+    fault = signal.SIGKILL
+    if hangs:
+        options.append(f"--timeout={harness.app.patience}")
+        fault = signal.SIGSTOP
     job = harness.start(n, *options, run_dir=None, **environ)
     newest = job.wait_for(lambda: sorted(checkpoints.glob("step-*"))[1:])[-1]
     flip(sorted(newest.glob("model*.safetensors"))[0])
     victim = job.ranks()[1]
     restarts = 1
-    os.kill(victim, signal.SIGSTOP if hangs else signal.SIGKILL)
+    os.kill(victim, fault)
     job.wait_for((checkpoints / f"damaged-{newest.name}").is_dir)
     if hangs:
         assert re.search(silent(victim), (job.run_dir / "log" / "events.jsonl").read_text())
     if hangs or "launcher" not in skipped:
         job.wait_for_step(reference["steps"] // 2)
-        rank = job.ranks()[chance.randrange(n)]
-        os.kill(rank if hangs else parent(rank), signal.SIGKILL)
+        second = job.ranks()[chance.randrange(n)]
+        if not hangs:
+            second = parent(second)
+        os.kill(second, signal.SIGKILL)
         restarts = 2
     job.wait_for_step(3 * reference["steps"] // 4)
-    stop = Stop(signal.SIGTERM, "the script") if "core_only" in skipped else Stop(signal.SIGUSR1, "a rank")
+    stop = Stop(signal.SIGUSR1, "a rank")
+    if "core_only" in skipped:
+        stop = Stop(signal.SIGTERM, "the script")
     stop.send(job, chance)
     saved = check_stopped(harness, job, stop, restarts)
     assert saved >= 3 * reference["steps"] // 4
@@ -409,8 +429,10 @@ def test_ten_kills_in_a_row_change_no_bit(
                 job.finish()
                 job = harness.start(n, *options, run_dir=job.run_dir, **environ)
             else:
-                ranks = list(job.ranks().values())
-                for pid in ranks if kind == "all ranks" else [chance.choice(ranks)]:
+                victims = list(job.ranks().values())
+                if kind == "a rank":
+                    victims = [chance.choice(victims)]
+                for pid in victims:
                     with suppress(ProcessLookupError):  # the launcher ends the others
                         os.kill(pid, signal.SIGKILL)
             landed = last_step(job.run_dir)
@@ -451,15 +473,15 @@ def test_ten_stops_in_a_row_change_no_bit(
 
 
 @pytest.mark.soak  # in the matrix a plain loop is compared with a resume on 3 ranks
-def test_resume_at_other_numbers_of_ranks(
+def test_resume_at_other_world_sizes_repeats_no_sample(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
     """2, then 3 and, in a soak, 1 and 4 ranks, changing in mid-epoch: the same losses, no sample twice or missed."""
     run = Shape.of(undisturbed(2))
     batch = run.batch
     epoch = run.epoch
-    plan = [(n, int(part * epoch)) for n, part in ((2, 0.5), (3, 1.3), (1, 1.9), (4, 2.5))]
-    plan = plan if soak else plan[:2]
+    stops = [(n, int(part * epoch)) for n, part in ((2, 0.5), (3, 1.3), (1, 1.9), (4, 2.5))]
+    plan = amount(soak, few=stops[:2], many=stops)
     steps = plan[-1][1]
     options = [*harness.app.exact, *harness.app.variants[0], f"{harness.app.batch_option}={batch}"]
     options.append(f"--checkpoint-every={run.every}")
@@ -493,9 +515,9 @@ def test_a_resume_that_would_take_other_steps_is_refused(
         assert outcome.code == 2, outcome
         assert len(outcome.stderr.splitlines()) == 1
         name = option.partition("=")[0]
-        before, now = (
-            getattr(parse([*harness.app.small, *more]), name[2:].replace("-", "_")) for more in ([], [option])
-        )
+        field = name.removeprefix("--").replace("-", "_")
+        before = getattr(parse([*harness.app.small]), field)
+        now = getattr(parse([*harness.app.small, option]), field)
         assert f"{name} {before} in the checkpoint, {now} now" in outcome.stderr
     assert snapshot(harness.folder / "run") == kept
 
@@ -504,8 +526,14 @@ def test_a_resume_that_would_take_other_steps_is_refused(
 def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     assert harness.train(2, *harness.app.small, "--max-steps=3")["steps"] == 3
     horizon = any(option.startswith("--epochs=") for option in harness.app.resume_invariants)
-    again = harness.train(2, *harness.app.small, "--max-steps=7", *([] if horizon else ["--epochs=1"]))
-    assert (again["steps"], again["resumed_from_step"]) == (7 if horizon else min(7, Shape.of(again).epoch), 3)
+    options = [*harness.app.small, "--max-steps=7"]
+    if not horizon:
+        options.append("--epochs=1")
+    again = harness.train(2, *options)
+    last = 7
+    if not horizon:
+        last = min(7, Shape.of(again).epoch)
+    assert (again["steps"], again["resumed_from_step"]) == (last, 3)
     outcome = harness.run(2, *harness.app.small, "--checkpoint-every=3", "--keep-checkpoints=1", "--timeout=60")
     check_same_end(harness, outcome, 2, undisturbed(2))
 
@@ -604,7 +632,9 @@ def test_a_checkpoint_made_by_hand_must_fit_the_model(
     assert good
     model, optimizer = (arrays(good, group) for group in ("model", "optimizer"))
     name = sorted(model)[0]
-    for wrong in (model[name][:1], model[name].astype(np.float16))[: 2 if soak else 1]:
+    other_shape = model[name][:1]
+    other_type = model[name].astype(np.float16)
+    for wrong in amount(soak, few=[other_shape], many=[other_shape, other_type]):
         groups = {"model": {**model, name: wrong}, "optimizer": optimizer}
         save(good, groups)
         kept = snapshot(run_dir)
@@ -670,7 +700,9 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 @pytest.mark.soak  # in the matrix tests/core shows what a write that fails does
-def test_a_full_disk_is_told_and_nothing_is_lost(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_lost(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
     """Needs the right to mount a tmpfs (root)."""
     reference = undisturbed(2)
     one = sum(path.stat().st_size for path in max(Path(reference["run_dir"]).glob("checkpoints/step-*")).iterdir())

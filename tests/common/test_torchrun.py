@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, Harness, Job, Shape, bare, faulty, last_step, options_of
 from processes import free_port
 from samestep import ConfigError
@@ -81,7 +82,7 @@ def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: py
 
 
 @pytest.mark.core_only
-def test_one_process_by_plain_python(harness: Harness) -> None:
+def test_plain_python_trains_in_one_process(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, *short(harness)]), 1)
     assert result["launcher"] == "none"
 
@@ -103,7 +104,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.core_only
-def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_two_processes_with_rank_and_world_size_train_together(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
     """As DLC and a person at two terminals set them: one process each, no launcher. Core alone can be imported."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]
@@ -250,7 +253,7 @@ def test_a_flipped_bit_is_named_and_undone(
     """
     reference = undisturbed(n)
     chance = random.Random(n)
-    for i in range(20 if soak else 1):
+    for i in range(amount(soak, few=1, many=20)):
         addresses = harness.folder / f"addresses-{i}"
         rank = chance.randrange(n)
         after = chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1)
@@ -258,29 +261,29 @@ def test_a_flipped_bit_is_named_and_undone(
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir, **faulty(fault))
         job.wait_for_step(after)
-        # The first of a soak makes a weight huge, so the loss becomes NaN or infinite.
-        address, bit = flip_a_bit(
-            json.loads(addresses.read_text()), chance, 30 if soak and not i else chance.randrange(8, 32)
-        )
+        bit = chance.randrange(8, 32)
+        if soak and i == 0:  # makes a weight huge, so the loss becomes NaN or infinite
+            bit = 30
+        address = flip_a_bit(json.loads(addresses.read_text()), chance, bit)
         outcome = job.finish()
         where = f"run {i}: bit {bit} at {address}, rank {rank}, after step {after}: {outcome}"
         result = harness.checked(outcome, n)
         assert result["weights_sha256"] == reference["weights_sha256"], where
         assert result["restarts"] == 1, where
-        differs = (
-            f"error: rank {rank} differs from all others at step " if n > 2 else "error: ranks 0 and 1 differ at step "
-        )
+        differs = "error: ranks 0 and 1 differ at step "
+        if n > 2:
+            differs = f"error: rank {rank} differs from all others at step "
         no_number = r"error: at step \d+ the (test )?loss.* is (nan|inf): lower --lr, now \S+, unless a flipped bit"
         assert outcome.errors[0].startswith(differs) or re.match(no_number, outcome.errors[0]), where
         assert len(outcome.errors) == 1, where
 
 
-def flip_a_bit(addresses: dict[str, Any], chance: random.Random, bit: int) -> tuple[int, int]:
-    """Flip a bit of a random float32 weight in the memory of a process; return its address and its index."""
+def flip_a_bit(addresses: dict[str, Any], chance: random.Random, bit: int) -> int:
+    """Flip a bit of a random float32 weight in the memory of a process; return the weight's address."""
     place = chance.choice([first + 4 * i for first, count in addresses["weights"] for i in range(count)])
     with open(f"/proc/{addresses['pid']}/mem", "r+b", buffering=0) as memory:
         memory.seek(place + bit // 8)  # little-endian
         byte = memory.read(1)[0] ^ 1 << bit % 8
         memory.seek(place + bit // 8)
         memory.write(bytes([byte]))
-    return place, bit
+    return int(place)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_difference
 from samestep import checkpoint, env
 
 # Lines of code of samestep that a rank may load, and of samestep.sharded beside it.
 RESULT_KEYS = set(
     "app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs "
-    "steps global_batch_size seed train_loss test_loss test_accuracy test_examples seconds samples_per_second restarts "
+    "steps global_batch_size seed train_loss test_loss test_examples seconds samples_per_second restarts "
     "resumed_from_step weights_sha256 run_dir".split()
 )
 
@@ -24,13 +25,17 @@ RESULT_KEYS = set(
 @pytest.mark.fixed_world
 @pytest.mark.core_only
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
-def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
+def test_the_defaults_reach_the_limit_of_their_metric(harness: Harness, n: int) -> None:
     outcome = harness.run(n, "--data-dir=nowhere", *harness.app.defaults)
     result = harness.checked(outcome, n)
-    assert set(result) >= RESULT_KEYS - ({"test_accuracy"} if harness.app.accuracy is None else set())
+    assert set(result) >= RESULT_KEYS | {harness.app.metric}
     assert result["dataset"] == harness.app.dataset
-    if harness.app.accuracy is not None:
-        assert result["test_accuracy"] >= harness.app.accuracy
+    if harness.app.metric_limit is not None:
+        reached = result[harness.app.metric]
+        if harness.app.direction == "max":
+            assert reached >= harness.app.metric_limit
+        else:
+            assert reached <= harness.app.metric_limit
     assert result["steps"] > 0
     assert result["resumed_from_step"] is None
     assert result["restarts"] == 0
@@ -38,7 +43,7 @@ def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
     assert lines[-1]["step"] == result["steps"]
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert lines[-1]["test_loss"] == result["test_loss"]
-    # If a dataset cannot be downloaded, rank 0 alone warns about the substitute.
+    # If a dataset cannot be downloaded, only rank 0 warns about the substitute.
     parsed = options_of(harness.app.name).parse([*harness.app.defaults])
     wanted = parsed.dataset or parsed.default_dataset
     notices = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]
@@ -83,9 +88,11 @@ def test_our_own_code_causes_no_warning(undisturbed: Callable[..., dict[str, Any
         assert not re.findall(rf"^(?:{ours})/.*:\d+: \w*Warning: .*", log.read_text(errors="replace"), re.MULTILINE)
 
 
-@pytest.mark.soak  # in the matrix test_only_to_evaluate
+@pytest.mark.soak  # in the matrix test_evaluate_only_leaves_the_run_as_it_is
 @pytest.mark.fixed_world
-def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_zero_steps_keep_the_weights_and_evaluate_them(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
     trained = undisturbed(2)
     weights = Path(trained["run_dir"]) / "model.safetensors"
     copied = harness.train(2, *harness.app.small, "--max-steps=0", f"--init-from={weights}")
@@ -97,31 +104,37 @@ def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., d
 
 @pytest.mark.best
 @pytest.mark.slow
-def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_evaluations_between_epochs_change_no_step_and_the_best_is_kept(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
     """They change no step; the best is the first of equals, and left with its weights."""
     reference = undisturbed(2)
     run_dir = harness.folder / "run"
     run = Shape.of(reference)
-    options = [*harness.app.small, f"--evaluate-every={run.every}", "--keep-best", "--keep-checkpoints=1"]
-    result = harness.train(2, *options)
+    metric = harness.app.metric
+    options = [*harness.app.small, f"--evaluate-every={run.every}", f"--keep-best={harness.app.direction}:{metric}"]
+    result = harness.train(2, *options, "--keep-checkpoints=1")
     assert result["weights_sha256"] == reference["weights_sha256"]
     tested = {line["step"]: line for line in metrics(run_dir) if "test_loss" in line}
     steps = range(1, result["steps"] + 1)
     ends = {result["steps"]}
     assert tested.keys() == {step for step in steps if step % run.every == 0 or step % run.epoch == 0} | ends
-    measure, sign = ("test_accuracy", -1) if "test_accuracy" in result else ("test_loss", 1)
-    best = min(tested, key=lambda step: (sign * tested[step][measure], step))
-    assert (result["best_step"], result[f"best_{measure}"]) == (best, tested[best][measure])
+    choose = {"max": max, "min": min}[harness.app.direction]
+    value = choose(line[metric] for line in tested.values())
+    best = min(step for step, line in tested.items() if line[metric] == value)
+    assert (result["best_step"], result[f"best_{metric}"]) == (best, value)
     kept = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert kept == {f"step-{best:08d}", f"step-{result['steps']:08d}"}
-    evaluated = run_dir / "model-ema.safetensors"  # where the app evaluates an average of the weights
-    last = evaluated if evaluated.exists() else run_dir / "model.safetensors"
+    last = run_dir / "model.safetensors"
+    average = run_dir / "model-ema.safetensors"
+    if average.exists():  # the app evaluates it
+        last = average
     the_best, at_the_end = (checkpoint.load_weights(path) for path in (run_dir / "model-best.safetensors", last))
     same = checkpoint.weights_sha256(the_best) == checkpoint.weights_sha256(at_the_end)
     assert same == (best == result["steps"])
 
 
-def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_evaluate_only_leaves_the_run_as_it_is(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """At another number of ranks, of a run that it leaves as it is, and whatever variables other launchers left."""
     result = undisturbed(2)
     run_dir = harness.folder / "run"
@@ -149,9 +162,13 @@ def test_losses_are_the_same_at_any_number_of_ranks(
         # Without --soak the first variant takes all of its steps with one batch size, the last some with the other.
         if not soak and i != which * (len(harness.app.variants) - 1):
             continue
-        steps = harness.app.exact_steps[0 if soak or i == 0 else 1]
+        steps = harness.app.exact_steps[0]
+        if i > 0 and not soak:
+            steps = harness.app.exact_steps[1]
         curves = {}
-        counts = (1, 2, 3, 4) if soak else (1, 2 if "slow" in harness.app.skipped_marks else 3)
+        counts = amount(soak, few=(1, 3), many=(1, 2, 3, 4))
+        if not soak and "slow" in harness.app.skipped_marks:
+            counts = (1, 2)
         for n in counts:
             run_dir = harness.folder / f"{i}-{n}"
             options = [*harness.app.exact, *variant, f"{harness.app.batch_option}={batch}", f"--max-steps={steps}"]
@@ -168,7 +185,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
     """Also with dropout, in float32: rounding is all that differs."""
     curves = []
-    for n in (1, 2, 3, 4) if soak else (1, 3):
+    for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)
         options = [f"--dataset={harness.app.dataset}", *harness.app.first_steps, "--max-steps=10", "--log-every=1"]
         harness.train(n, *options, run_dir=run_dir)
@@ -195,5 +212,5 @@ def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
     assert len(quiet.stdout.splitlines()) == 1
     assert quiet.stderr == ""
 
-    for i in range(3 * harness.app.kills // 2 if soak else 2):
+    for i in range(amount(soak, few=2, many=3 * harness.app.kills // 2)):
         harness.train(2, *options, run_dir=harness.folder / str(i))

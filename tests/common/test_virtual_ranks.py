@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import Harness, Shape, recorded
 
 pytestmark = pytest.mark.virtual_ranks
@@ -52,7 +53,7 @@ def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
 
 @pytest.mark.soak  # in the matrix test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 @pytest.mark.parametrize("variant", [0, 1])
-def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
+def test_the_weights_have_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
     """Two models, optimizers or norms of the app, for at most 320 steps."""
     counts = [n for n in (1, 2, 3, 4, 5, 8) if n <= (harness.app.virtual_ranks or 0)]
     options = [f"--dataset={harness.app.dataset}", "--max-steps=320", "--log-every=5", *harness.app.variants[variant]]
@@ -68,13 +69,13 @@ def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: 
 
 
 @pytest.mark.soak  # in the matrix test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
-def test_a_relay_of_four_three_one_and_two_ranks(
+def test_four_three_one_and_two_ranks_in_turn_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     reference = undisturbed(1, *OPTIONS)
     shape = Shape.of(reference)
     chance = random.Random(38)
-    runs = harness.app.kills if soak else 1
+    runs = amount(soak, few=1, many=harness.app.kills)
     for i in range(runs):
         steps = sorted(chance.sample(range(1, reference["steps"] - shape.every - 1), 3))
         kills = list(zip((4, 3, 1), steps))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import Harness, losses, relative_difference
 
 SAME = ["--dataset=synthetic-cifar10", "--freeze-bn", "--lr=1e-4", "--momentum=0", "--log-every=1"]
@@ -19,10 +20,10 @@ RESNETS = {"resnet50": "--depth=50", "resnet18": "--depth=18"}
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.soak), "resnet18"])
-def test_the_same_losses_and_each_evaluates_the_others_weights(
+def test_mindspore_and_torch_have_the_same_losses_and_evaluate_each_others_weights(
     harness: Harness, cifar: Harness, soak: bool, name: str
 ) -> None:
-    """In the matrix PyTorch alone evaluates the weights of the other."""
+    """In the matrix, only PyTorch evaluates the weights of the other framework."""
     options = {cifar: [*SAME, *PLAIN, f"--model={name}"], harness: [*SAME, RESNETS[name]]}
     start = cifar.train(1, *options[cifar], "--max-steps=0", run_dir=cifar.folder / "start")
     trained: dict[Harness, dict[str, Any]] = {}
@@ -31,7 +32,8 @@ def test_the_same_losses_and_each_evaluates_the_others_weights(
     ours = losses(harness.folder / "run")
     reference = losses(cifar.folder / "run")
     assert relative_difference(reference, ours) < 1e-4, (ours, reference)
-    for app, other in ((harness, cifar), *([(cifar, harness)] if soak else [])):
+    pairs = [(harness, cifar), (cifar, harness)]
+    for app, other in amount(soak, few=pairs[:1], many=pairs):
         weights = Path(trained[app]["run_dir"]) / "model.safetensors"
         alone = ["--evaluate-only", f"--init-from={weights}"]
         outcome = other.run(1, *options[other], *alone, run_dir=other.folder / "other")

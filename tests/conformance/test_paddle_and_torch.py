@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from harness import Harness, losses, relative_difference
 
 EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--global-batch-size=125", "--epochs=100"]
@@ -16,17 +17,17 @@ OPTIMIZERS = {"sgd": ["--lr=0.01", "--momentum=0.875"], "adam": ["--lr=0.001"]}
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.soak), "adam"])
-def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
+def test_paddle_and_torch_have_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
     """Start from PyTorch's weights; PyTorch then evaluates the trained weights as Paddle does."""
     options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
-    steps = 100 if soak else 30
+    steps = amount(soak, few=30, many=100)
     options += [f"--init-from={start['run_dir']}/model.safetensors", f"--max-steps={steps}"]
     reference = ddp.train(1, *options, *TORCH)
     expected = losses(ddp.folder / "run")
     assert len(expected) == steps
     assert expected[-1] < expected[0] / 2
-    for api in ("basic", "fleet", "highlevel") if soak else ("basic",):
+    for api in amount(soak, few=("basic",), many=("basic", "fleet", "highlevel")):
         ours = harness.train(2, *options, f"--api={api}", run_dir=harness.folder / api)
         assert relative_difference(expected, losses(harness.folder / api)) < 1e-7, api
         assert ours["test_accuracy"] == reference["test_accuracy"]
@@ -36,7 +37,7 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
 
 
 @pytest.mark.soak  # the test above covers it in float64
-def test_weights_travel(harness: Harness, ddp: Harness) -> None:
+def test_weights_of_each_program_start_the_others(harness: Harness, ddp: Harness) -> None:
     """Each evaluates the other's weights to the same accuracy, except for a few float32 scores that nearly tie."""
     trained = {
         "paddle": harness.train(2, "--dataset=mnist-5k", "--epochs=2"),

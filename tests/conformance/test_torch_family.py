@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from harness import Harness, app_spec, losses, relative_difference
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
@@ -30,13 +31,14 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
         pytest.param(["--model=lenet", "--optimizer=adam"], id="lenet-adam", marks=pytest.mark.soak),
     ],
 )
-def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
+def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
     """Losses agree at 3 ranks, two of them without a sample in each epoch's last batch.
 
     The global batch is not a multiple of 2 or 3. tests/common compares mnist_ddp's own curves, and the test suite
     compares mnist_lightning's in its own environment.
     """
-    batch, steps = (125, 100) if soak else (1333, 5)
+    batch = amount(soak, few=1333, many=125)
+    steps = amount(soak, few=5, many=100)
 
     def curve(name: str, n: int) -> list[float]:
         run_dir = family[name].folder / str(n)
@@ -45,19 +47,19 @@ def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[s
 
     expected = curve("mnist_ddp", 1)
     assert len(expected) == steps
-    for name in NAMES[1:] if soak else NAMES[1:2]:
-        for n in (1, 2, 3) if soak else (3,):
+    for name in amount(soak, few=NAMES[1:2], many=NAMES[1:]):
+        for n in amount(soak, few=(3,), many=(1, 2, 3)):
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
 
 @pytest.mark.soak  # in the matrix tests/conformance sends weights from torch to Paddle and MindSpore, and back
-def test_weights_travel(family: dict[str, Harness]) -> None:
+def test_weights_of_each_program_start_the_others(family: dict[str, Harness]) -> None:
     """Trained by each in turn, from the one before; all three count the same correct digits."""
     weights: list[str] = []
     for harness in family.values():
         result = harness.train(1, *harness.app.small, "--max-steps=8", *weights)
         weights = [f"--init-from={Path(result['run_dir']) / 'model.safetensors'}"]
-    for harness in [*family.values()][:-1]:  # what the last trained
+    for harness in [*family.values()][:-1]:  # the weights that the last app trained
         again = harness.train(1, *harness.app.small, "--max-steps=0", *weights, run_dir=harness.folder / "again")
         assert again["weights_sha256"] == result["weights_sha256"]
         assert again["test_accuracy"] == result["test_accuracy"]

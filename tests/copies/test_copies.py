@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import APPS
-from repository import clone
+from repository import clone, run_fresh
 
-COPIES = [(app, alone) for app in APPS for alone in (False, True)]
-IN_MATRIX = [("mnist_lightning", True)]  # its own tests are the fastest
+IN_MATRIX = "mnist_lightning"  # alone: its own tests are the fastest
 # The matrix collects all of its tests and runs three: by the launch script, by plain Python, and one that must fail.
 SOME = ["-n", "2", "tests/my_copy", "-k", "each_test_image or plain_python or wrong_environment"]
 
 
-@pytest.mark.parametrize(
-    ("app", "alone"),
-    [pytest.param(*each, marks=() if each in IN_MATRIX else pytest.mark.soak) for each in COPIES],
-    ids=[f"{app} {'alone' if alone else 'in the repository'}" for app, alone in COPIES],
-)
+def cases() -> Iterator[Any]:
+    """Yield each app, and whether its copy is a project of its own."""
+    for app in APPS:
+        yield pytest.param(app, False, id=f"{app} in the repository", marks=pytest.mark.soak)
+        marks = []
+        if app != IN_MATRIX:
+            marks.append(pytest.mark.soak)
+        yield pytest.param(app, True, id=f"{app} alone", marks=marks)
+
+
+@pytest.mark.parametrize(("app", "alone"), cases())
 def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: bool) -> None:
     """Run tests/<app>, or some of them; with --soak all, lint and the common tests."""
     root = clone(tmp_path / "samestep")
-    place = [f"--out={tmp_path / 'my_copy'}"] if alone else []
-    run(root, tmp_path / "copying", 120, "bash", "scripts/new_app.sh", "my_copy", f"--from={app}", *place)
-    folder = tmp_path / "my_copy" if alone else root
+    command = ["bash", "scripts/new_app.sh", "my_copy", f"--from={app}"]
+    folder = root
+    environments = "my_copy-cpu"
+    if alone:
+        folder = tmp_path / "my_copy"
+        command.append(f"--out={folder}")
+        environments = "lint,my_copy-cpu"
+    run_fresh(root, tmp_path / "copying", 120, *command)
     if soak:
-        words = ["bash", "scripts/test.sh", "-e", "lint,my_copy-cpu" if alone else "my_copy-cpu"]
-        run(folder, tmp_path / "testing", 7200, *words)
+        run_fresh(folder, tmp_path / "testing", 7200, "bash", "scripts/test.sh", "-e", environments)
         return
     # With this environment's packages: to install them takes longer than the tests.
     words = [sys.executable, "-m", "pytest", "--app=my_copy", "--device=cpu", *SOME]
-    run(folder, tmp_path / "testing", 300, *words, PYTHON=sys.executable)
-
-
-def run(folder: Path, output: Path, limit: float, *command: str, **added: str) -> None:
-    """Run a command as from a shell, without the variables that tox sets in this process; it must exit with 0."""
-    prefixes = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | added
-    with output.open("w") as log:
-        # In a session of its own, to end all of it; an app's own tests end the processes that they start.
-        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = process.wait(timeout=limit)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert code == 0, output.read_text()[-20_000:]
+    run_fresh(folder, tmp_path / "testing", 300, *words, PYTHON=sys.executable)

@@ -665,7 +665,7 @@ def test_a_program_that_forgets_to_finish_keeps_its_last_checkpoint(tmp_path: Pa
     assert steps(tmp_path) == [1]
 
 
-def test_a_disk_that_fails_later_is_told_by_the_next_call(tmp_path: Path) -> None:
+def test_a_disk_that_fails_later_is_reported_by_the_next_call(tmp_path: Path) -> None:
     save(tmp_path, 1)
     in_the_way = tmp_path / "checkpoints" / "step-00000002"
     in_the_way.write_text("a file, which no folder can replace")
@@ -870,13 +870,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_and_costs_no_earlier_checkpoint(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_costs_no_earlier_checkpoint(small_disk: Path) -> None:
     done = python(SAVE + FILL, small_disk)
     assert done.returncode == 0, done.stderr
     assert "no space left on the disk" in done.stdout
 
 
-def test_a_write_that_fails_is_told_and_costs_no_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_write_that_fails_is_reported_and_costs_no_earlier_checkpoint(tmp_path: Path) -> None:
     """The same where mounting is not permitted: files beyond the limit cannot be written."""
 
     def limit() -> None:
@@ -888,7 +888,7 @@ def test_a_write_that_fails_is_told_and_costs_no_earlier_checkpoint(tmp_path: Pa
     assert "File too large" in done.stdout
 
 
-def test_a_run_dir_that_is_a_file_is_told(tmp_path: Path) -> None:
+def test_a_run_dir_that_is_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(ConfigError, match=r"cannot use --run-dir \S+: Not a directory: \S+/checkpoints"):
         save(tmp_path, 1)

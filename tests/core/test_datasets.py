@@ -37,7 +37,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 @pytest.fixture(autouse=True)
 def a_machine_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty cache, no system files, mirrors that refuse; and no test takes longer than 30 s."""
+    """Simulate a machine without a network, system files or a cache, and limit each test to 30 s."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(datasets, "SYSTEM", {"fashion-mnist": tmp_path / "no-such-system"})
@@ -94,7 +94,9 @@ def resolved(found: DatasetInfo) -> tuple[str, Path]:
 
 @settings(deadline=None, max_examples=50)
 @given(st_numpy.arrays(np.uint8, st_numpy.array_shapes(max_dims=4, min_side=0, max_side=5)), st.booleans())
-def test_idx_round_trip(tmp_path_factory: pytest.TempPathFactory, array: NDArray[np.uint8], packed: bool) -> None:
+def test_an_idx_file_gives_back_the_array_that_was_written(
+    tmp_path_factory: pytest.TempPathFactory, array: NDArray[np.uint8], packed: bool
+) -> None:
     path = tmp_path_factory.mktemp("idx") / "file"
     path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
     read = read_idx(path)
@@ -164,7 +166,7 @@ def test_what_does_not_fit_is_named_before_ranks_start(kind: str, call: object, 
 # The embedded samples and Debian's package
 
 
-def test_embedded_sample(tmp_path: Path) -> None:
+def test_mnist_5k_has_400_and_100_images_of_each_digit(tmp_path: Path) -> None:
     data = load("mnist-5k", tmp_path / "missing")
     assert data.train_images.shape == (4000, 28, 28)
     assert data.test_images.shape == (1000, 28, 28)
@@ -185,7 +187,7 @@ def test_embedded_files_are_reproducible_and_explained() -> None:
 
 
 @pytest.mark.skipif(not DEBIAN.exists(), reason="Debian's dataset-fashion-mnist is not installed")
-def test_debian_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debians_fashion_mnist_is_found_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "SYSTEM", {"fashion-mnist": DEBIAN})
     assert resolve("fashion-mnist", tmp_path).folder == DEBIAN
     data = load("fashion-mnist", tmp_path)
@@ -205,7 +207,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 # Where files are looked for
 
 
-def test_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_dir_comes_before_the_system_and_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = tmp_path / "data"
     places = [
         data_dir / "fashion-mnist",
@@ -362,7 +364,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         resolve("mnist", tmp_path)
 
 
-def test_data_dir_is_a_file(tmp_path: Path) -> None:
+def test_a_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.touch()
     for name in datasets.NAMES:
@@ -386,7 +388,7 @@ def test_data_dir_may_be_read_only_and_is_never_written(tmp_path: Path) -> None:
     assert [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "cache" not in [path, *path.parents]] == before
 
 
-def test_unknown_name(tmp_path: Path) -> None:
+def test_an_unknown_dataset_is_refused_with_the_names_of_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown dataset 'mnits': choose from mnist, fashion-mnist, mnist-5k"):
         resolve("mnits", tmp_path)
 
@@ -417,7 +419,9 @@ def test_fashion_mnist_names_package_and_folder(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_given_up_after_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         monkeypatch.setattr(download, "MIRRORS", {"mnist": (url,)})
@@ -474,7 +478,7 @@ def www(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(www: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A mirror of MNIST that holds a tiny data set, its checksums known."""
+    """A mirror of MNIST that holds a tiny dataset with known checksums."""
     folder = put(www, tiny(label=4))
     with Server(folder) as server:
         monkeypatch.setattr(download, "MIRRORS", {"mnist": (server.url,)})
@@ -484,7 +488,9 @@ def server(www: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         server.shutdown()
 
 
-def test_download_once_then_from_the_cache(tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_is_downloaded_once_and_then_read_from_the_cache(
+    tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
     found = resolve("mnist", tmp_path / "data")
     assert resolved(found) == ("mnist", tmp_path / "cache" / "samestep" / "mnist")
     assert server.asked == [f"/{file}.gz" for file in FILES]
@@ -590,7 +596,7 @@ def test_disk_full_is_not_taken_for_no_network(tmp_path: Path, server: Server) -
     assert cached() == []
 
 
-def test_cache_that_cannot_be_made(tmp_path: Path, server: Server) -> None:
+def test_a_cache_that_cannot_be_made_is_refused_before_any_download(tmp_path: Path, server: Server) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(ConfigError, match=r"cannot look into .*: Not a directory"):
         resolve("mnist", tmp_path)

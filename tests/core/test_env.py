@@ -262,7 +262,7 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize(("environ", "world"), LAUNCHED.values(), ids=LAUNCHED)
-def test_each_launcher(environ: dict[str, str], world: World) -> None:
+def test_each_launchers_variables_give_its_ranks_place(environ: dict[str, str], world: World) -> None:
     assert detect(environ) == world
 
 
@@ -307,7 +307,7 @@ COMBINED = {
 
 
 @pytest.mark.parametrize(("environ", "world"), COMBINED.values(), ids=COMBINED)
-def test_combinations(environ: dict[str, str], world: World) -> None:
+def test_of_two_launchers_variables_the_inner_ones_give_the_place(environ: dict[str, str], world: World) -> None:
     assert detect(environ) == world
 
 
@@ -433,7 +433,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("environ", "words", "remedy"), REFUSED.values(), ids=REFUSED)
-def test_refused_in_one_line_with_names_values_and_remedy(environ: dict[str, str], words: str, remedy: str) -> None:
+def test_inconsistent_variables_are_refused_in_one_line_with_the_remedy(
+    environ: dict[str, str], words: str, remedy: str
+) -> None:
     with pytest.raises(EnvError) as caught:
         detect(environ)
     message = str(caught.value)
@@ -497,13 +499,13 @@ def check_world(world: World) -> None:
 
 @given(st.dictionaries(st.sampled_from(VARIABLES), st.text(max_size=8)))
 @settings(max_examples=300, deadline=None)
-def test_any_values(environ: dict[str, str]) -> None:
+def test_any_values_give_a_place_or_one_error(environ: dict[str, str]) -> None:
     check_anything(environ)
 
 
 @given(st.dictionaries(st.sampled_from(VARIABLES), st.sampled_from(PLAUSIBLE), max_size=12))
 @settings(max_examples=300, deadline=None)
-def test_plausible_values(environ: dict[str, str]) -> None:
+def test_plausible_values_give_a_place_or_one_error(environ: dict[str, str]) -> None:
     check_anything(environ)
 
 
@@ -512,7 +514,9 @@ def test_plausible_values(environ: dict[str, str]) -> None:
     st.dictionaries(st.sampled_from(VARIABLES), st.sampled_from(PLAUSIBLE), max_size=3),
 )
 @settings(max_examples=300, deadline=None)
-def test_real_families_with_something_changed(families: list[dict[str, str]], changes: dict[str, str]) -> None:
+def test_variables_of_real_launchers_with_a_change_give_a_place_or_one_error(
+    families: list[dict[str, str]], changes: dict[str, str]
+) -> None:
     check_anything({**{name: family[name] for family in families for name in family}, **changes})
 
 
@@ -584,7 +588,7 @@ def test_no_rank_trains_alone_because_another_job_left_variables(what: str) -> N
 
 @pytest.mark.parametrize("what", STALE)
 def test_a_launch_script_removes_what_another_job_left(what: str) -> None:
-    """The ranks then have the variables of their own launcher alone."""
+    """The ranks then have only the variables of their own launcher."""
     removed = env.launcher_variables()
     settings = {"MASTER_ADDR", "MASTER_PORT", "RANK_TABLE_FILE", "NNODES", "NODE_RANK", "JOB_COMPLETION_INDEX"}
     assert not removed & settings
@@ -617,6 +621,7 @@ ELSEWHERE = {
     "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch passes it as an option, too
     "launch/samestep_launch/elastic_agent.py": {"RANK"},  # in a rank that it has just forked, for the title
     "launch/samestep_launch/job.py": {"RANK"},  # in a message about machines
+    "observe/samestep_observe/watch.py": {"RANK"},  # the value of --pid in its help
     # It runs inside programs of other people, in whose Python samestep may be missing.
     "check/samestep_check/inside/samestep_record.py": set(
         "RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PADDLE_TRAINER_ID RANK_ID SLURM_PROCID".split()
@@ -633,7 +638,7 @@ ELSEWHERE = {
 
 
 def names_in(path: Path, names: Set[str]) -> set[str]:
-    """Return which of these names a program has in a string of names alone, or as a keyword of a call."""
+    """Return the names that a program has in a string of names only, or as a keyword of a call."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z0-9_\s|]+", str(node.value)):
@@ -695,7 +700,7 @@ def launches(counts: list[int]) -> dict[str, list[dict[str, Any]]]:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 @settings(max_examples=150, deadline=None)
-def test_every_rank_of_a_consistent_launch(counts: list[int]) -> None:
+def test_each_rank_of_a_consistent_launch_finds_its_place(counts: list[int]) -> None:
     truth = [(node, local, count) for node, count in enumerate(counts) for local in range(count)]
     even = len(set(counts)) == 1
     for launcher, environs in launches(counts).items():

@@ -23,7 +23,7 @@ BEFORE = Failure(7, "ValueError", "rank 0: ValueError: sample 7 at 0x7f31 of pid
         (None, False),
     ],
 )
-def test_the_same_failure(after: Failure | None, same: bool) -> None:
+def test_a_failure_repeats_if_step_error_and_sample_are_equal(after: Failure | None, same: bool) -> None:
     assert BEFORE.is_same(after) == same
 
 

@@ -31,7 +31,7 @@ def folder_of(run_dir: Path) -> Path:
 
 
 @pytest.mark.parametrize("stored", sorted(STORED.glob("format-*")), ids=lambda path: path.name)
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(
+def test_a_run_resumes_from_a_checkpoint_of_an_earlier_version(
     stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = checkpoint.newest(stored, no_warning)

@@ -25,7 +25,7 @@ from samestep_observe import hang_report
 
 HOST = socket.gethostname()
 
-# A rank of two. The guilty one is stuck in the given function; the other waits for it.
+# One of two ranks. The guilty rank is stuck in the given function; the other rank waits for it.
 PROGRAM = """\
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
@@ -136,9 +136,9 @@ class Ranks:
                     kind if rank == self.guilty else "wait",
                     str(TIMEOUTS[kind]),
                 ],
-                env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": f"job-{kind}"},
+                env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB_INFO": json.dumps({"job": f"job-{kind}"})},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # which nobody reads
+                stdout=subprocess.PIPE,  # that no process reads
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -165,7 +165,7 @@ class Ranks:
 
 @pytest.fixture
 def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
-    """All at once: they cost little but time."""
+    """Start all hangs at the same time, because each mostly waits."""
     started = {kind: Ranks(tmp_path / kind, kind) for kind in KINDS}
     try:
         yield {kind: ranks.ended() for kind, ranks in started.items()}
@@ -175,7 +175,7 @@ def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
 
 
 @pytest.mark.slow
-def test_hangs_are_told_with_the_rank_and_its_line(
+def test_a_hang_is_reported_with_the_rank_and_its_line(
     hangs: dict[str, Hang], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One test, as its hangs are made at once."""
@@ -328,7 +328,8 @@ def left(folder: Path, rank: int, at: tuple[str, int, str, str], **more: Any) ->
 
 
 def diagnosed(folder: Path, world_size: int = 64) -> str:
-    states = [state for rank in range(world_size) if (state := hang_diagnosis.read_state(folder / "log", rank, NOW))]
+    found = [hang_diagnosis.read_state(folder / "log", rank, NOW) for rank in range(world_size)]
+    states = [state for state in found if state]
     return hang_diagnosis.format_diagnosis(hang_diagnosis.diagnose(states, world_size))
 
 
@@ -354,7 +355,7 @@ def test_another_hosts_clock_is_not_compared_with_this_ones(tmp_path: Path, ahea
 
 def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: Path) -> None:
     for rank in range(64):
-        left(tmp_path, rank, SLEEPS if rank == 7 else WAITS, step=57 if rank != 9 else 56)
+        left(tmp_path, rank, {7: SLEEPS}.get(rank, WAITS), step={9: 56}.get(rank, 57))
     assert diagnosed(tmp_path) == (
         "rank 7 (h, pid 107) last alive at step 57 is at data.py:31 in batch (time.sleep(1000)), not in a "
         "collective; the others wait at train.py:105 in train (dist.all_reduce(sums))"
@@ -365,7 +366,7 @@ def test_of_ranks_that_are_not_known_to_wait_the_smallest_group_is_named(tmp_pat
     """The framework records no collectives, and waits where the program reads the result, or in its own module."""
     reads = ("/a/train.py", 137, "train", "float(loss)")
     for rank in range(64):
-        left(tmp_path, rank, SLEEPS if rank == 7 else reads)
+        left(tmp_path, rank, {7: SLEEPS}.get(rank, reads))
     assert diagnosed(tmp_path).startswith("rank 7 (h, pid 107) last alive at step 57 is at data.py:31 in batch ")
     assert diagnosed(tmp_path, 8).endswith("; the others are at train.py:137 in train (float(loss))")
     step = ("/a/train.py", 60, "train_step", "optimizer.step()")
@@ -382,8 +383,9 @@ def test_of_ranks_that_are_not_known_to_wait_the_smallest_group_is_named(tmp_pat
 def test_ranks_that_wait_in_what_few_wait_in_are_named(tmp_path: Path) -> None:
     gather = ("/a/distributed.py", 92, "all_gather", "dist.all_gather(gathered, local)  # collective")
     for rank in range(64):
-        kind = {"name": f"all_{'gather' if rank == 7 else 'reduce'} 20 [4] double", "number": 20, "pending": True}
-        left(tmp_path, rank, gather if rank == 7 else WAITS, collective=kind)
+        name = {7: "all_gather"}.get(rank, "all_reduce")
+        kind = {"name": f"{name} 20 [4] double", "number": 20, "pending": True}
+        left(tmp_path, rank, {7: gather}.get(rank, WAITS), collective=kind)
     assert diagnosed(tmp_path) == (
         "rank 7 (h, pid 107) last alive at step 57 waits in all_gather 20 [4] double at distributed.py:92 in "
         "all_gather (dist.all_gather(gathered, local)); the others wait in all_reduce 20 [4] double at train.py:105 in "
@@ -393,7 +395,7 @@ def test_ranks_that_wait_in_what_few_wait_in_are_named(tmp_path: Path) -> None:
 
 def test_the_rank_whose_last_collective_has_the_lowest_number_is_named(tmp_path: Path) -> None:
     for rank in range(64):
-        number = 19 if rank == 7 else 20
+        number = {7: 19}.get(rank, 20)
         left(tmp_path, rank, WAITS, collective={"name": f"all_reduce {number}", "number": number, "pending": True})
     assert diagnosed(tmp_path).startswith(
         "rank 7 (h, pid 107) last alive at step 57 waits in all_reduce 19 at train.py:105"
@@ -423,7 +425,7 @@ def test_files_that_block_or_are_damaged_are_passed_over(tmp_path: Path) -> None
 
 def test_hang_report_tells_ranks_that_stand_alike_once_and_names_those_it_knows_nothing_of(tmp_path: Path) -> None:
     for rank in range(32):
-        left(tmp_path, rank, SLEEPS if rank == 7 else WAITS, verdict="rank 7 sleeps")
+        left(tmp_path, rank, {7: SLEEPS}.get(rank, WAITS), verdict="rank 7 sleeps")
     wide, narrow = (hang_report.report(hang_report.newest(tmp_path), False, columns) for columns in (140, 80))
     assert "rank 7 sleeps" in narrow[1]
     assert narrow[2:] == [
@@ -496,7 +498,7 @@ def test_whether_all_ranks_of_a_job_live_is_known(
     assert hang_diagnosis.rank_is_lost(tmp_path, dog.job, world_size=2) == (second == "gone")
 
 
-def test_a_crash_after_other_stacks_is_still_told(tmp_path: Path) -> None:
+def test_a_crash_after_other_stacks_is_still_reported(tmp_path: Path) -> None:
     """A late heartbeat has written stacks to the file, and the next heartbeat removed them."""
     code = f"""
 import faulthandler, os, time
@@ -512,7 +514,7 @@ faulthandler.dump_traceback(dog._stacks)
 dog._write_heartbeat()
 os.abort()
 """
-    environ = {**os.environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": "j"}
+    environ = {**os.environ, "PYTHONPATH": CORE, "SAMESTEP_JOB_INFO": '{"job": "j"}'}
     subprocess.run([sys.executable, "-c", code], env=environ, timeout=LIMIT, check=False)
     assert "died (Aborted) at" in hang_diagnosis.crashes(tmp_path, "j")
     assert hang_diagnosis.crashes(tmp_path, "another") == ""

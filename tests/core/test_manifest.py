@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from amounts import amount
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samestep import ConfigError, NonRetryableError, checkpoint, log, manifest, rundir
@@ -112,7 +113,7 @@ def test_save_raises_at_once_or_newest_returns_the_same_values(soak: bool) -> No
     accepted = refused = 0
 
     @given(MAPPINGS, MAPPINGS, steps | st.just(5), apps | st.just("toy"), groups | st.just(GIVEN["groups"]))
-    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10_000 if soak else 300)
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=amount(soak, few=300, many=10_000))
     def attempt(state: Any, invariants: Any, step: Any, app: Any, groups: Any) -> None:
         nonlocal accepted, refused
         with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +239,7 @@ def test_any_value_that_a_parser_may_return_has_one_json_value(soak: bool) -> No
     """An option is compared at a resume: its JSON value is accepted by a checkpoint, and is its own JSON value."""
 
     @given(VALUES)
-    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10_000 if soak else 200)
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=amount(soak, few=200, many=10_000))
     def attempt(value: Any) -> None:
         try:
             converted = json_value(value)

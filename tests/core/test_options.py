@@ -104,7 +104,7 @@ def test_a_flag_takes_no_value(argument: str) -> None:
 # --- values ------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults() -> None:
+def test_the_common_options_have_these_defaults() -> None:
     assert vars(parse()) == {
         "epochs": 3,
         "max_steps": None,
@@ -193,7 +193,7 @@ def test_keep_best_refuses_an_unknown_metric_before_training(value: str, problem
 @pytest.mark.parametrize(
     ("text", "good"), [("0", True), ("0.999", True), ("1", False), ("1.5", False), ("-0.1", False), ("nan", False)]
 )
-def test_a_real_number_below_a_limit(text: str, good: bool) -> None:
+def test_a_bounded_number_takes_its_minimum_and_refuses_its_limit(text: str, good: bool) -> None:
     parser = Parser()
     parser.add_argument("--dropout", type=options.bounded_float(0.0, below=1.0))
     if good:

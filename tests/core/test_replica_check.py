@@ -41,7 +41,7 @@ def test_ranks_outside_the_majority_are_named(rows: list[int], ranks: str, is_kn
 
 
 def gathered(rows: list[list[int]]) -> Callable[[Any], Any]:
-    """An all-gather that returns these rows, whatever this rank has."""
+    """Return a fake all-gather, which always returns these rows."""
     return lambda row: np.array(rows)
 
 

@@ -66,8 +66,8 @@ def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr(log, "start", start)
     monkeypatch.setattr(log, "_console", found.out)
     monkeypatch.setattr(log, "_console_errors", found.errors)
-    for name in ("LAUNCHER", "WORLD_SIZE", "RESTARTS", "JOB"):
-        monkeypatch.delenv(f"SAMESTEP_{name}", raising=False)
+    for name in ("SAMESTEP_JOB_INFO", "SAMESTEP_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -132,7 +132,7 @@ def all_done(ranks: list[Rank]) -> list[Run]:
 
 
 def the_same(one: Path, other: Path) -> None:
-    """Two runs gave the same numbers, at whatever number of ranks."""
+    """Check that two runs gave the same numbers, at any number of ranks."""
     assert steps_of(one) == steps_of(other)
     differs = {"world_size", "seconds", "samples_per_second", "resumed_from_step", "run_dir", "restarts"}
     first = result_of(one)
@@ -169,7 +169,7 @@ del options.dtype
 log.run(lambda: Run("toy", options, World(0, 1)))
 """
     paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
-    environ = {**os.environ, "PYTHONPATH": paths, "SAMESTEP_LAUNCHER": "1@elsewhere"}
+    environ = {**os.environ, "PYTHONPATH": paths, "SAMESTEP_JOB_INFO": '{"launcher": "1@elsewhere"}'}
     command = [sys.executable, "-c", code, str(run_dir)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -181,10 +181,10 @@ log.run(lambda: Run("toy", options, World(0, 1)))
 def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_callers_mistake(
     run_dir: Path, asked_for: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAMESTEP_RANKS", asked_for)
+    monkeypatch.setenv("SAMESTEP_JOB_INFO", f'{{"ranks": {asked_for}}}')
     with pytest.raises(ConfigError, match=rf"asked for {asked_for} ranks, but 2 joined \(launcher: torchrun\)"):
         Run("toy", parse(*options_for(run_dir)), World(1, 2, launcher="torchrun"))
-    monkeypatch.setenv("SAMESTEP_RANKS", "2")
+    monkeypatch.setenv("SAMESTEP_JOB_INFO", '{"ranks": 2}')
     Run("toy", parse(*options_for(run_dir)), World(1, 2))
     assert not run_dir.exists()
 
@@ -192,7 +192,7 @@ def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_cal
 def test_under_the_launch_script_which_holds_the_lock_a_rank_writes_from_its_start(
     run_dir: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
+    monkeypatch.setenv("SAMESTEP_JOB_INFO", '{"launcher": "1@elsewhere"}')
     run = Run("toy", parse(*options_for(run_dir), "--quiet"), World(1, 2), Watchdog())
     run.monitor.stop()
     assert console.started == [(run_dir, 1, True)]
@@ -313,7 +313,7 @@ def run_dir_is_a_file(run_dir: Path) -> list[Rank]:
         (run_dir_is_a_file, ["cannot make", "name another place"]),
     ],
 )
-def test_the_callers_mistake_is_told_by_rank_0_and_loads_nothing(
+def test_the_callers_mistake_is_reported_by_rank_0_and_loads_nothing(
     run_dir: Path, start: Callable[[Path], list[Rank]], expected: list[str]
 ) -> None:
     stopped_after(run_dir, 6)
@@ -496,7 +496,7 @@ CADENCES: list[tuple[list[str], list[int], list[int], list[int]]] = [  # options
 
 
 @pytest.mark.parametrize(("options", "logged", "tested", "saved"), CADENCES)
-def test_what_is_due_after_each_update(
+def test_logs_evaluations_and_saves_are_due_at_their_steps_on_all_ranks(
     run_dir: Path, options: list[str], logged: list[int], tested: list[int], saved: list[int]
 ) -> None:
     ranks = job(2, ["--run-dir", str(run_dir), "--keep-checkpoints=99", *options])
@@ -770,7 +770,7 @@ def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(ru
 
 
 def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Console) -> None:
-    """The last update is the one that no later loss tells of; and NaN in result.json would be no JSON."""
+    """No later loss shows the effect of the last update, and NaN in result.json would be invalid JSON."""
 
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == max_steps:
@@ -892,7 +892,7 @@ def test_a_slow_rank_is_named_once_in_each_start(run_dir: Path, console: Console
         (7, [], {"input": 0.2}),  # more ranks than samples in a batch: one has none, and is fast
     ],
 )
-def test_nobody_is_named_where_nobody_is_slow_or_nobody_is_to_be(
+def test_no_rank_is_named_if_none_is_slow_or_straggler_is_0(
     run_dir: Path, console: Console, spend: Callable[..., Faults], world_size: int, options: list[str], slow: Any
 ) -> None:
     all_done(
@@ -941,7 +941,7 @@ def flip(array: np.ndarray[Any, Any], bit: int = 0) -> None:
         ("optimizer", "w.momentum", 25, [0], "rank 0 differs from all others"),
     ],
 )
-def test_what_is_not_the_same_on_all_ranks_is_never_saved(
+def test_replicas_that_differ_are_never_saved(
     run_dir: Path, tmp_path: Path, group: str, name: str, bit: int, differing: list[int], who: str
 ) -> None:
     all_done(job(2, options_for(tmp_path / "undisturbed")))
@@ -973,7 +973,9 @@ UNKNOWN = ", and without a majority the wrong rank is unknown"
         ([7, 5, 5, 6, 5], "ranks [0, 3] differ from all others", ""),
     ],
 )
-def test_the_odd_one_out_is_who_is_not_of_the_majority(run_dir: Path, held: list[int], who: str, proof: str) -> None:
+def test_the_diverged_ranks_are_those_outside_the_majority(
+    run_dir: Path, held: list[int], who: str, proof: str
+) -> None:
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == 8:
             model.groups["model"]["updates"][...] = held[rank]
@@ -996,7 +998,7 @@ def test_the_first_array_that_differs_is_named_with_its_ranks_alone(run_dir: Pat
 
 
 @pytest.mark.parametrize(("checkpoint_every", "resumed_from"), [(2, 10), (0, 8)])
-def test_weights_that_turn_out_unequal_at_the_end_are_never_gone_on_from(
+def test_a_run_never_resumes_from_weights_that_differ_at_its_end(
     run_dir: Path, tmp_path: Path, checkpoint_every: int, resumed_from: int
 ) -> None:
     cadence = f"--checkpoint-every={checkpoint_every}"
@@ -1030,7 +1032,7 @@ def test_a_run_whose_only_checkpoint_was_unequal_does_not_silently_begin_anew(ru
     the_same(run_dir, tmp_path / "undisturbed")
 
 
-def test_a_rank_that_is_left_alone_is_told_so_in_these_tests(run_dir: Path) -> None:
+def test_a_rank_that_waits_alone_fails_in_these_tests(run_dir: Path) -> None:
     def after_update(rank: int, done: int, model: Model) -> None:
         if (rank, done) == (1, 3):
             raise CrashError

@@ -25,7 +25,7 @@ from threads import parse, put
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a job without a launch script is started; the data are there."""
-    monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+    monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -72,7 +72,7 @@ def test_a_second_job_waits_and_then_names_the_holder(tmp_path: Path) -> None:
     assert "--run-dir" in refused
 
 
-def test_a_second_job_goes_on_when_the_first_is_done(tmp_path: Path) -> None:
+def test_a_second_job_continues_when_the_first_has_ended(tmp_path: Path) -> None:
     with (
         running(HOLD.format("WRITER_BYTE"), tmp_path, until="held") as holder,
         start(TRY.format("WRITER_BYTE", LIMIT), tmp_path) as second,
@@ -168,7 +168,7 @@ def test_make_folder_never_returns_a_unique_folder_twice(tmp_path: Path) -> None
     assert names == ["now", "now-2", "now-3", "now-4"]
 
 
-def test_a_claimed_run_dir_is_made_and_told_as_an_absolute_path(run_folder: Path) -> None:
+def test_a_claimed_run_dir_is_made_and_returned_as_an_absolute_path(run_folder: Path) -> None:
     found, _ = rundir.lock_run_dir("toy", Path("a", "..", "run"))
     assert found == run_folder / "run"
     assert (found / "log").is_dir()
@@ -192,9 +192,9 @@ def test_rank_0_holds_both_bytes_where_no_launch_script_holds_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, under_script: bool, code: int
 ) -> None:
     if under_script:
-        monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
+        monkeypatch.setenv("SAMESTEP_JOB_INFO", '{"launcher": "1@elsewhere"}')
     else:
-        monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+        monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
     with running(HOLD.format(held), tmp_path, until="held"):
         done = child(CLAIM, tmp_path)
     assert (done.returncode, done.stdout) == (code, "" if code else "got it\n")
@@ -292,7 +292,7 @@ def test_other_data_are_refused_before_any_array_is_read(run_folder: Path, verif
 
 
 @pytest.mark.parametrize(("verify", "warnings"), [(True, 1), (False, 0)])
-def test_that_a_checkpoint_does_not_name_its_data_is_told_once(
+def test_a_checkpoint_that_does_not_name_its_data_is_one_warning(
     run_folder: Path, console: StringIO, verify: bool, warnings: int
 ) -> None:
     options = begun(run_folder / "run", 1, dataset_fingerprint=None)
@@ -305,7 +305,7 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
 ) -> None:
     shutil.rmtree(run_folder / "data")
     for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens to the port of discard
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no process listens at port 9 (discard)
     monkeypatch.delenv("no_proxy", raising=False)
     found = rundir.resolve("toy", parse("--run-dir=run"))
     assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import shards
+from amounts import amount
 from samestep import NonRetryableError, RemoteRankError, checkpoint
 from samestep.checkpoint import CorruptCheckpoint
 from samestep.sharded import storage, tensors
@@ -110,7 +111,7 @@ def test_a_piece_is_written_once_and_copies_are_not(tmp_path: Path) -> None:
 def test_what_is_gathered_is_what_one_rank_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """One definition of weights_sha256, and one file, whatever the ranks and the block."""
+    """weights_sha256 and the file do not depend on the ranks and the size of blocks."""
     monkeypatch.setattr(tensors, "BLOCK", block)
     arrays = arrays_of(save(tmp_path, 5, 3))
     wholes = {name: whole_array(name) for name in LAYOUT}
@@ -370,7 +371,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> None:
+def test_a_sharded_run_resumes_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     put(tmp_path / "whole" / "data")
     reference = Toy(tmp_path / "whole").done(1)
@@ -386,7 +387,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
+def test_a_sharded_run_starts_from_weights_and_evaluates_alone(toy: Toy, tmp_path: Path) -> None:
     fresh = toy.done(2, "--max-steps=0")
     assert fresh["weights_sha256"] == checkpoint.weights_sha256({name: whole_array(name) for name in LAYOUT})
     trained = toy.done(3, "--max-steps=4", "--keep-best", "--evaluate-every=1", "--keep-checkpoints=1")
@@ -404,7 +405,7 @@ def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
     assert toy.done(2, "--max-steps=0", f"--init-from={weights}")["weights_sha256"] == trained["weights_sha256"]
 
 
-def test_weights_that_do_not_fit_are_told_once(toy: Toy, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_reported_once(toy: Toy, tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
     checkpoint.save_weights(weights, {"tall": np.zeros((7, 5), np.float32)})
     for file, message in (
@@ -419,7 +420,7 @@ def test_weights_that_do_not_fit_are_told_once(toy: Toy, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(toy: Toy, damage: str) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(toy: Toy, damage: str) -> None:
     reference = toy.done(3)
     folder = toy.run_dir / "checkpoints" / "step-00000012"
     shutil.copytree(folder.with_name("step-00000010"), folder.with_name("step-00000004"))  # to take a shard of
@@ -448,13 +449,13 @@ def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy, soak: bool) -> None:
+def test_a_run_that_is_killed_at_any_moment_of_a_save_resumes(toy: Toy, soak: bool) -> None:
     """Ranks are killed before each of their operations on checkpoints' files. The files are whole; a run resumes."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]
     template = toy.run_dir.rename(toy.run_dir.with_name("template"))
     shutil.rmtree(template / "checkpoints" / "step-00000004")
     found: dict[int, list[int]] = {}
-    for rank in range(3 if soak else 2):  # rank 2 does what rank 1 does
+    for rank in range(amount(soak, few=2, many=3)):  # rank 2 does what rank 1 does
         for count in itertools.count(1):
             shutil.rmtree(toy.run_dir, ignore_errors=True)
             shutil.copytree(template, toy.run_dir)

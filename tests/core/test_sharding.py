@@ -1,4 +1,4 @@
-"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any data set size."""
+"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any dataset size."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def z_score(counts: NDArray[np.int64], expected: NDArray[np.float64] | float) ->
 
 @quick
 @given(SIZES, SEEDS, st.integers(0, 2**64 - 1))
-def test_is_a_bijection(n: int, seed: int, epoch: int) -> None:
+def test_an_order_has_each_sample_once(n: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(order(n, seed, epoch)), np.arange(n))
 
 
-def test_is_a_bijection_at_mnist_size_and_over_block_boundaries() -> None:
+def test_an_order_has_each_sample_once_at_mnist_size_and_over_block_boundaries() -> None:
     assert np.array_equal(np.sort(order(60_000, 0, 0)), np.arange(60_000))
 
 
 @quick
 @given(st.integers(1, 2**63 - 1), SEEDS, st.data())
-def test_random_access(n: int, seed: int, data: st.DataObject) -> None:
+def test_any_part_of_an_order_is_computed_without_the_rest(n: int, seed: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)), np.int64)
     indices = permute(positions, n, seed, 3)
     assert indices.dtype == np.int64
@@ -57,7 +57,7 @@ def test_random_access(n: int, seed: int, data: st.DataObject) -> None:
     assert np.array_equal(permute(positions.reshape(1, -1), n, seed, 3), indices.reshape(1, -1))
 
 
-def test_leaves_its_argument_alone() -> None:
+def test_permute_leaves_its_argument_unchanged() -> None:
     positions = np.arange(10)
     permute(positions, 10, 0, 0)
     assert np.array_equal(positions, np.arange(10))
@@ -119,7 +119,7 @@ def reference(position: int, n: int, seed: int, epoch: int) -> int:
 
 @quick
 @given(st.one_of(SIZES, st.integers(1, 2**63 - 1)), SEEDS, st.integers(0, 1000), st.data())
-def test_equals_the_reference(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
+def test_permute_equals_the_reference(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
     expected = [reference(position, n, seed, epoch) for position in positions]
     assert permute(np.array(positions, np.int64), n, seed, epoch).tolist() == expected
@@ -177,7 +177,7 @@ def test_every_permutation_of_a_tiny_set_is_equally_likely(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [5, 7, 16, 17, 100, 1024, 1100, 5000])
-def test_is_uniform(n: int) -> None:
+def test_orders_are_uniform(n: int) -> None:
     """Over (position, value), over what follows at a distance that the two halves could betray, and over epochs."""
     epochs = max(20, min(1000, 200_000 // n))
     orders = np.array([order(n, 11, epoch) for epoch in range(epochs)])
@@ -241,7 +241,9 @@ def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("n", [2**10 + 1, 2**20 - 1, 2**20, 2**20 + 1, 60_000, 10**9, 2**62 + 1])
-def test_next_to_nothing_walks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_just_above_a_power_of_two_hardly_any_position_is_computed_twice(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A data set just above a power of two costs what one just below it costs."""
     evaluated = count_evaluations(monkeypatch)
     count = min(n, 100_000)
@@ -415,12 +417,12 @@ def test_a_rank_may_be_left_without_samples() -> None:
         (10, 1, 0, 0, 0),
     ],
 )
-def test_refuses_bad_batches(arguments: tuple[int, ...]) -> None:
+def test_bad_batches_are_refused(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must be"):
         GlobalBatches(*arguments)
 
 
-def test_refuses_bad_calls() -> None:
+def test_bad_calls_are_refused() -> None:
     batches = GlobalBatches(10, 2, seed=0)
     for method in (batches.epoch, batches.size, batches.rows, batches.samples_seen, batches.indices):
         with pytest.raises(ValueError, match="step must be at least 0"):

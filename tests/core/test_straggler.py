@@ -59,7 +59,7 @@ def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, l
     assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 
-def test_it_is_told_what_the_others_take(lines: list[str]) -> None:
+def test_the_warning_states_the_seconds_of_the_other_ranks(lines: list[str]) -> None:
     detector = StragglerDetector(1.5, 3, 60, 100)
     syncs = [101, *range(110, 200, 10)]
     found = named(detector, 3, syncs, lambda rank, step: {"input": 0.21} if rank == 1 else {}, 100)
@@ -111,7 +111,7 @@ def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps(is_slow: Callable[[int
     assert not named(detector, 2, every(10), lambda rank, step: slow if is_slow(rank, step) else {})
 
 
-def test_what_costs_less_than_a_second_is_not_told_yet() -> None:
+def test_a_delay_of_less_than_a_second_in_all_is_not_reported_yet() -> None:
     """10 ms a step more than the others' 12."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     ((step, rank, phase),) = named(detector, 2, every(10), lambda rank, step: {"input": 0.01 * rank})
@@ -134,7 +134,7 @@ def test_one_sample_more_is_no_slowness() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8])
-def test_the_median_of_the_others(world_size: int) -> None:
+def test_leave_one_out_median_is_numpys_median_of_the_others(world_size: int) -> None:
     random = np.random.default_rng(world_size)
     for values in (random.random(world_size), np.ones(world_size), random.integers(0, 3, world_size).astype(float)):
         expected = [np.median(np.delete(values, rank)) for rank in range(world_size)]

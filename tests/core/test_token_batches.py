@@ -72,7 +72,7 @@ def test_counts_of_losses_are_those_of_the_targets() -> None:
     assert plan.samples_seen(plan.steps_per_epoch) == len(LENGTHS)
 
 
-def test_golden_steps() -> None:
+def test_the_steps_of_earlier_versions_stay() -> None:
     """A resume of an earlier version's run takes the same steps."""
     plan = batches()
     assert plan.steps_per_epoch == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import samestep
 from processes import wait_for
+from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.recovery import watchdog
 
 CORE = str(Path(samestep.__file__).parents[1])
@@ -78,7 +81,7 @@ class Job:
 
     def environment(self, **changes: str) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
-        return {**inherited, "PYTHONPATH": CORE, "SAMESTEP_JOB": "this", **changes}
+        return {**inherited, "PYTHONPATH": CORE, **JobInfo(job="this").to_environ(), **changes}
 
     def rank_command(self, **changes: Any) -> list[str]:
         settings = {
@@ -180,14 +183,14 @@ def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
 
 
 @pytest.mark.parametrize("which", ["compiles", "evaluation_compiles"])
-def test_a_rank_that_compiles_for_too_long_is_told_the_option(job: Job, which: str) -> None:
+def test_the_error_of_a_rank_that_compiles_for_too_long_names_the_option(job: Job, which: str) -> None:
     process = job.rank(None, steps=3, timeout=LIMIT, first_step_timeout=1.0, **{which: LIMIT})
     line = ended(process)
     assert line.startswith(f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step ")
     assert line.endswith("; if it was still compiling, give it a longer --first-step-timeout")
 
 
-def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
+def test_a_heartbeat_names_its_process_and_repeats_during_a_hang(job: Job) -> None:
     process = job.rank(steps=5, timeout=LIMIT)
     first = job.alive(0, lambda seen: seen["step"] == 5)
     assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")
@@ -224,7 +227,7 @@ assert gc.isenabled()
 
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
-    """The launch script wants to know whether a start that failed got so far."""
+    """The launch script reads whether a failed start got so far."""
     job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # without a tick in between
     assert job.alive(0, lambda seen: seen["updates"] == 1)["step"] == 8
 
@@ -255,6 +258,24 @@ def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
     assert process.communicate(timeout=LIMIT) == ("", "")
     assert process.returncode == 0
     assert not (job.run_dir / "log" / "stalled").exists()
+
+
+def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C thread that writes them reads frames which a program at its end may free."""
+    calls = []
+    dog = watchdog.Watchdog()
+
+    def stop_and_arm(*arguments: Any, **options: Any) -> None:
+        dog.stop()
+        calls.append("armed")
+
+    monkeypatch.setattr(faulthandler, "enable", lambda file: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", stop_and_arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
+    (tmp_path / "log").mkdir()
+    dog._world = World(0, 1)
+    dog.write_to(tmp_path / "log")
+    assert calls == ["canceled", "armed", "canceled"]
 
 
 def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
@@ -289,7 +310,7 @@ def test_ranks_that_never_came_are_counted(job: Job) -> None:
 
 def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
     """A restarted job finds the files of the ranks that went before."""
-    job.rank(rank=1, world=2, timeout=LIMIT, environment={"SAMESTEP_JOB": "earlier"})
+    job.rank(rank=1, world=2, timeout=LIMIT, environment=JobInfo(job="earlier").to_environ())
     process = job.rank(rank=0, world=2, steps=6)
     assert ended(process).endswith(
         f"rank 0 ({HOST}, pid {process.pid}) last alive at step 6 {STANDS}; 1 of 2 ranks never seen from here: 1"
@@ -307,7 +328,7 @@ def test_heartbeats_that_a_crash_left_damaged_stop_no_watchdog(job: Job) -> None
 
 
 def test_a_rank_whose_log_folder_is_gone_ends_too(job: Job) -> None:
-    """As on a full disk: nobody's heartbeat can be read, not even one's own."""
+    """As on a full disk, no heartbeat can be read, not even the rank's own."""
     process = job.rank(timeout=1.0)
     folder = job.run_dir / "log"
     folder.rename(folder.with_name("elsewhere"))
@@ -333,6 +354,11 @@ def launch_script() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def under(launch_script: subprocess.Popen[bytes]) -> dict[str, str]:
+    """The variables of a job of this launch script."""
+    return JobInfo(job="this", launcher=f"{launch_script.pid}@{socket.gethostname()}").to_environ()
+
+
 @pytest.mark.parametrize(("launcher", "reaped"), [("torchrun", True), ("none", False)])
 def test_a_rank_ends_with_its_launch_script(
     job: Job, launch_script: subprocess.Popen[bytes], launcher: str, reaped: bool
@@ -341,7 +367,7 @@ def test_a_rank_ends_with_its_launch_script(
         launcher=launcher,
         beats=LIMIT,
         timeout=LIMIT,
-        environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"},
+        environment=under(launch_script),
     )
     launch_script.kill()  # until someone waits for it, it is a zombie
     if reaped:
@@ -351,7 +377,7 @@ def test_a_rank_ends_with_its_launch_script(
 
 def test_a_rank_ends_with_its_launch_script_at_the_real_pace(job: Job, launch_script: subprocess.Popen[bytes]) -> None:
     settings = {"tick": watchdog._TICK, "silent": watchdog._SILENT, "beats": LIMIT, "timeout": LIMIT}
-    process = job.rank(environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"}, **settings)
+    process = job.rank(environment=under(launch_script), **settings)
     launch_script.kill()
     assert "is gone" in ended(process)
 
@@ -363,7 +389,7 @@ def test_a_rank_whose_launch_script_is_gone_before_it_starts_ends(
     launch_script.kill()
     launch_script.wait(timeout=LIMIT)
     command = job.rank_command(beats=3.0, timeout=LIMIT, waits=False)
-    assert "is gone" in ended(job.start(command, SAMESTEP_LAUNCHER=f"{launch_script.pid}@{socket.gethostname()}"))
+    assert "is gone" in ended(job.start(command, **under(launch_script)))
 
 
 def test_a_rank_ends_with_the_launcher_that_started_it(job: Job) -> None:

@@ -53,7 +53,7 @@ def metadata(wheel: Path) -> Message:
         return BytesParser().parsebytes(archive.read(name))
 
 
-def test_they_hold_the_package_and_nothing_else(built: Built) -> None:
+def test_wheel_and_sdist_hold_the_package_alone(built: Built) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", *(f"{folder}/{name}" for folder, name in PACKAGES.items())],
         cwd=ROOT,
@@ -77,7 +77,7 @@ def test_they_hold_the_package_and_nothing_else(built: Built) -> None:
     assert files == sources | {"CHANGELOG.md", "LICENSE", "core/README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
 
 
-def test_what_they_say_of_themselves(built: Built) -> None:
+def test_the_wheels_metadata_has_version_licenses_and_readme(built: Built) -> None:
     found = metadata(built.wheel)
     assert (found["Name"], found["Version"]) == ("samestep", samestep.__version__)
     assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # the code's, and the digits'
@@ -110,7 +110,7 @@ def test_a_project_elsewhere_imports_it_and_its_digits(built: Built, tmp_path: P
     for name in PROGRAMS:
         assert f"usage: samestep {name} " in run(script, name, "--help", folder=tmp_path)
     assert run(script, "--help", folder=tmp_path) == run(python, "-m", "samestep", "--help", folder=tmp_path)
-    # The README's programs run as they stand.
+    # The README's programs run as printed.
     blocks = re.findall(r"^```python\n(.*?)^```$", (CORE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for number, block in enumerate(blocks):

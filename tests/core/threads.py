@@ -35,7 +35,7 @@ class LeftAloneError(Exception):
 
 
 class CrashError(Exception):
-    """Stands for a kill: this rank does nothing any more."""
+    """Simulates a kill: this rank stops."""
 
 
 class Meeting:
@@ -287,5 +287,5 @@ def job(
     for thread in threads:
         thread.join(2 * LIMIT)
         assert not thread.is_alive(), "a rank hangs"
-    checkpoint.finish()  # as log.run does, whatever happened
+    checkpoint.finish()  # as log.run always does
     return ranks

@@ -304,9 +304,9 @@ def environment(container: Manifest) -> dict[str, str]:
 
 
 def dry_run(command: list[str], variables: dict[str, str]) -> str:
-    """The launcher's command, as the launch script shows it in an environment that has nothing else of ours."""
+    """Return the launcher's command as the launch script shows it, with only these variables of samestep."""
     words = [word.replace("/samestep", str(REPOSITORY)) for word in command]
-    port = free_port()  # of machine 0: here any
+    port = free_port()  # of machine 0; any free port works here
     ports = {name: port for name in variables if name.endswith("MASTER_PORT")}
     environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **variables, **ports}
     done = subprocess.run([*words, "--dry-run"], env=environ, capture_output=True, text=True, timeout=60, check=False)

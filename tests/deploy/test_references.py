@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def test_options_are_those_of_their_app(path: Path) -> None:
 
 def test_arguments_of_images_are_declared() -> None:
     dockerfiles = sorted((REPOSITORY / "deploy" / "images").glob("Dockerfile.*"))
-    assert len(dockerfiles) == 6
+    assert len(dockerfiles) == 7
     for path in dockerfiles:
         text = path.read_text()
         declared = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
@@ -92,6 +93,20 @@ def test_arguments_of_images_are_declared() -> None:
         copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
         for source in (word for line in copied for word in line.split()):
             assert (REPOSITORY / source).exists(), source
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "deploy" / "images").glob("Dockerfile.*")), ids=name)
+def test_an_image_has_all_files_that_its_entry_point_imports(path: Path, tmp_path: Path) -> None:
+    text = path.read_text()
+    for source, target in re.findall(r"^COPY (\w\S*) (/samestep\S*)$", text, re.MULTILINE):
+        shutil.copytree(
+            REPOSITORY / source, tmp_path / target.lstrip("/"), ignore=shutil.ignore_patterns("__pycache__")
+        )
+    (script,) = re.findall(r"/samestep/(scripts/run_\w+\.sh)", text.rpartition("ENTRYPOINT")[2])
+    words = ["bash", str(tmp_path / "samestep" / script), "2", "--dry-run"]
+    environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

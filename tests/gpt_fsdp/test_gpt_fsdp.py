@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import amount
 from harness import ROOT, Harness, faulty, last_step, losses, metrics, relative_difference, told_by
 from samestep import checkpoint
 from samestep.sharded import storage
@@ -113,7 +114,7 @@ print(json.dumps(dict(losses=losses, test_loss=total / (len(text) - cut))))
 
 @pytest.fixture
 def whole(undisturbed: Callable[..., dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """The result of an exact run that nothing happened to, at a mesh."""
+    """Return the result of an undisturbed exact run at a mesh."""
     return lambda mesh: undisturbed(size(mesh), *EXACT, f"--max-steps={STEPS}", f"--mesh={mesh}")
 
 
@@ -132,7 +133,7 @@ def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
         assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-9)
         assert result["bits_per_byte"] == pytest.approx(plain["test_loss"] / math.log(2), rel=1e-9)
 
-    for mesh in MESHES if soak else ("3x1",):
+    for mesh in amount(soak, few=("3x1",), many=MESHES):
         check(whole(mesh))
     run_dir = Path(shutil.copytree(whole("3x1")["run_dir"], harness.folder / "run"))
     oldest, *newer = sorted((run_dir / "checkpoints").iterdir())
@@ -150,7 +151,7 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
     expected = losses(harness.folder / "1x1")
     without = losses(Path(harness.train(1, *options, "--dropout=0", run_dir=harness.folder / "without")["run_dir"]))
     assert relative_difference(expected, without) > 1e-4
-    for mesh in MESHES[1:] if soak else ("2x2",):
+    for mesh in amount(soak, few=("2x2",), many=MESHES[1:]):
         recompute = ["--checkpoint-activations"] if mesh == "2x2" else []
         harness.train(size(mesh), *options, f"--mesh={mesh}", *recompute, run_dir=harness.folder / mesh)
         difference = relative_difference(expected, losses(harness.folder / mesh))
@@ -159,13 +160,13 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
 
 
 @pytest.mark.soak  # in the matrix the test above resumes a run of 3x1 at 1x2
-def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
+def test_a_run_killed_in_mid_epoch_resumes_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     """Losses as undisturbed, every window once."""
     batch = BATCH
     killed_at = 5
-    ranks = 4 if soak else 2
+    ranks = amount(soak, few=2, many=4)
     options = [*EXACT, f"--max-steps={STEPS}"]
     reference = whole("3x1")
     expected = losses(Path(reference["run_dir"]))
@@ -174,7 +175,7 @@ def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
     landed = job.wait_for(lambda: first.exists() and (step := last_step(first.parents[1])) >= killed_at and step)
     os.kill(job.ranks()[random.Random(1).randrange(ranks)], signal.SIGKILL)
     assert job.finish().code == 1
-    meshes = ("3x1", "2x2", "1x1", "1x2") if soak else ("1x2",)
+    meshes = amount(soak, few=("1x2",), many=("3x1", "2x2", "1x1", "1x2"))
     for mesh in meshes:
         run_dir = shutil.copytree(harness.folder / "killed", harness.folder / mesh)
         result = harness.train(size(mesh), *options, f"--mesh={mesh}", run_dir=run_dir)
@@ -198,7 +199,9 @@ def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
 def test_a_kill_costs_no_bit_at_the_same_mesh(
     harness: Harness, soak: bool, mesh: str, autocast: str, table: list[str]
 ) -> None:
-    runs, kills, chance = (5, 4, random.Random(mesh)) if soak else (1, 1, random.Random(mesh))
+    runs = amount(soak, few=1, many=5)
+    kills = amount(soak, few=1, many=4)
+    chance = random.Random(mesh)
     options = [*UNEVEN, f"--mesh={mesh}", f"--autocast={autocast}", "--checkpoint-every=4", "--epochs=3"]
     options += [f"--max-steps={6 + 10 * kills}", f"--max-restarts={kills}"]
     ranks = size(mesh)
@@ -289,7 +292,7 @@ def program(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_file_of_ones_own(harness: Harness) -> None:
+def test_a_data_file_may_move_but_not_change(harness: Harness) -> None:
     """Its fingerprint is the run's: it may move, not change."""
     text = harness.folder / "text"
     text.write_bytes(bytes(range(256)) * 40)
@@ -322,7 +325,9 @@ def test_a_file_of_ones_own(harness: Harness) -> None:
         (2, ["--dataset=file"], "name it by --data-file"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(harness: Harness, n: int, options: list[str], message: str) -> None:
+def test_a_mistake_is_reported_before_anything_starts(
+    harness: Harness, n: int, options: list[str], message: str
+) -> None:
     outcome = harness.run(n, *options)
     assert outcome.code == 2, outcome
     assert message in outcome.errors[0]

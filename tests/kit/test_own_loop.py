@@ -86,7 +86,7 @@ def run(folder: Path, world_size: int, *options: str, fault: tuple[object, ...] 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[str]]:
-    """The final weights and the evaluations of two ranks that nothing happened to."""
+    """Return the final weights and the evaluations of an undisturbed run on two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     group = run(folder, 2, *arguments(folder / "out", workers=0))
     assert len(losses(group.text())) == EPOCHS * STEPS, group.text()

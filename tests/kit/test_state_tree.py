@@ -1,4 +1,4 @@
-"""The state of parts comes back with its types and bits, or is refused with its path."""
+"""A restore returns the state of parts with its types and bits, or the save refuses a value with its path."""
 
 from __future__ import annotations
 

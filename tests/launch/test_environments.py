@@ -298,6 +298,7 @@ def test_the_options_may_say_what_is_built(street: Street) -> None:
     (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
     with (street.root / "apps" / "toy" / "options.py").open("a") as file:
         file.write("\ndef setup_environment(options):\n    return {'WITH': 'more'} if options.seed == 2 else {}\n")
+        file.write("\nHOOKS = AppHooks(setup_environment=setup_environment)\n")
     found: list[str] = []
     for seed in (1, 2, 1, 2):
         words = ["1", "--dataset=mnist-5k", f"--run-dir={street.work / str(len(found))}", f"--seed={seed}"]
@@ -344,7 +345,7 @@ def test_one_whose_making_was_killed_is_made_anew(street: Street) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", ["pip", "an index that never answers", "setup.sh"])
 def test_a_signal_ends_a_set_up_and_all_that_it_started(street: Street, step: str, number: signal.Signals) -> None:
-    """The signal is to the launch script alone, whatever its children make of it."""
+    """Only the launch script gets the signal."""
     waits = street.work / "pip.waits"
     with socket.create_server(("127.0.0.1", 0)) as index:
         if step == "pip":
@@ -509,7 +510,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
     assert index.refused() == message
     assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == message
     assert index.installed(SAMESTEP_ALLOW=f"other sha256:{published} Tiny sha256:{ours}") == "# ours"
-    assert index.refused(SAMESTEP_ALLOW="") == message  # that environment is not taken without it
+    assert index.refused(SAMESTEP_ALLOW="") == message  # without the variable, the script does not use that environment
     index.wheel("1.0", "# published")
     assert index.installed() == "# published"
     street.environ["SAMESTEP_ALLOW"] = f"tiny {ours}"

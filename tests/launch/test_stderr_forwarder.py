@@ -43,6 +43,28 @@ def test_messages_are_shown_once_and_alone_if_nothing_else_is_shown(tmp_path: Pa
     assert (console, log) == ("warning: w\nerror: e\nerror: the last\n", content)
 
 
+LOST = "error: rank 0: RuntimeError: [gloo/pair.cc:537] Connection {} by peer; more in log/rank-0.log\n"
+CLOSED = LOST.format("closed")
+APP = "error: rank 0: all_reduce failed: connection reset\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (CLOSED + "error: rank 1: ValueError: damaged\n", "error: rank 1: ValueError: damaged\n"),
+        (CLOSED + "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)  (SIGKILL)\n", ""),
+        (CLOSED + LOST.format("reset"), CLOSED),
+        (APP + CLOSED, APP),
+    ],
+    ids=["a later error", "a killed rank", "no other cause", "an error in the words of an app"],
+)
+def test_a_frameworks_error_about_a_lost_connection_is_shown_only_without_another_cause(
+    tmp_path: Path, content: str, shown: str
+) -> None:
+    console, log = console_and_log(tmp_path, content.encode(), shows=False)
+    assert (console, log.decode()) == (shown, content)
+
+
 def test_the_launchers_prefix_is_no_part_of_a_line(tmp_path: Path) -> None:
     content = b"[1]<stderr>:error: e\n[1]<stderr>:a\nof the launcher\n"
     console, _ = console_and_log(tmp_path, content, prefix=r"\[\d+\]<stderr>:")

@@ -1,4 +1,4 @@
-"""Define what the common tests need to know of lenet_paddle."""
+"""Describe lenet_paddle for the common tests."""
 
 from __future__ import annotations
 

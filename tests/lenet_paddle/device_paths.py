@@ -46,7 +46,13 @@ PATHS = [
         "run",
         f"{TESTS}::test_the_tutorials_five_programs_take_the_same_steps",
     ),
-    ("cpu", "gloo", "RANK and WORLD_SIZE, with --api fleet", "run", f"{TESTS}::test_plain_rank_and_world_size"),
+    (
+        "cpu",
+        "gloo",
+        "RANK and WORLD_SIZE, with --api fleet",
+        "run",
+        f"{TESTS}::test_two_processes_with_rank_and_world_size_train_together",
+    ),
     (
         "gpu",
         "NCCL",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, Harness, Outcome, bare, losses, metrics, relative_difference, write_fashion
 from processes import free_port
 from samestep import checkpoint
@@ -44,7 +45,7 @@ def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool
     learnt_top2 = accuracies(harness.folder / "expected", "accuracy_top2")
     assert all(top1 <= top2 for top1, top2 in zip(learnt, learnt_top2))
     assert 0.5 < expected["test_accuracy"] < expected["test_accuracy_top2"] < 1
-    for api, launcher, n in WAYS if soak else IN_MATRIX:
+    for api, launcher, n in amount(soak, few=IN_MATRIX, many=WAYS):
         run_dir = harness.folder / f"{api}-{launcher}-{n}"
         verbose = ["--verbose=2"] if api == "highlevel" else []
         outcome = harness.run(n, *options, f"--api={api}", f"--launcher={launcher}", *verbose, run_dir=run_dir)
@@ -248,7 +249,7 @@ def test_a_killed_rank_changes_nothing(
 ) -> None:
     options = [*harness.app.small, f"--api={api}", f"--launcher={launcher}"]
     expected = undisturbed(n, *([] if api == "basic" else [f"--api={api}"]))  # the same with either launcher
-    for i in range(5 if soak else 1):
+    for i in range(amount(soak, few=1, many=5)):
         job = harness.start(n, *options, run_dir=harness.folder / str(i))
         job.wait_for_step(10 + i)
         os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # spawn puts no rank into the environment
@@ -266,7 +267,9 @@ def test_paddles_launchers_alone_take_the_same_steps(
 ) -> None:
     """The test suite starts fleetrun here; the other launcher starts two ranks on two addresses below."""
     expected = undisturbed(2)
-    for name, command in {"fleetrun": FLEETRUN, **({"launch": LAUNCH} if soak else {})}.items():
+    commands = {"fleetrun": FLEETRUN, "launch": LAUNCH}
+    for name in amount(soak, few=["fleetrun"], many=["fleetrun", "launch"]):
+        command = commands[name]
         outcome = bare(harness, [*command, TRAIN, *harness.app.small, f"--run-dir={name}"])
         assert outcome.code == 0, outcome
         result = json.loads((harness.folder / name / "result.json").read_text())
@@ -308,7 +311,7 @@ def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callab
 @pytest.mark.soak
 @pytest.mark.parametrize(("late", "flag", "ends"), [(36, "3600", True), (15, "1", False)])
 def test_gloos_own_30_seconds_decide_and_no_flag_does(harness: Harness, late: int, flag: str, ends: bool) -> None:
-    """FLAGS_stop_check_timeout does not change how long ranks wait for another, as the README says."""
+    """FLAGS_stop_check_timeout does not change how long ranks wait for another, as the README states."""
     code = f"""
 import sys, time
 import paddle.distributed as dist
@@ -323,7 +326,7 @@ dist.all_reduce(ones)
     assert ("gloo" in outcome.stdout and "TIMEOUT" in outcome.stdout) == ends, outcome
 
 
-def test_plain_rank_and_world_size(harness: Harness) -> None:
+def test_two_processes_with_rank_and_world_size_train_together(harness: Harness) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
     # fleet reads more variables than the other two APIs.
     command = [sys.executable, TRAIN, *SMALL, "--api=fleet", "--run-dir=run"]
@@ -441,7 +444,7 @@ def test_as_many_ranks_come_as_were_asked_for(harness: Harness) -> None:
     ],
 )
 def test_every_rank_counts_the_ranks(harness: Harness, command: list[str], came: int) -> None:
-    outcome = bare(harness, [*command, *SMALL, "--device=cpu", "--run-dir=run"], SAMESTEP_RANKS="2")
+    outcome = bare(harness, [*command, *SMALL, "--device=cpu", "--run-dir=run"], SAMESTEP_JOB_INFO='{"ranks":2}')
     assert outcome.code == 2, outcome
     (line,) = {*outcome.errors, *(line for line in outcome.stdout.splitlines() if line.startswith("error: "))}
     assert f"asked for 2 ranks, but {came} joined" in line

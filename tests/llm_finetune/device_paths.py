@@ -17,6 +17,10 @@ PATHS = [
         "tests/llm_finetune/test_device.py::test_a_step_and_an_evaluation_stay_on_the_device",
     ),
     (
+        *("cuda", "NCCL", "1 to 4 ranks on one GPU: equal bits by --virtual-ranks, losses and tokens in bfloat16"),
+        *("proof", "finetune"),
+    ),
+    (
         *("cuda", "NCCL", "several GPUs: DistributedDataParallel(device_ids=[...]), all-reduce in backward", "read"),
         "torch/nn/parallel/distributed.py of torch 2.13.0",
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness import Harness, told_by
+from model_folder import make_folder
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
 BAD_ROWS: list[tuple[bytes, str]] = [
@@ -80,7 +81,7 @@ def test_a_bad_option_is_named(tmp_path: Path) -> None:
         "--step-tokens 40 is too few for a sample": ["--step-tokens=40"],
         "leaves 0 samples": ["--max-length=3"],
         "--autocast bfloat16 is less precise": ["--autocast=bfloat16", "--dtype=float64"],
-        "--lora-targets nothing names no layer": ["--lora-targets=nothing"],
+        "--lora-targets nothing names no linear layer": ["--lora-targets=q_proj,nothing"],
         "--straggler": ["--straggler=2"],
         "--data-file and --dataset definitions": ["--data-file=x", "--dataset=definitions"],
         "cannot read": ["--data-file=/nowhere/x.jsonl"],
@@ -89,6 +90,32 @@ def test_a_bad_option_is_named(tmp_path: Path) -> None:
     }
     commands = [["--model=tiny", *words] for words in cases.values()]
     for message, expected in zip(messages_of(commands), cases):
+        assert expected in message
+
+
+MISFITS = """
+import shutil
+from transformers import GPT2Config, GPT2LMHeadModel
+
+other, endless, large = (folder.with_name(name) for name in ("other", "endless", "large"))
+for copy in (other, endless, large):
+    shutil.copytree(folder, copy)
+GPT2LMHeadModel(GPT2Config(vocab_size=257, n_layer=1, n_head=2, n_embd=8)).save_pretrained(other)
+tokenizer.add_tokens(["<more>"])
+tokenizer.save_pretrained(large)
+tokenizer.eos_token = None
+tokenizer.save_pretrained(endless)
+"""
+
+
+def test_a_model_and_a_tokenizer_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    make_folder(tmp_path / "base", MISFITS)
+    cases = {
+        "other is a GPT2LMHeadModel, without .model and .lm_head": "other",
+        "endless: its tokenizer has no end token": "endless",
+        "large: its tokenizer has 258 tokens, and the embedding 257 rows": "large",
+    }
+    for message, expected in zip(messages_of([[f"--model={tmp_path / name}"] for name in cases.values()]), cases):
         assert expected in message
 
 

@@ -8,19 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, Harness, python_path, told_by
+from harness import Harness, python_path, told_by
+from model_folder import APP, make_folder, run_program
 
-APP = ROOT / "apps" / "llm_finetune"
 SHORT = ("--max-steps=4", "--epochs=1")
-
-
-def run_program(*words: str) -> str:
-    """Run a program of the app; return what it prints."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(APP)}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 LOADED = """
@@ -86,27 +77,6 @@ def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
     assert (done.returncode, done.stderr) == (2, f"error: {adapter} exists: name a new folder\n")
 
 
-FOLDER = """
-import json
-from pathlib import Path
-from model import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers, decoders
-from transformers import PreTrainedTokenizerFast
-
-folder = Path({folder!r})
-letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-words = {{letter: i for i, letter in enumerate(letters)}}
-inner = Tokenizer(models.BPE(vocab=words, merges=[]))
-inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-inner.decoder = decoders.ByteLevel()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
-tokenizer.chat_template = (
-    "{{% for m in messages %}}#{{{{ m['role'] }}}}:{{{{ m['content'] }}}}<|im_end|>{{% endfor %}}"
-    "{{% if add_generation_prompt %}}#assistant:{{% endif %}}"
-)
-tokenizer.save_pretrained(folder)
-tiny_model().save_pretrained(folder)
-"""
 TOKENS = """
 import json
 from data import tokenize
@@ -132,7 +102,7 @@ print(json.dumps(found))
 def test_a_folder_with_a_chat_template_is_trained(harness: Harness) -> None:
     """Every turn of the assistant is a target, with its end. The run's model.safetensors is the model's own file."""
     folder = harness.folder / "base"
-    run_program("-c", FOLDER.format(folder=str(folder)))
+    make_folder(folder)
     given, targets, refusal = told_by("llm_finetune", TOKENS.format(folder=folder))
     assert given == "#user:a|#assistant:#user:d|#assistant:"
     assert targets == "bc|e|"
@@ -165,18 +135,25 @@ print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
     paths = [str(published), str(exported), str(folder)]
     assert told_by("llm_finetune", program.format(paths=paths)) == [True, False]
 
-    # A resume with another base is refused.
-    (folder / "generation_config.json").write_text('{"changed": true}')
-    outcome = harness.run(2, *options, "--max-steps=4", run_dir=run_dir)
-    assert outcome.code == 2
-    assert "--model-sha256" in outcome.stderr
+    # A resume with other data, another chat template or another base is refused.
+    for path, word in (
+        (rows, "was trained on other data"),
+        (folder / "chat_template.jinja", "--model-sha256"),
+        (folder / "generation_config.json", "--model-sha256"),
+    ):
+        content = path.read_text()
+        path.write_text(f"{content}\n")
+        outcome = harness.run(2, *options, "--max-steps=4", run_dir=run_dir)
+        path.write_text(content)
+        assert outcome.code == 2
+        assert word in outcome.stderr
 
 
 @pytest.mark.soak  # downloads 93 MB once, and takes minutes
 def test_smollm2_learns_and_keeps_its_bits(harness: Harness) -> None:
     """The default run; in float32, 2 ranks that stop end with the bits of 1."""
-    outcome = harness.run(2)
-    assert outcome.code == 0, outcome
+    outcome = harness.run(2, "--model=smollm2-135m")  # by name, so that without the wheel the error names it
+    assert outcome.code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
     before = next(float(line.split()[2]) for line in lines if "before training" in line)
     assert outcome.result["model"] == "smollm2-135m"

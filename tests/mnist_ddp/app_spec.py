@@ -1,4 +1,4 @@
-"""Describe mnist_ddp for the common cases; for this app the test suite also runs the cases of core alone."""
+"""Describe mnist_ddp for the common cases; only this app also runs the cases that core alone determines."""
 
 from __future__ import annotations
 

@@ -9,8 +9,14 @@ PATHS = [
         *("cpu", "gloo", "torch.distributed.launch, --local-rank", "run"),
         f"{TORCHRUN}::test_torch_distributed_launch_alone_takes_the_same_steps",
     ),
-    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{TORCHRUN}::test_plain_rank_and_world_size"),
-    ("cpu", "gloo", "one process, no launcher", "run", f"{TORCHRUN}::test_one_process_by_plain_python"),
+    (
+        "cpu",
+        "gloo",
+        "RANK and WORLD_SIZE by hand",
+        "run",
+        f"{TORCHRUN}::test_two_processes_with_rank_and_world_size_train_together",
+    ),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{TORCHRUN}::test_plain_python_trains_in_one_process"),
     (
         *("cpu", "gloo", "two launch scripts, as on two machines, on one", "run"),
         f"{TORCHRUN}::test_two_machines_without_a_shared_disk_recover_together",

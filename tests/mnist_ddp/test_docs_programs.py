@@ -1,4 +1,4 @@
-"""The programs that docs/ shows, run as they stand there."""
+"""The programs that docs/ shows run as printed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from harness import Harness
 from repository import clone
 
 
-def test_the_notebook_of_the_first_run(harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_of_the_first_run_shows_a_crash_and_a_resume(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = clone(tmp_path / "samestep")
     for name, value in harness.environ().items():
         monkeypatch.setenv(name, value)

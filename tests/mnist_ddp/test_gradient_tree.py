@@ -44,7 +44,7 @@ os._exit(0)  # gloo's threads may abort an orderly end
 """
 
 
-def test_they_are_summed_by_one_or_by_two_collectives(tmp_path: Path) -> None:
+def test_gradients_have_the_same_bits_by_one_or_by_two_collectives(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     for n in (1, 3):

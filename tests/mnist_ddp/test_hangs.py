@@ -34,7 +34,7 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     stalled = untrusted.read_object(logs / "stalled")
     if stalled:
         waited = untrusted.read_object(logs / f"hang-{stalled['rank']}.json")["waited"]
-        over = waited - timeout  # when its line was told
+        over = waited - timeout  # when its line was printed
         print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP
     return outcome
 

@@ -71,7 +71,7 @@ def test_replayed_steps_of_a_killed_run_have_the_recorded_bits(harness: Harness,
 
 
 def test_verify_runs_stretches_again_and_names_a_changed_loss(harness: Harness) -> None:
-    """One who changes both files of losses alike is found by the replay alone."""
+    """If somebody changes both files of losses in the same way, only the replay detects it."""
     run_dir = killed_run(harness, "--virtual-ranks=4", "--max-steps=24")
     done = command(harness, "verify", str(run_dir), "--steps=9")
     assert done.returncode == 0, done

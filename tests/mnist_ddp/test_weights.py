@@ -1,4 +1,4 @@
-"""The weights of samestep.torch as arrays, and the order of DDP's buckets: in one process, with torch alone."""
+"""The weights of samestep.torch as arrays, and the order of DDP's buckets: in one process, without a launcher."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_is_saved_of_an_optimizer_goes_on_as_if_nothing_had_happened(name: str) -> None:
+def test_a_restored_optimizer_takes_the_steps_of_one_that_was_not_saved(name: str) -> None:
     make = MAKERS[name]
     model = small_model()
     optimizer = make(model.parameters())

@@ -166,7 +166,7 @@ def members(job: Job) -> list[list[int]]:
 KILLED = signal.SIGKILL
 REDUCED = ("reduced", 1, 0)
 FLIPPED = ("differs", 2, 0)
-# Each fault: its moment, the rank or None, and the signal. The soak has each list alone.
+# Each fault: its moment, the rank or None, and the signal. The soak runs each list in a test of its own.
 MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
     "a reduction fails on one rank, the others have updated": ([REDUCED], 0),
     "those who have updated are killed": ([REDUCED, ("updated", 2, KILLED), ("updated", 3, KILLED)], 0),

@@ -1,4 +1,4 @@
-"""Parts of the launcher and of a member decide alone, without a job."""
+"""Test parts of the launcher and of a member without a job."""
 
 from __future__ import annotations
 

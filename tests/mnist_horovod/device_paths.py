@@ -5,20 +5,20 @@ MPI = "tests/mnist_horovod_mpi/test_mpi.py"
 PATHS = [
     # device, transport, launcher or part, how it is tested, the test
     ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
-    ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_one_process_by_plain_python"),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_plain_python_trains_in_one_process"),
     (
         "cpu",
         "MPI (Open MPI 5)",
         "horovodrun --mpi, bare mpirun",
         "run",
-        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on",
+        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_resumes",
     ),
     (
         "cpu",
         "MPI (MPICH 5)",
         "horovodrun --mpi, bare mpirun; opt-in",
         "run",
-        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on",
+        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_resumes",
     ),
     ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_gradients_may_be_sent_in_half_precision"),
     (

@@ -79,7 +79,7 @@ def test_horovodrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Ca
     assert "[0]<stdout>:RESULT {" in outcome.stdout.splitlines()[-1]
 
 
-def test_one_process_by_plain_python(harness: Harness) -> None:
+def test_plain_python_trains_in_one_process(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL]), 1)
     assert result["launcher"] == "none"
 
@@ -116,7 +116,7 @@ def test_a_mistake_about_machines_is_one_line(harness: Harness, environ: dict[st
     assert outcome.stdout == ""
 
 
-def test_hosts_reach_horovodrun(harness: Harness) -> None:
+def test_horovod_hosts_become_horovodruns_option(harness: Harness) -> None:
     shown = harness.run(8, "--dry-run", HOROVOD_HOSTS="server1:4,10.0.0.2:4").stdout
     assert "horovod.runner.launch --gloo -np 8 -H server1:4,10.0.0.2:4 " in shown
 
@@ -129,7 +129,7 @@ def test_ranks_that_horovod_did_not_start_are_refused(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("option", ["--local-rank=0", "--local_rank=1"])
-def test_torchs_old_launcher_is_told_what_to_use(option: str) -> None:
+def test_torchs_old_launcher_is_refused_with_the_command_to_use(option: str) -> None:
     with pytest.raises(ConfigError, match="use horovodrun"):
         app_options().parse([option])
 
@@ -210,7 +210,7 @@ def test_the_installation_is_verified(harness: Harness) -> None:
     assert "FAILED" not in outcome.stdout
 
 
-def test_a_failed_check_is_told(harness: Harness) -> None:
+def test_a_failed_check_is_reported(harness: Harness) -> None:
     """More ranks than the hosts have places for: horovodrun starts none."""
     outcome = bare(harness, ["bash", str(ROOT / "scripts" / "verify_horovod.sh"), "3"], HOROVOD_HOSTS="localhost:1")
     assert outcome.code == 1, outcome
@@ -249,7 +249,7 @@ def test_a_build_for_gpus_that_cannot_be_made_is_one_line(harness: Harness, comp
         ({}, "mpi", {"HOROVOD_WITH_MPI": "1"}),
     ],
 )
-def test_what_decides_which_horovod_is_built(
+def test_the_build_follows_horovods_variables_and_the_transport(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], option: str, expected: dict[str, str]
 ) -> None:
     for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
@@ -258,8 +258,8 @@ def test_what_decides_which_horovod_is_built(
         monkeypatch.setenv(name, value)
     options = app_options()
     found = options.setup_environment(options.parse([f"--transport={option}"]))
-    assert ("SAMESTEP_MPICXX" in found) == (option == "mpi")
-    found.pop("SAMESTEP_MPICXX", None)
+    assert ("HOROVOD_MPICXX" in found) == (option == "mpi")
+    found.pop("HOROVOD_MPICXX", None)
     assert found == expected
 
 
@@ -286,12 +286,14 @@ def test_the_transport_follows_what_started_the_ranks(
 )
 def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
     line = f"{prefix}error: x"
-    found = re.match(app_options().LAUNCHER["line_prefix"], line)
+    found = re.match(app_options().HOOKS.line_prefix, line)
     assert found
     assert line[found.end() :] == "error: x"
 
 
-def test_which_mpi_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_of_the_environment_comes_before_one_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The environment's own, else the one on PATH, else Open MPI is installed."""
     build = app_module("build_horovod")
     own = tmp_path / "own"

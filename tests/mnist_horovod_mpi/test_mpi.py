@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import ROOT, Harness, Job, bare, last_step, losses, relative_difference
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
@@ -72,7 +73,7 @@ def test_a_killed_rank_changes_nothing(
 ) -> None:
     """By the launch script, which starts the job again. The sum of 2 ranks has the same bits with gloo."""
     expected = undisturbed(n, *([] if n == 2 else ["--transport=mpi"]))
-    for i in range(5 if soak else 1):
+    for i in range(amount(soak, few=1, many=5)):
         job = harness.start(n, *harness.app.small, "--transport=mpi", run_dir=harness.folder / str(i))
         job.wait_for_step(8 + i)
         os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)
@@ -83,7 +84,7 @@ def test_a_killed_rank_changes_nothing(
 
 
 @pytest.mark.soak  # in the matrix test_a_killed_rank_changes_nothing
-def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
+def test_a_killed_rank_ends_mpirun_and_the_next_start_resumes(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     run_dir = harness.folder / "run"
@@ -116,7 +117,7 @@ def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
 
 
 def test_the_installation_is_verified_again_and_again(harness: Harness, soak: bool) -> None:
-    for i in range(10 if soak else 1):
+    for i in range(amount(soak, few=1, many=10)):
         outcome = bare(harness, ["bash", VERIFY, str(2 + i % 2), "--transport=mpi"])
         assert outcome.code == 0, outcome
         rows = outcome.stdout.splitlines()

@@ -6,8 +6,14 @@ PATHS = [
     # device, transport, launcher or part, how it is tested, the test
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
     ("cpu", "gloo", "torchrun alone", "run", f"{TORCHRUN}::test_torchrun_alone_takes_the_same_steps_and_restarts"),
-    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{TORCHRUN}::test_plain_rank_and_world_size"),
-    ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
+    (
+        "cpu",
+        "gloo",
+        "RANK and WORLD_SIZE by hand",
+        "run",
+        f"{TORCHRUN}::test_two_processes_with_rank_and_world_size_train_together",
+    ),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_plain_python_trains_in_one_process"),
     (
         *("cuda", "NCCL", "which GPU a rank takes (samestep.torch.distributed)", "simulated"),
         "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",

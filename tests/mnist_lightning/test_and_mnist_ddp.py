@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from harness import Harness, losses, recorded, relative_difference
 
 
@@ -42,7 +43,7 @@ def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n
 def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness, ddp: Harness, soak: bool) -> None:
     """At one rank; in the soak at five, because the test set has five batches, and Lightning refuses an empty rank."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5"]
-    ours = harness.train(5 if soak else 1, *options)
+    ours = harness.train(amount(soak, few=1, many=5), *options)
     reference = ddp.train(1, *options)
     assert ours["weights_sha256"] == reference["weights_sha256"]
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")

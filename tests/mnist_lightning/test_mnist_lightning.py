@@ -152,7 +152,7 @@ def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------
 
 
-def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
+def test_ctrl_c_ends_a_single_process_with_130_and_no_message(harness: Harness) -> None:
     command = [sys.executable, TRAIN, "--dataset=mnist-5k", "--epochs=1000", "--run-dir=run", "--log-every=1"]
     job = harness.start_command(command, harness.folder / "run")
     job.wait_for_step(5)
@@ -165,7 +165,7 @@ def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
 # --- its launchers -------------------------------------------------------------------------------------------------
 
 
-def test_one_process_by_plain_python(harness: Harness) -> None:
+def test_plain_python_trains_in_one_process(harness: Harness) -> None:
     """Lightning's own way with devices=N would start N - 1 children of itself."""
     outcome = bare(harness, [sys.executable, TRAIN, *SMALL, "--logger=none"])
     result = harness.checked(outcome, 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import amount
 from harness import (
     APPS,
     ROOT,
@@ -151,16 +152,15 @@ def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str],
     )
 
 
-def test_three_hosts_that_come_late_and_by_late_names(
-    of: Callable[[str], Harness], hosts: list[Host], soak: bool
-) -> None:
+def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
     """1 + 2 + 1 ranks: at first no name resolves, and the third host joins while the others wait.
 
     With virtual ranks they end with the bits of one rank.
     """
     harness = of("mnist_ddp")
-    for run in range(20 if soak else 1):
-        late = (60.0 if run == 0 else run * 1.5) if soak else 4.0
+    for run in range(amount(soak, few=1, many=20)):
+        seconds = {0: 60.0}.get(run, run * 1.5)
+        late = amount(soak, few=4.0, many=seconds)
         folder = f"run-{run}"
         options = [*exact(harness), "--dtype=float32", "--virtual-ranks=4"]
         hosts[0].network.write_names([])
@@ -189,7 +189,7 @@ def test_three_hosts_that_come_late_and_by_late_names(
 def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
 ) -> None:
-    """Every process on both hosts ends within the timeout, and says why; joined again, the run ends as undisturbed."""
+    """Every process on both hosts ends within the timeout, with a reason. A new start ends as an undisturbed run."""
     harness = of(app)
     timeout = 20
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
@@ -222,7 +222,7 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
 
 
 @pytest.mark.soak  # in the matrix a later start resumes after a pulled cable
-def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
+def test_the_same_scripts_resume_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
     """They start again by themselves, and wait for each other."""
     harness = of("mnist_ddp")
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
@@ -243,17 +243,18 @@ def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: lis
     """
     harness = of("mnist_elastic")
     options = ["--dataset=mnist-5k", "--global-batch-size=100", "--log-every=1", "--virtual-ranks=3"]
-    options += [f"--epochs={60 if soak else 5}", f"--timeout={15 if soak else 60}"]
+    options.append(f"--epochs={amount(soak, few=5, many=60)}")
+    options.append(f"--timeout={amount(soak, few=60, many=15)}")
     faults = os.pathsep.join([str(ROOT / "tests" / "mnist_elastic" / "faults"), harness.environ()["PYTHONPATH"]])
-    slow = {} if soak else {"PYTHONPATH": faults, "SAMESTEP_COMPLETE": "3"}  # while a rank is missing
+    slow = amount(soak, few={"PYTHONPATH": faults, "SAMESTEP_COMPLETE": "3"}, many={})  # while a rank is missing
     alone = harness.train(1, *options, run_dir=harness.folder / "alone")
     first, second = start(harness, hosts[:2], (1, 2), *options, **slow)
     first.wait_for_step(10)
-    os.kill(newest(harness, NODE_RANK="1", SAMESTEP_JOB=""), signal.SIGTERM)  # the launch script
+    os.kill(newest(harness, NODE_RANK="1", SAMESTEP_JOB_INFO=""), signal.SIGTERM)  # the launch script
     assert second.finish().code == 128 + signal.SIGTERM
     second = start_on(harness, hosts[:2], 1, 2, *options, **slow)
     first.wait_for(lambda: [1] in (found := members(first.run_dir)) and found[-1] == [1, 2, 3])
-    os.kill(newest(harness, SAMESTEP_RANK="3"), signal.SIGKILL)
+    os.kill(newest(harness, info='"rank":3,'), signal.SIGKILL)
     if soak:
         first.wait_for_step(last_step(first.run_dir) + 100)
         hosts[1].cut()
@@ -278,13 +279,17 @@ def members(run_dir: Path) -> list[list[int]]:
     return [line["ranks"] for line in lines if line["kind"] == "members"]
 
 
-def newest(harness: Harness, **variables: str) -> int:
-    """The newest process of the test that has these environment variables; without one whose value is empty."""
+def newest(harness: Harness, info: str = "", **variables: str) -> int:
+    """The newest process of the test that has these variables; without one whose value is empty.
+
+    Its SAMESTEP_JOB_INFO contains ``info``.
+    """
     return max(
         pid
         for pid, environ in environments().items()
         if environ.get("SAMESTEP_TEST") == harness.mark
         and all(environ.get(name, "") == value for name, value in variables.items())
+        and info in environ.get("SAMESTEP_JOB_INFO", "")
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import rundirs
-from samestep import ConfigError, checkpoint, manifest, step_losses
-from samestep_observe import diff, replay, replay_export, replay_report, verify
+from samestep import ConfigError, checkpoint, manifest, step_losses, trace
+from samestep_observe import diff, replay, replay_export, replay_report, traces, verify
 from samestep_observe.recorded import Comparison, RecordedRun, compare, read_losses
 from samestep_observe.replay_job import kept_arguments, make_plan, start_words
 from samestep_observe.run_reader import MetricsReader
@@ -50,7 +50,7 @@ def output(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_losses_file_has_each_step_once_after_a_kill_and_a_restart(made: dict[str, Path]) -> None:
-    """Also with a line of metrics.jsonl in every fifth step alone, and with the bits of those lines."""
+    """This also holds if metrics.jsonl has a line only for every fifth step; the bits of these lines are compared."""
     for name in ("whole", "killed", "other"):
         records = step_losses.read(made[name])
         assert records["step"].tolist() == [*range(1, STEP + 1)]
@@ -245,6 +245,11 @@ def with_value(name: str, value: Any, number: int) -> Callable[[list[str]], list
     return change
 
 
+def repeat_a_line_of_a_trace(run_dir: Path) -> None:
+    record = trace.Record(2, {"w": 1}, {"w": 2})
+    trace.TraceFile(run_dir, None).write([record, record])
+
+
 LAST = f"checkpoints/step-{STEP:08d}"
 TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a flipped bit in weights of a checkpoint": (edit_bytes(f"{LAST}/model.safetensors", flip), "tensor "),
@@ -268,6 +273,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "losses cut off": (edit_bytes("log/losses.bin", lambda content: content[: 5 * RECORD]), "it ends at step 5"),
     "losses repeated": (edit_bytes("log/losses.bin", lambda content: content[:RECORD] + content), "record 2 is of"),
     "losses left out": (edit_bytes("log/losses.bin", lambda content: content[RECORD:]), "record 1 is of step 2"),
+    "a line of a trace repeated": (repeat_a_line_of_a_trace, "line 2 is damaged, or of a step that does not follow"),
     "a changed result": (edit_result(test_loss=0.5), "test_loss is 0.5"),
     "a result of another seed": (edit_result(seed=7), "seed is 7"),
     "a result of fewer steps": (edit_result(steps=4), "it has 4 steps"),
@@ -323,6 +329,42 @@ def test_diff_names_the_first_step_with_another_loss(
     change(copy)
     assert diff.main([str(made["whole"]), str(copy), "--no-replay"]) == 1
     assert f"losses: different from step {STEP} on: " in output(capsys)
+
+
+def test_page_of_a_diff_marks_the_step_at_which_the_runs_part(
+    made: dict[str, Path], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here their losses are equal, and a gradient is not. The page shows the lines of the command."""
+    for run_dir, changed in ((made["whole"], 0), (copy, 1)):
+        records = [trace.Record(step, {"w": step, "b": 2}, {"w": step + changed * (step > 5)}) for step in (4, 5, 6, 7)]
+        trace.TraceFile(run_dir, None).write(records)
+    page = copy.parent / "page.html"
+    try:
+        assert diff.main([str(made["whole"]), str(copy), f"--html={page}"]) == 1
+    finally:
+        (made["whole"] / trace.NAME).unlink()
+    line = "trace: step 6, tensor w: other gradients from equal weights"
+    assert line in output(capsys)
+    text = page.read_text()
+    assert "part at step 6</text>" in text
+    assert line in text
+    assert diff.main([str(made["whole"]), str(made["killed"]), f"--html={page}"]) == 0
+    assert "part at" not in page.read_text()
+
+
+def test_traces_part_at_the_first_digest_that_differs() -> None:
+    one = {2: {"weights": {"a": "0", "b": "1"}, "gradients": {"a": "2"}}, 4: {"weights": {"a": "3"}, "gradients": {}}}
+    assert traces.first_difference(one, one) is None
+    assert traces.describe(one, one) == "trace: 2 common steps with equal weights and gradients"
+    assert traces.describe(one, {3: one[2]}) == ""
+    later = {**one, 4: {"weights": {"a": "9"}, "gradients": {}}}
+    assert traces.describe(one, later).endswith(
+        "step 4, tensor a: other weights at its start, after equal weights and gradients of step 2"
+    )
+    others = {2: {"weights": {"a": "9", "b": "9"}, "gradients": {"a": "2"}}}
+    assert traces.describe(one, others).endswith(
+        "step 2, tensor a and 1 more: other weights at its start, and no step before it is traced"
+    )
 
 
 def test_diff_names_samples_with_other_values() -> None:

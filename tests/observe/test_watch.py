@@ -50,9 +50,11 @@ def frame(run_dir: Path, columns: int = 100, lines: int = 60) -> list[str]:
     return view.frame(columns, lines)
 
 
-def beat(run_dir: Path, rank: int, step: int, host: str = socket.gethostname(), ago: float = 0.5) -> None:
+def beat(
+    run_dir: Path, rank: int, step: int, host: str = socket.gethostname(), ago: float = 0.5, pid: int = 4000
+) -> None:
     """Write a rank's heartbeat as its watchdog does."""
-    heartbeat = {"rank": rank, "pid": 4000 + rank, "host": host, "job": JOB, "step": step, "updates": step}
+    heartbeat = {"rank": rank, "pid": pid, "host": host, "job": JOB, "step": step, "updates": step}
     at = ["/x/apps/mnist_ddp/train.py", 105, "train"]
     (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({**heartbeat, "time": NOW - ago, "at": at}))
 
@@ -217,6 +219,7 @@ def test_a_duration_has_at_most_two_units(seconds: float, message: str) -> None:
     [
         (["nowhere"], "error: nowhere: no such folder: give a run dir"),
         ([], "error: runs/ holds no run: start one, or give a RUN_DIR"),
+        (["--pid=x"], "error: --pid: 'x' is not a whole number from 0"),
         (["--every", "0"], "error: --every: '0' is not a finite number above 0"),
         (["--evry", "1"], "error: unknown argument --evry: did you mean --every?"),
     ],
@@ -233,6 +236,42 @@ def test_a_mistake_is_one_line(
     out, errors = capsys.readouterr()
     assert (out, errors.count("\n")) == ("", 1)
     assert errors.startswith(message)
+
+
+def test_pid_prints_the_process_of_a_rank(
+    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
+    for rank in (0, 1):
+        beat(copy, rank, 7, pid=os.getppid() if rank == 0 else os.getpid())
+    with held(copy):
+        assert watch.main(["--pid", "1", str(copy)]) == 0
+    assert capsys.readouterr().out == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (1, "process 0 has ended: wait until the job has restarted"),  # `kill 0` would end the caller's shell
+        (2, "this rank runs on elsewhere: run the command there"),
+        (3, "has no heartbeat of this rank: give one of these: 0-2"),
+    ],
+)
+def test_pid_prints_no_process_that_is_not_the_ranks(
+    rank: int, message: str, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
+    beat(copy, 0, 7, pid=os.getpid())
+    beat(copy, 1, 7, pid=0)
+    beat(copy, 2, 7, host="elsewhere", pid=os.getpid())
+    arguments = ["--pid", str(rank), str(copy)]
+    with held(copy):
+        assert watch.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert watch.main(arguments) == 2
+    out, errors = capsys.readouterr()
+    assert (out, errors.count("\n")) == ("", 1)
+    assert f"{copy}: its job has ended" in errors
 
 
 def test_without_a_run_dir_it_is_the_newest(

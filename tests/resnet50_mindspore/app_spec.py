@@ -5,7 +5,9 @@ from __future__ import annotations
 from harness import App
 
 SPEC = App(
-    accuracy=0.8,
+    metric="test_accuracy",
+    direction="max",
+    metric_limit=0.8,
     dataset="synthetic-cifar10",
     test_examples=256,
     # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.

@@ -8,7 +8,7 @@ PATHS = [
     ("cpu", "mccl", "msrun alone", "run", f"{OWN}::test_msrun_alone_takes_the_same_steps"),
     (
         *("cpu", "mccl", "ResNet-50's losses and weights beside cifar_ddp's", "run"),
-        "tests/conformance/test_mindspore_and_torch.py::test_the_same_losses_and_each_evaluates_the_others_weights",
+        "tests/conformance/test_mindspore_and_torch.py::test_mindspore_and_torch_have_the_same_losses_and_evaluate_each_others_weights",
     ),
     (
         *("cpu", "mccl", "ResNet-50 at 32 and 224 pixels: torchvision's logits, and its step (soak)", "run"),
@@ -41,7 +41,7 @@ PATHS = [
     ),
     (
         *("ascend", "HCCL", "--parallel semi-auto and auto: how AutoParallel is called", "simulated"),
-        f"{OWN}::test_how_the_step_is_cut",
+        f"{OWN}::test_the_parallel_modes_are_mindspores_own",
     ),
     (
         *("ascend", "HCCL", "--parallel semi-auto and auto: cut weights are gathered", "simulated"),
@@ -53,7 +53,13 @@ PATHS = [
     ),
     ("cpu", "mccl", "loops of --sink-size, --api highlevel", "run", f"{OWN}::test_both_apis_take_the_same_steps"),
     ("ascend", "HCCL", "--api highlevel: how Model sinks", "simulated", f"{OWN}::test_model_sinks_loops_of_updates"),
-    ("ascend", "HCCL", "data_sink, except the device's queue", "simulated", f"{OWN}::test_the_images"),
+    (
+        "ascend",
+        "HCCL",
+        "data_sink, except the device's queue",
+        "simulated",
+        f"{OWN}::test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone",
+    ),
     ("ascend", "HCCL", "--api highlevel with sinking", "read", "mindspore/train/model.py of MindSpore 2.10.0"),
     ("ascend", "HCCL", "a training step, data sinking", "read", "mindspore/train/data_sink.py of MindSpore 2.10.0"),
     (

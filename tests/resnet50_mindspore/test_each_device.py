@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from harness import ROOT, Harness, Job, Outcome, losses, python_path, relative_difference
 from samestep import env
+from samestep.job_info import JobInfo
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 HOST = socket.gethostname()
@@ -153,7 +154,7 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
 @pytest.mark.parametrize(
     ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL compares server_ids alone
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL only compares server_ids
         ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
         (
             {"127.0.0.1": FIRST, "127.0.0.2": SECOND},
@@ -173,7 +174,7 @@ def test_each_rank_gets_what_the_table_lists(
     harness: Harness, servers: Servers, this: str, environ: dict[str, str], form: str
 ) -> None:
     table = write(harness.folder / "tables" / "rank_table.json", form, servers)
-    given = {"RANK_TABLE_FILE": "tables/rank_table.json", "SAMESTEP_JOB": harness.mark, **environ}
+    given = {"RANK_TABLE_FILE": "tables/rank_table.json", "SAMESTEP_JOB_INFO": f'{{"job":"{harness.mark}"}}', **environ}
     outcome = start(harness, APP, RANK, len(servers[this]), **given).finish()
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
     compare(harness, table, this, sum(map(len, servers.values())), given)
@@ -297,7 +298,7 @@ def refused(outcome: Outcome, *words: str) -> None:
         assert word in outcome.stderr
 
 
-def test_a_table_or_a_run_dir_that_nobody_named(harness: Harness) -> None:
+def test_a_missing_table_or_run_dir_is_refused(harness: Harness) -> None:
     refused(start(harness, APP, RANK, 4, RANK_TABLE_FILE="").finish(), "RANK_TABLE_FILE is not set")
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     command = [sys.executable, str(APP / "each_device.py"), "4", "rank.py"]
@@ -342,7 +343,7 @@ def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository with this app alone, on a machine that seems to have Ascend's driver; a rank is the stub."""
+    """Make a repository with only this app, on a machine that appears to have Ascend's driver; a stub is the rank."""
     root = tmp_path / "project"
     (root / "scripts").mkdir(parents=True)
     for name in ("launch.py", "launch.sh", "run_resnet50_mindspore.sh"):
@@ -518,14 +519,15 @@ def test_the_launch_script_needs_the_table_alone(
         record = record_of(folders / f"device{device}")
         shown = {name: record["environ"][name] for name in ("DEVICE_ID", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE")}
         assert shown == {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "RANK_TABLE_FILE": str(table)}
-        assert record["environ"]["SAMESTEP_LAUNCHER"]
-        assert record["environ"].get("SAMESTEP_MACHINES") == (str(len(servers)) if len(servers) > 1 else None)
+        info = JobInfo.from_environ(record["environ"])
+        assert info.launcher
+        assert info.machines == (len(servers) if len(servers) > 1 else None)
         assert record["words"][0] == str(project / "train.py")
         assert f"--data-dir={harness.folder / 'data'}" in record["words"]
         assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, project: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: Harness, project: Path) -> None:
     write(harness.folder / "rank_table.json", "1.0", ONE)
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").write_text("a file")

@@ -132,10 +132,12 @@ def jobs(draw: st.DrawFn) -> tuple[str, list[int], list[str], list[list[str]]]:
     product = draw(st.sampled_from(["training", "training-cann7", "a2", "a3", "300i-duo"]))
     servers = draw(st.integers(1, 4))
     if product.startswith("training"):
-        several = product == "training" and servers > 1
-        ids = list(range(8)) if several else list(draw(st.sampled_from(LEGAL)))
+        legal = LEGAL
+        if product == "training" and servers > 1:
+            legal = [tuple(range(8))]
+        ids = list(draw(st.sampled_from(legal)))
     else:
-        most = 8 if servers > 1 else 16
+        most = {1: 16}.get(servers, 8)
         ids = draw(st.lists(st.integers(0, 15), min_size=1, max_size=most, unique=True))
     ids = draw(st.permutations(ids))
     ips = draw(
@@ -166,7 +168,8 @@ FORMS = st.sampled_from(["group", "1.0"])
 @given(jobs(), FORMS)
 def test_what_make_writes_check_accepts(job: tuple[str, list[int], list[str], list[list[str]]], form: str) -> None:
     product, ids, names, _ = job
-    form = form if product.startswith("training") else "1.0"
+    if not product.startswith("training"):
+        form = "1.0"
     table = make_job(job, form)
     assert check_text(json.dumps(table), "--product", product)[0] == 0
     assert ranks(table) == [str(i) for i in range(len(ids) * len(names))]
@@ -174,11 +177,18 @@ def test_what_make_writes_check_accepts(job: tuple[str, list[int], list[str], li
 
 
 def leaves(node: Any) -> Iterator[Any]:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else None
-    if children is None:
+    if isinstance(node, (dict, list)):
+        for key in keys_of(node):
+            yield from leaves(node[key])
+    else:
         yield node
-    for child in children or ():
-        yield from leaves(child)
+
+
+def keys_of(node: dict[str, Any] | list[Any]) -> list[Any]:
+    """Return the keys of an object, or the indices of a list."""
+    if isinstance(node, dict):
+        return list(node)
+    return list(range(len(node)))
 
 
 @settings(max_examples=20, deadline=None)
@@ -187,7 +197,9 @@ def test_merging_in_any_order_gives_valid_ranks(
     job: tuple[str, list[int], list[str], list[list[str]]], shuffled: random.Random, data: st.DataObject
 ) -> None:
     product, ids, names, ips = job
-    forms = FORMS if product.startswith("training") else st.just("1.0")
+    forms = st.just("1.0")
+    if product.startswith("training"):
+        forms = FORMS
     out_form = data.draw(forms)
     order = list(range(len(names)))
     shuffled.shuffle(order)
@@ -212,7 +224,7 @@ def test_merging_in_any_order_gives_valid_ranks(
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(LEGAL), FORMS)
 def test_a_form_converted_there_and_back_is_the_same(ids: tuple[int, ...], form: str) -> None:
-    other = "1.0" if form == "group" else "group"
+    other = {"group": "1.0", "1.0": "group"}[form]
     first = make_job(("training", list(ids), ["10.0.0.1"], [IPS[: len(ids)]]), form)
     with tempfile.TemporaryDirectory() as folder:
         a, b, c = (Path(folder, name) for name in ("a.json", "b.json", "c.json"))
@@ -244,13 +256,16 @@ def test_one_training_server_takes_exactly_the_legal_sets_of_devices() -> None:
             if ids in LEGAL:
                 assert result[0] == 0, result
             else:
-                refused(*result, "server 'a' lists", "0-3 or within 4-7" if n in (2, 4) else "takes 1, 2, 4, 8")
+                rule = "takes 1, 2, 4, 8"
+                if n in (2, 4):
+                    rule = "0-3 or within 4-7"
+                refused(*result, "server 'a' lists", rule)
 
 
 @pytest.mark.parametrize("form", ["group", "1.0"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("product", ["training", "training-cann7"])
-def test_several_training_servers(product: str, n: int, form: str) -> None:
+def test_several_training_servers_need_the_numbers_of_devices_of_their_product(product: str, n: int, form: str) -> None:
     arguments = ["--product", product, "--form", form, "--devices", f"[0,{n})"]
     for server in (1, 2):
         ips = ",".join(f"192.168.{server}.{i + 1}" for i in range(n))
@@ -312,22 +327,32 @@ def device(table: Any, i: int) -> Any:
 
 def put(key: str, value: Any) -> Callable[[Any], None]:
     def change(table: Any) -> None:
-        *way, last = key.split(".")
-        for step in way:
-            table = table[int(step) if step.isdigit() else step]
-        table[last] = value
+        node, last = place_of(table, key)
+        node[last] = value
 
     return change
 
 
 def drop(key: str) -> Callable[[Any], None]:
     def change(table: Any) -> None:
-        *way, last = key.split(".")
-        for step in way:
-            table = table[int(step) if step.isdigit() else step]
-        del table[int(last) if last.isdigit() else last]
+        node, last = place_of(table, key)
+        del node[last]
 
     return change
+
+
+def place_of(table: Any, key: str) -> tuple[Any, str | int]:
+    """Return the object or list in which the path ``key`` ends, and its last key or index."""
+    *way, last = (as_index(step) for step in key.split("."))
+    for step in way:
+        table = table[step]
+    return table, last
+
+
+def as_index(step: str) -> str | int:
+    if step.isdigit():
+        return int(step)
+    return step
 
 
 G = "group_list.0"
@@ -404,7 +429,9 @@ BREAKS += [("1.0", name, *each) for name, each in SERVER_BREAKS.items()]
 def test_each_broken_rule_is_named(
     form: str, name: str, change: Callable[[Any], None], words: str, servers: int, half: tuple[int, ...]
 ) -> None:
-    ids = list(range(8)) if servers > 1 else list(half)
+    ids = list(half)
+    if servers > 1:
+        ids = list(range(8))
     names = [f"10.0.0.{i + 1}" for i in range(servers)]
     ips = [[f"192.168.{i}.{j + 1}" for j in range(len(ids))] for i in range(servers)]
     table = make_job(("training", ids, names, ips), form)
@@ -416,7 +443,8 @@ def test_each_broken_rule_is_named(
 
 def test_ranks_of_two_servers_may_not_mix() -> None:
     table = json.loads(make_two(lambda server: server))
-    device(table, 7)["rank_id"], device(table, 8)["rank_id"] = "8", "7"
+    device(table, 7)["rank_id"] = "8"
+    device(table, 8)["rank_id"] = "7"
     refused(*check_text(json.dumps(table)), "server '10.0.0.1' has ranks 0, 1, 2, 3, 4, 5, 6, 8")
 
 
@@ -448,7 +476,7 @@ def test_what_is_no_table_is_one_line(name: str) -> None:
         assert any(each in result[2] for each in word.split("|")), result[2]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     refused(*call("check", tmp_path / "binary.json"), "binary.json", "UTF-8")
     refused(*call("check", tmp_path), "Is a directory")
@@ -474,8 +502,7 @@ def test_no_change_anywhere_makes_a_traceback(form: str, data: st.DataObject) ->
     table = make_job(("training", [0, 1], ["10.0.0.1"], [IPS[:2]]), form)
     node = table
     while True:
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-        key = data.draw(st.sampled_from(keys))
+        key = data.draw(st.sampled_from(keys_of(node)))
         if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.integers(0, 2)) == 0:
             break
         node = node[key]
@@ -520,7 +547,7 @@ CONF = "# the cards of server 1\n\n" + "".join(
 )
 
 
-def test_hccn_conf(tmp_path: Path) -> None:
+def test_the_addresses_of_hccn_conf_are_taken(tmp_path: Path) -> None:
     (tmp_path / "hccn.conf").write_text(CONF)
     made = run("make", "--server", "10.0.0.1", "--hccn-conf", "hccn.conf", "--out", "table.json", cwd=tmp_path)
     assert (made.returncode, made.stderr) == (0, "")
@@ -545,7 +572,7 @@ BAD_CONF = {
 
 
 @pytest.mark.parametrize("name", BAD_CONF)
-def test_hccn_conf_that_is_wrong(name: str, tmp_path: Path) -> None:
+def test_a_wrong_hccn_conf_is_refused_and_the_table_stays(name: str, tmp_path: Path) -> None:
     text, words = BAD_CONF[name]
     (tmp_path / "hccn.conf").write_text(text)
     (tmp_path / "table.json").write_text("before")
@@ -562,7 +589,7 @@ def hccn_tool(folder: Path, body: str) -> Path:
     return folder
 
 
-def test_hccn_tool_is_asked(tmp_path: Path) -> None:
+def test_without_hccn_conf_hccn_tool_gives_the_addresses(tmp_path: Path) -> None:
     path = hccn_tool(tmp_path / "bin", 'echo "ipaddr:192.168.$2.1$3$4"; echo netmask:255.255.255.0')
     made = run("make", "--server", "a", "--devices", "4-7", path=path)
     refused(made.returncode, made.stdout, made.stderr, "'192.168.4.1-ip-g', which is no IP address")  # it was asked so
@@ -579,7 +606,7 @@ def test_hccn_tool_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body", ["echo 'device not found' >&2; exit 1", "exit 0", "echo netmask:255.255.255.0", "kill $$"]
 )
-def test_hccn_tool_that_fails(body: str, tmp_path: Path) -> None:
+def test_a_failing_hccn_tool_is_reported_with_the_remedy(body: str, tmp_path: Path) -> None:
     made = run("make", "--server", "a", path=hccn_tool(tmp_path / "bin", body))
     refused(made.returncode, made.stdout, made.stderr, "hccn_tool -i 0 -ip -g gave no address", "--hccn-conf")
 
@@ -633,7 +660,7 @@ COMMAND_LINES = {
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
-def test_mistakes_on_the_command_line(name: str, tmp_path: Path) -> None:
+def test_a_mistake_on_the_command_line_is_one_line_and_writes_nothing(name: str, tmp_path: Path) -> None:
     arguments, words = COMMAND_LINES[name]
     (tmp_path / "folder.json").mkdir()
     result = run(*arguments, cwd=tmp_path)

@@ -34,7 +34,7 @@ def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
 
 
 def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
-    """A program by msrun alone, on two ranks."""
+    """Start a program by msrun without the launch script, on two ranks."""
     launcher = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2"]
     launcher += ["--join=True", f"--master_port={free_port()}", "--log_dir=msrun"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # msrun calls python
@@ -183,7 +183,7 @@ def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ask(folder, "\n".join([*runs, "print(json.dumps(told), flush=True)", "os._exit(0)"]))
 
 
-def test_weights_out_and_in(told_of_models: Any) -> None:
+def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any) -> None:
     """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
     output = told_of_models["WEIGHTS"]
     assert output["groups"] == ["buffers", "model", "optimizer"]
@@ -435,7 +435,7 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
     assert told_of_ranks["nan"].startswith(printed)
 
 
-def test_how_the_step_is_cut(told_of_ranks: Any) -> None:
+def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
     """MindSpore's own AutoParallel has the mode, averages gradients, and semi-auto cuts the last layer's features."""
     auto, semi_auto = told_of_ranks["cut"]
     assert auto == ["AutoParallel", "recursive_programming", True, None]
@@ -590,7 +590,7 @@ print(json.dumps(told), flush=True)
 """
 
 
-def test_the_images(told_of_models: Any) -> None:
+def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_models: Any) -> None:
     """Crop and flip depend on (seed, epoch, sample) alone, so any rank, batch and resume sees the same."""
     output = told_of_models["IMAGES"]
     assert output["of the sample alone"]
@@ -643,7 +643,7 @@ def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Ca
 
 @pytest.mark.soak  # common cases kill workers too; this one prints the seconds
 def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
-    """Five times: msrun's scheduler alone would hold the job up for 44 s."""
+    """Five times, because msrun's scheduler alone would delay the job by 44 s."""
     for i in range(5):
         job = harness.start(2, *TINY, "--epochs=100", "--max-restarts=0", run_dir=harness.folder / str(i))
         job.wait_for_step(2)
@@ -724,7 +724,7 @@ def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
 
 
 @pytest.mark.soak
-def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> None:
+def test_a_first_step_that_compiles_for_too_long_is_reported(harness: Harness) -> None:
     outcome = compiles(harness, 9)
     assert outcome.code != 0, outcome
     printed = [path.read_text() for path in (harness.folder / "run" / "log").glob("rank-*.log")]

@@ -148,7 +148,7 @@ def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
 
 
 def _start_munge(folder: Path, environ: Mapping[str, str], daemons: list[subprocess.Popen[bytes]]) -> None:
-    """munged, by which Slurm's processes know each other; waits for its socket."""
+    """Start munged, by which Slurm's processes authenticate each other, and wait for its socket."""
     with open(os.open(folder / "munge.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as key:
         key.write(secrets.token_bytes(128))
     files = [("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed")]

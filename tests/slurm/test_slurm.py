@@ -1,4 +1,4 @@
-"""The sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop costs no step."""
+"""The sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop loses no step."""
 
 from __future__ import annotations
 
@@ -148,9 +148,7 @@ def test_two_nodes_end_with_the_weights_of_one_machine(
     ],
     indirect=["slurm"],
 )
-def test_a_preempted_job_goes_on_where_it_was(
-    slurm: Site, undisturbed: Callable[..., dict[str, Any]], app: str
-) -> None:
+def test_a_preempted_job_resumes(slurm: Site, undisturbed: Callable[..., dict[str, Any]], app: str) -> None:
     expected = undisturbed(2, *LONGER)
     job = slurm.train(app, *LONGER)
     slurm.wait_for_step(app, job, 3)
@@ -163,7 +161,7 @@ def test_a_preempted_job_goes_on_where_it_was(
 
 
 @pytest.mark.soak  # in the matrix a preemption sends the same signal
-def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_a_job_out_of_time_resumes(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Slurm counts minutes, and looks at them once in a minute: the signal is 25 to 85 s after the start."""
     expected = undisturbed(2, *LONGER)
     slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))  # for two minutes
@@ -198,7 +196,7 @@ def test_srun_starts_one_rank_for_each_task(slurm: Site, undisturbed: Callable[.
     assert slurm.result(job)["launcher"] == "slurm"
 
 
-def test_mistakes_are_told_and_not_tried_again(slurm: Site) -> None:
+def test_mistakes_are_reported_and_not_tried_again(slurm: Site) -> None:
     elsewhere = slurm.harness.folder / "elsewhere"
     elsewhere.mkdir()
     job = slurm.submit(str(SCRIPTS / "mnist_ddp.sbatch"), cwd=elsewhere)

@@ -150,7 +150,7 @@ def test_an_incomplete_line_waits_for_its_end_and_a_damaged_one_is_left_out(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_file_of_many_blocks(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_file_of_many_blocks_is_copied_once(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(track, "CHUNK_BYTES", 10_007)
     run.steps(1, 3000)
     once(name, run.run_dir)

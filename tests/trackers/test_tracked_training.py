@@ -101,7 +101,7 @@ def test_if_the_script_is_killed_its_tracker_process_ends_and_the_next_one_conti
 
 
 @pytest.mark.soak  # in the matrix a killed run that resumes
-def test_a_stopped_run_that_resumes_at_another_world_size(harness: Harness) -> None:
+def test_a_run_that_resumes_at_another_world_size_stays_one_run_in_each_tracker(harness: Harness) -> None:
     options = [*SMALL, f"--track={NAMES}", "--max-steps=40"]
     job = harness.start(2, *options, **PATIENT)
     job.wait_for_step(12)

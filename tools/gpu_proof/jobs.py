@@ -25,6 +25,7 @@ FORKED = (
     "mnist_ddp",
     "cifar_ddp",
     "gpt_fsdp",
+    "llm_finetune",
     "mnist_lightning",
     "mnist_elastic",
 )  # apps whose ranks are forked by default

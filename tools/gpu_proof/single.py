@@ -23,6 +23,7 @@ APPS: dict[str, list[str]] = {
     # A larger rate multiplies the rounding: at 0.1, float32 and float64 are 1e-3 apart on one CPU after 5 updates.
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0", "--lr=0.003"],
     "gpt_fsdp": ["--dataset=jargon-64k", "--layers=2", "--width=64"],
+    "llm_finetune": ["--model=tiny", "--dataset=definitions-240", "--lora=4"],
 }
 FLOAT32 = 1e-4
 BFLOAT16 = 2e-2  # bfloat16 has 8 bits, and a device sums in an order of its own

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
-config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
+config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _RANKS = (
     "REPLICA_GROUP_ID",  # torchft's, which has a rank 0 in each group
     "RANK",
@@ -37,7 +37,6 @@ _RANKS = (
     "PADDLE_TRAINER_ID",
     "RANK_ID",
     "SLURM_PROCID",
-    "SAMESTEP_RANK",  # mnist_elastic's
 )
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _lock = threading.RLock()
@@ -244,7 +243,9 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return None
+    # A rank of mnist_elastic has it only there. The script's interpreter may lack this package.
+    rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
+    return rank
 
 
 def _await_import(module: str, function: Callable[[ModuleType], None]) -> None:

@@ -32,9 +32,10 @@ def _audit(event: str, values: Any) -> None:
             _written(path, "open", flags)
             _announce("open", _inside(path))
     elif event == "os.rename":
-        source = _inside(values[0], follow=False)
-        _written(values[1], "rename", 0, of_checkpoint=source in _checkpoint_folders)
-        _announce("rename", source, _inside(values[1], follow=False))
+        source = _inside(_below(values[2], values[0]), follow=False)
+        target = _below(values[3], values[1])
+        _written(target, "rename", 0, of_checkpoint=source in _checkpoint_folders or _is_checkpoint(source, target))
+        _announce("rename", source, _inside(target, follow=False))
     elif event in ("os.link", "os.symlink"):
         _announce("symlink", _inside(values[1], follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
@@ -42,6 +43,20 @@ def _audit(event: str, values: Any) -> None:
             _announce("unlink", _inside(values[0], follow=False))
     elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
         _inside(values[0])
+
+
+def _below(descriptor: int, path: Any) -> Any:
+    """Return a path that is relative to the folder of an open descriptor; -1 is the current folder."""
+    if descriptor == -1:
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), os.fsdecode(path))
+
+
+def _is_checkpoint(source: str | None, target: Any) -> bool:
+    """Return whether a folder gets its name in a folder of checkpoints, such as checkpoints/step-3."""
+    folder = os.path.basename(os.path.dirname(os.path.abspath(os.fsdecode(target))))
+    is_folder = source is not None and os.path.isdir(source)
+    return is_folder and bool(re.search(config["checkpoint"], folder))
 
 
 @functools.cache

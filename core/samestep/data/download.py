@@ -102,7 +102,7 @@ def fill(name: str, folder: Path) -> None:
 
     Raises:
         NoNetworkError: no mirror answered.
-        ConfigError: a download breaks off or has the wrong checksum, or the folder cannot be written.
+        ConfigError: a download fails or has the wrong checksum, or the folder cannot be written.
     """
     with _locked(name, folder):
         lacking = files.missing(folder, name)
@@ -115,7 +115,7 @@ def fill(name: str, folder: Path) -> None:
 
 
 def _unpack_cifar(archive: bytes, folder: Path) -> None:
-    """Write the files of CIFAR-10's archive, and nothing else that it may hold."""
+    """Write only the files of CIFAR-10 that the archive holds."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
             file = Path(member.name).name

@@ -39,7 +39,7 @@ class TokenBatches(GlobalBatches):
 
     The order is laid out as one line of tokens and cut into S equal parts. Step k takes the samples that begin in part
     k. Each sample is in one step of an epoch, no step is empty, and S is the same in every epoch. A rank takes whole
-    micro-batches, so each micro-batch is computed alike at any number of ranks.
+    micro-batches, so each micro-batch is the same at any number of ranks.
 
     A loss is the mean over the target tokens of the global batch: see `num_losses`.
 

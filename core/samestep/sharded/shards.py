@@ -29,6 +29,8 @@ class Shards:
     hold no copies of each other's weights, so replicas cannot be compared.
     """
 
+    is_sharded = True
+
     def __init__(self) -> None:
         self._current_checkpoint: Path | None = None  # it holds the ranks' weights
         self._is_shared = False

@@ -8,8 +8,8 @@ The parts take plain torch objects, and never wrap a training call:
 * `global_mean`, `global_sum`: means and sums over all ranks.
 * `Checkpoints`, `StopRequests`: a killed or stopped program that ends with the same weights.
 
-`frameworks` checks the settings of Hugging Face's Trainer. The modules `distributed`, `reduction`, `virtual_ranks` and
-`weights` serve the apps.
+`frameworks` checks the settings of Hugging Face's Trainer. The modules `distributed`, `reduction`, `updates`,
+`virtual_ranks` and `weights` serve the apps.
 
 It works with torch 2.11 and 2.13; the rest of samestep imports without torch.
 """

@@ -231,7 +231,7 @@ class GlobalBatchSampler(Sampler[Indices]):
     def __iter__(self) -> Iterator[Indices]:
         rank, world_size = self._given or place(self.group)
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
-        if self._has_received_last:  # and left its iteration there
+        if self._has_received_last:  # the loop has left its iteration at that step
             self._go_to(self._epoch + 1, 0)
         return self._indices(self._epoch, self._batch)
 

@@ -1,7 +1,6 @@
 """Start workers of a DataLoader that outlive a stop signal to their process group, and end with their rank.
 
-A worker that a signal ends takes its rank along, before the rank can save: torch's handler of SIGCHLD raises
-RuntimeError in the rank.
+If a signal ends a worker, torch's handler of SIGCHLD raises RuntimeError in its rank, before the rank can save.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_REPLAY") or "{}")
+config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
@@ -47,16 +47,22 @@ class Probe:
 class Framework:
     """The hooks of one framework. Subclasses return their observations of a step."""
 
-    def take(self, rows: int) -> dict[str, Any]:
+    def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         """Return the values of the step as JSON, and forget them.
 
         Args:
             rows: number of samples of this rank.
+            targets: number of losses of each sample, if samples differ in it.
         """
         raise NotImplementedError
 
-    def keep_batch(self, batch: Any) -> None:
-        """Look at the batch that the loop has received."""
+    def keep_batch(self, batch: Any, lengths: list[int] | None) -> None:
+        """Look at the batch that the loop has received.
+
+        Args:
+            batch: tensors. The first one has the inputs of this rank's samples.
+            lengths: length of each sample, if the inputs are padded.
+        """
 
     def forget(self) -> None:
         """Forget the observations of a step."""
@@ -101,11 +107,13 @@ def start() -> None:
 
 
 def _watch_run(module: ModuleType) -> None:
-    """Follow the steps of this process's Run."""
+    """Follow the steps of this process's Run, which evaluates nothing and ends after the last one."""
     run_class = module.Run
     start_run = run_class.start
     batches_of = run_class.batches
     count_step = run_class.count_step
+    actions_after = run_class.actions
+    save = run_class.save
 
     @functools.wraps(start_run)
     def start_and_follow(run: Any, *arguments: Any, **named: Any) -> None:
@@ -116,7 +124,7 @@ def _watch_run(module: ModuleType) -> None:
     def batches(run: Any, loader: Any) -> Any:
         for batch in batches_of(run, loader):
             if probe.is_wanted:
-                _keep_batch(batch)
+                _keep_batch(run, batch)
             yield batch
 
     @functools.wraps(count_step)
@@ -125,15 +133,40 @@ def _watch_run(module: ModuleType) -> None:
             _record(run, step)
         count_step(run, step)
 
+    @functools.wraps(actions_after)
+    def actions_without_evaluation(run: Any, step: int) -> Any:
+        return actions_after(run, step)._replace(evaluate=False)
+
+    @functools.wraps(save)
+    def save_and_end(run: Any) -> None:
+        save(run)
+        if run.step >= config["last"]:
+            _end(run)
+
     run_class.start = start_and_follow
     run_class.batches = batches
     run_class.count_step = record_and_count
+    run_class.actions = actions_without_evaluation
+    run_class.save = save_and_end
+
+
+def _end(run: Any) -> NoReturn:
+    """End this rank when the last checkpoint is on the disk. Nobody reads the weights and the result of a replay."""
+    run.storage.finish(run)
+    run.collectives.broadcast(b"")  # collective: a rank that ends may make its launcher end the others
+    run.monitor.stop()
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None:  # its thread would report the end of another rank as an error
+        horovod.shutdown()
+    os._exit(0)
 
 
 @guarded
-def _keep_batch(batch: Any) -> None:
+def _keep_batch(run: Any, batch: Any) -> None:
+    batches = run.progress.batches
+    lengths = of_samples(batches, "lengths", indices(batches, run.step))
     for framework in probe.frameworks:
-        framework.keep_batch(batch)
+        framework.keep_batch(batch, lengths)
 
 
 @guarded
@@ -145,7 +178,7 @@ def _record(run: Any, step: int) -> None:
     if run.world.rank == 0:
         values["shards"] = shards(batches, step, run.world.world_size)
     for framework in probe.frameworks:
-        values.update(framework.take(len(own)))
+        values.update(framework.take(len(own), of_samples(batches, "targets", own)))
     values["unseen"] = probe.unseen
     path = os.path.join(config["records"], f"rank-{run.world.rank}.jsonl")
     with open(path, "a") as file:
@@ -163,6 +196,14 @@ def indices(batches: Any, step: int) -> list[int]:
     for micro_batch in batches.micro_batches(step):
         samples += [int(sample) for sample in batches.indices(step, micro_batch)]
     return samples
+
+
+def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
+    """Return a number of each sample, which `TokenBatches` has; None for batches of other classes."""
+    values = getattr(batches, name, None)
+    if values is None:
+        return None
+    return [int(values[sample]) for sample in samples]
 
 
 def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:

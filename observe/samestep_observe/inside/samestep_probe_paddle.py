@@ -26,7 +26,7 @@ class Paddle(Framework):
         self.tensors: dict[str, dict[str, Any]] = {}
         self.rates: list[float] = []
 
-    def take(self, rows: int) -> dict[str, Any]:
+    def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         values = {
             # Before its first step the app computes a loss once more, for the order of its collectives.
             "losses": self.losses[-rows:] if rows else [],

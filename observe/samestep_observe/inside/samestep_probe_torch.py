@@ -57,7 +57,7 @@ class Torch(Framework):
         self.clip: list[float] | None = None
         self.inputs: list[str] = []
 
-    def keep_batch(self, batch: Any) -> None:
+    def keep_batch(self, batch: Any, lengths: list[int] | None) -> None:
         """Take a digest of each sample's inputs, and write the batch for ``--export``."""
         tensors = _flatten(batch)
         torch = sys.modules["torch"]
@@ -66,18 +66,21 @@ class Torch(Framework):
             return
         if not self.inputs:
             self.forget()  # passes before the step, such as those that build DDP
-        self.inputs += [_digest(row) for row in rows[0].detach().cpu()]
+        inputs = list(rows[0].detach().cpu())
+        if lengths is not None:  # padding belongs to the batch, not to the sample
+            inputs = [row[:length] for row, length in zip(inputs, lengths)]
+        self.inputs += [_digest(row) for row in inputs]
         if config.get("export"):
             named = {f"{number}": value.detach().cpu().contiguous() for number, value in enumerate(rows)}
             _write_tensors("batch", named)
 
-    def take(self, rows: int) -> dict[str, Any]:
+    def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         names = _parameter_names(self.roots)
         tensors: dict[str, Any] = {}
         for key, values in self.tensors.items():
             tensors[names.get(key, f"parameter {len(tensors)}")] = values
         values = {
-            "losses": _by_sample(self.losses, rows),
+            "losses": _by_sample(self.losses, rows, targets),
             "learning_rates": self.rates,
             "clip": self.clip,
             "tensors": tensors,
@@ -124,11 +127,14 @@ def _watched_loss(own: Any) -> Any:
     return watched
 
 
-def _by_sample(losses: list[Any], rows: int) -> list[float]:
+def _by_sample(losses: list[Any], rows: int, targets: list[int] | None) -> list[float]:
     """Return the loss of each of ``rows`` samples, the mean over its parts such as tokens; [] if they do not fit."""
     if not losses or not rows:
         return []
     values = sys.modules["torch"].cat(losses)
+    if targets is not None:
+        is_whole = values.numel() == sum(targets)
+        return [float(part.mean()) for part in values.split(targets)] if is_whole else []
     if values.numel() % rows:
         return []
     means: list[float] = values.view(rows, -1).mean(dim=1).tolist()

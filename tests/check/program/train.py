@@ -1,4 +1,4 @@
-"""A sound script that samestep does not know: torchrun --nproc-per-node=N train.py [EPOCHS].
+"""A sound script that does not use samestep: torchrun --nproc-per-node=N train.py [EPOCHS].
 
 It trains a linear model on 99 examples in global batches of 32, so that the last batch has 3. It saves every 3 steps,
 keeps two checkpoints, and resumes from the newest one that is whole.

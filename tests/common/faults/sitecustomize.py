@@ -11,6 +11,7 @@ SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. 
 These end nothing:
 
 * ``differ``: at the beginning of this step one weight of this rank changes (torch alone).
+* ``flip``: at the beginning of this step a bit of this rank's shard of a sharded weight changes (torch alone).
 * ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list, that rank sleeps in that phase of
   each step, starting at ``from`` and ending before ``to``.
 * ``modules``: as a rank exits, it writes its loaded samestep modules and their files, as JSON, into this file. The
@@ -49,6 +50,15 @@ def _change_a_weight() -> None:
     weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter and found.ndim == 4]
     with torch.no_grad():
         min(weights, key=torch.numel).view(-1)[7] += 0.5
+
+
+def _flip_a_bit_of_a_shard() -> None:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    weights = [found for found in gc.get_objects() if type(found) is DTensor and found.requires_grad and found.is_leaf]
+    with torch.no_grad():
+        max(weights, key=torch.numel).to_local().view(-1).view(torch.int32)[5] ^= 1
 
 
 def _tell_addresses(path: str) -> None:
@@ -142,6 +152,8 @@ def _strike_at_a_step() -> None:
             _strike()
         if step == _fault.get("differ"):
             _change_a_weight()
+        if step == _fault.get("flip"):
+            _flip_a_bit_of_a_shard()
         if "tell" in _fault:
             _tell_addresses(_fault.pop("tell"))
         return indices(self, step, *micro_batch)
@@ -172,8 +184,11 @@ def _strike_at_a_beat() -> None:
 
 def _arm() -> None:
     from samestep import env, sharding
+    from samestep.job_info import JobInfo
 
-    rank = int(os.environ.get("SAMESTEP_RANK") or env.detect(os.environ).rank)  # the first if ranks come and go
+    rank = JobInfo.from_environ(os.environ).rank  # if ranks come and go
+    if rank is None:
+        rank = env.detect(os.environ).rank
     if "slow" in _fault:
         _Slow(rank).make_batches_slow(sharding.GlobalBatches)
     if "modules" in _fault:
@@ -182,7 +197,7 @@ def _arm() -> None:
         return
     if "audit" in _fault:
         _strike_before_change({"os.mkdir": "make_folder", "open": "create", "os.rename": "rename"}[_fault["audit"]])
-    if not _fault.keys().isdisjoint({"step", "differ", "tell"}):
+    if not _fault.keys().isdisjoint({"step", "differ", "flip", "tell"}):
         _strike_at_a_step()
     if not _fault.keys().isdisjoint({"updates", "evaluating"}):
         _strike_at_a_beat()

@@ -1,0 +1,52 @@
+"""Let a `samestep.trace.Trace` see each update of an optimizer, without a line in the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from samestep.torch.sharded_state import is_sharded, part_of, to_array
+from samestep.trace import Trace, digest
+
+
+def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
+    """Call ``trace`` before and after each update of ``parameters``, by any optimizer of this process.
+
+    Args:
+        parameters: the weights by name, in the same order on all ranks. Of a DTensor, a rank digests its own shard.
+        trace: asks for digests; its attributes are set.
+    """
+    own = {id(parameter) for parameter in parameters.values()}
+
+    def update_of_own(call: Callable[[], None]) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+            if any(id(group["params"][0]) in own for group in optimizer.param_groups):
+                call()
+
+        return hook
+
+    trace.weights = lambda: {name: _digest(parameter) for name, parameter in parameters.items()}
+    trace.gradients = lambda: {name: _digest(parameter.grad) for name, parameter in parameters.items()}
+    trace.copies = frozenset(name for name, parameter in parameters.items() if _is_copy(parameter))
+    # Of all optimizers, because a framework may wrap the app's own, or replace it.
+    register_optimizer_step_pre_hook(update_of_own(trace.begin_update))
+    register_optimizer_step_post_hook(update_of_own(trace.end_update))
+
+
+def _digest(value: Tensor | None) -> int:
+    """Return the digest of a tensor, or of this rank's shard of it; 0 for None."""
+    if value is None:
+        return 0
+    if not is_sharded(value):
+        return digest(to_array(value))
+    part = part_of(value)
+    local: Any = value
+    return digest(to_array(local.to_local()).reshape(part.shape), part.offset, tuple(value.shape))
+
+
+def _is_copy(parameter: Tensor) -> bool:
+    return is_sharded(parameter) and part_of(parameter).is_copy

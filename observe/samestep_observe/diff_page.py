@@ -1,0 +1,54 @@
+"""Write the page of `samestep diff`: the losses of both runs, with the step at which they part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from samestep_observe import report, report_page, run_reader
+from samestep_observe.recorded import RecordedRun
+from samestep_observe.report_page import EQUAL, Line, Panel, Verdict
+
+
+def write(path: Path, runs: Sequence[RecordedRun], lines: Sequence[str], first: int | None) -> None:
+    """Write the page. Raises ConfigError if the file cannot be written.
+
+    Args:
+        path: the file.
+        runs: A and B.
+        lines: the lines that the command printed.
+        first: the step at which the runs part; None if they do not.
+    """
+    page = report.build([run_reader.read(run.folder) for run in runs])
+    verdict = Verdict(first is None, f"{' and '.join(page.names)} {_part(first)}")
+    page = page._replace(
+        verdicts=[verdict],
+        panels=[*_panels(runs, first), *page.panels],
+        notes=[*lines, *page.notes],
+    )
+    report.write_file(path, report_page.html_of(page).encode(), "--html")
+
+
+def _part(first: int | None) -> str:
+    if first is None:
+        return "have equal losses"
+    return f"part at step {first:,}"
+
+
+def _panels(runs: Sequence[RecordedRun], first: int | None) -> list[Panel]:
+    """Return the plots of the losses of all steps, and of their differences."""
+    losses = [{step: loss for step, loss in run.losses.items() if math.isfinite(loss)} for run in runs]
+    curves = [_line(index, "loss", values) for index, values in enumerate(losses) if values]
+    panels = [Panel("Loss of each step", "loss", curves, mark=first)]
+    mine, theirs = losses
+    apart = {step: max(abs(loss - theirs[step]), EQUAL) for step, loss in mine.items() if step in theirs}
+    if apart:
+        lines = [_line(1, "difference", apart)]
+        note = "|B - A| of each step; the lowest line is 0: equal bits"
+        panels.append(Panel("Difference of the losses", "difference", lines, note=note, log=True, mark=first))
+    return panels
+
+
+def _line(run: int, name: str, values: Mapping[int, float]) -> Line:
+    return report.thin(run, name, steps=list(values), values=list(values.values()))

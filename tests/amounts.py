@@ -1,0 +1,14 @@
+"""How much a test does: little in the matrix, much in a soak."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Amount = TypeVar("Amount")
+
+
+def amount(soak: bool, few: Amount, many: Amount) -> Amount:
+    """Return ``many`` in a soak, and ``few`` otherwise: numbers of runs or ranks, options, or cases."""
+    if soak:
+        return many
+    return few
