@@ -63,7 +63,7 @@ def processes(mark: str, word: str = "") -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
-            marked = f"SAMESTEP_TEST={mark}".encode() in entry.read_bytes().split(b"\0")
+            marked = f"BENCHMARK_MARK={mark}".encode() in entry.read_bytes().split(b"\0")
             if marked and word.encode() in entry.with_name("cmdline").read_bytes():
                 found.append(int(entry.parent.name))
         except OSError:
@@ -85,7 +85,7 @@ def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path)
     """Start a job, send its launcher a signal, and return the outcome as two cells of a table."""
     values = {"bin": bin_of(app), "train": ROOT / "apps" / app / "train.py", "port": free_port()}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
-    environ |= {"SAMESTEP_TEST": folder.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "core")}
+    environ |= {"BENCHMARK_MARK": folder.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "core")}
     environ |= {"PATH": f"{bin_of(app)}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo", "HOROVOD_GLOO_IFACE": "lo"}
     with (folder / "console").open("w") as console:
         process = subprocess.Popen(

@@ -261,7 +261,7 @@ def shares(bench: Bench) -> None:
 
 
 def inputs(bench: Bench) -> None:
-    """Measure samples per second of the app with crops and flips, by both inputs, in turns; their losses must be equal."""
+    """Measure samples per second of the app with crops and flips, by both inputs in turns; the losses must be equal."""
     print("| ranks | memory | loader, 2 workers | memory / loader | losses | load |\n|---|---|---|---|---|---|")
     warm_up, steps = (1, 2) if bench.options.quick else (20, 100)
     for n in map(int, bench.options.ranks.split(",")):

@@ -12,7 +12,7 @@ os.environ.pop("PYTHONSAFEPATH", None)  # apps import files of their own folder
 wheel = next(root.glob("vendor/samestep-*.whl"), None)
 here = 0 if getattr(sys.flags, "safe_path", False) else 1  # whether sys.path begins with this folder
 sys.path[:here] = [str(root / folder) for folder in ("core", "launch", "observe", "check")]
-if wheel and not os.environ.get("SAMESTEP_SECOND_STAGE"):
+if wheel and sys.argv[1:2] != ["--second-stage"]:
     sys.path[:1] = [str(wheel)]
 elif wheel:
     package = importlib.util.find_spec("samestep")

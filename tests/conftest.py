@@ -72,7 +72,7 @@ def check_paths(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Accept that no test of this environment is selected, if another environment may have one (tools/run_tox.py)."""
-    matched = os.environ.get("SAMESTEP_MATCHED")
+    matched = os.environ.get("MATRIX_MATCHED")
     if not matched or hasattr(session.config, "workerinput"):
         return
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -120,7 +120,7 @@ def table() -> Iterator[list[str]]:
     """Lines of a soak's results: app, ranks, fault, runs, number of good runs. tools/soak.py shows them."""
     lines: list[str] = []
     yield lines
-    path = os.environ.get("SAMESTEP_SOAK_TABLE")
+    path = os.environ.get("MATRIX_SOAK_TABLE")
     if path:
         with open(path, "a") as file:  # also of other workers
             file.write("".join(f"{line}\n" for line in lines))

@@ -13,8 +13,8 @@ RUN = runpy.run_path(str(TESTS / "defects" / "run.py"))
 DEFECTS: list[dict[str, Any]] = RUN["defects"]()
 
 
-def test_there_are_24_defects_of_which_ten_are_blind() -> None:
-    assert len({defect["name"] for defect in DEFECTS}) == len(DEFECTS) == 24
+def test_there_are_27_defects_of_which_ten_are_blind() -> None:
+    assert len({defect["name"] for defect in DEFECTS}) == len(DEFECTS) == 27
     assert sum(defect.get("blind", False) for defect in DEFECTS) == 10
 
 

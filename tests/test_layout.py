@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
 APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # The apps that train.
+FOLDERS = "apps benchmarks check core deploy docs launch observe scripts tools".split()  # without tests
+MOST_VARIABLES = 10  # whose names begin with SAMESTEP_
 FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
 FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's.
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
@@ -40,6 +42,17 @@ def imported_names(path: Path) -> set[str]:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}
+
+
+def test_programs_know_few_variables_of_this_project() -> None:
+    """A launch script passes one document to its ranks; the others are for users."""
+    names: set[str] = set()
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".sh"):
+                names |= {*re.findall("SAMESTEP_[A-Z_]+", path.read_text())}
+    assert "SAMESTEP_JOB_INFO" in names
+    assert len(names) <= MOST_VARIABLES, sorted(names)
 
 
 @pytest.mark.parametrize("app", APPS)

@@ -35,7 +35,7 @@ no_package = true
 [testenv]
 allowlist_externals = *
 interrupt_timeout = 20
-pass_env = MATRIX_MARK, SAMESTEP_MATCHED
+pass_env = MATRIX_MARK, MATRIX_MATCHED
 set_env = PYTHONPATH = {tests}
 commands = {python} -m pytest -q -p conftest --rootdir={{tox_root}} {{tox_root}}/test_{{env_name}}.py {{posargs}}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 AT_A_TIME = "2"
-MATCHED = "SAMESTEP_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
+MATCHED = "MATRIX_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
 LEFT_LIMIT = 15.0  # seconds in which pytest ends its own processes
 NO_TESTS = 5  # pytest's exit code
 DRIVERS = {  # files that a driver makes, by the end of an environment's name

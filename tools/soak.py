@@ -49,7 +49,7 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
     table = folder / "table"
     table.write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOX_")}
-    environ |= {"PYTEST_ADDOPTS": f"--soak --junitxml={report}", "SAMESTEP_SOAK_TABLE": str(table)}
+    environ |= {"PYTEST_ADDOPTS": f"--soak --junitxml={report}", "MATRIX_SOAK_TABLE": str(table)}
     begun = time.monotonic()
     code = subprocess.run(["bash", "scripts/test.sh", "-e", environment], cwd=ROOT, env=environ, check=False).returncode
     suite = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}  # noqa: S314 - pytest wrote it

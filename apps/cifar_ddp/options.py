@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     FAULT_TOLERANCE,
@@ -170,3 +171,6 @@ def check(options: Options) -> None:
     compiler = os.environ.get("CXX", "g++")  # as torch chooses
     if options.compile and not shutil.which(compiler):
         raise ConfigError(f"--compile needs a C++ compiler, but {compiler!r} is missing: install g++, or set CXX")
+
+
+HOOKS: AppHooks[Options] = AppHooks()

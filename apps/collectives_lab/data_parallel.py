@@ -66,8 +66,8 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
     """Train by a strategy; with more than one rank this is collective.
 
     Returns:
-        The first step's gradients and the last weights, float64 [21840], how often a step calls the model, and what the
-        strategy made of the model.
+        The first step's gradients and the last weights, float64 [21840], how often a step calls the model, and the
+        model after the strategy.
     """
     options = parse(["aggregate", *TRAINING])
     trainer = Trainer(strategy, options, training, world)

@@ -18,18 +18,21 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from options import device_argument
 from samestep import NonRetryableError, log
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.root import Root
 from show import Picture, Table, duration, publish, ranks_of, size
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 300  # seconds for one job
+MARK = "COLLECTIVES_LAB_JOB"  # the variable that marks the processes of one job
 WAYS = {  # name: small_job.py's WAY, and a description
     "torchrun": ("rank", "starts processes; gives them their places and an address by the environment"),
     "torch.distributed.launch": ("rank", "torchrun's deprecated predecessor; also gives each an argument --local-rank"),
@@ -67,8 +70,8 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
     for old in run_dir.glob("*.json"):
         old.unlink()
     mark = uuid.uuid4().hex
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SAMESTEP_LAB": mark}
-    environ.pop("SAMESTEP_ERRORS", None)  # this function reads the ranks' errors, not the launch script
+    info = replace(JobInfo.from_environ(os.environ), errors=None)  # this function reads them, not the launch script
+    environ = {**os.environ, **info.to_environ(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", MARK: mark}
     begun = time.monotonic()
     process = subprocess.Popen(words, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
@@ -129,7 +132,7 @@ def kill_marked(mark: str) -> None:
 
 def marked(mark: str) -> list[int]:
     """Return the processes that carry this mark in their environment."""
-    entry_of_mark = f"SAMESTEP_LAB={mark}".encode()
+    entry_of_mark = f"{MARK}={mark}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import Options, Parser, add_share_gpu, bounded_float, bounded_int, seconds
 
 APP = "collectives_lab"
@@ -288,3 +289,6 @@ def _check_sleeps(options: Options) -> None:
     has_defaults = isinstance(options.delays, QuickDefault) and options.where == USUAL_PLACES and options.kind == KINDS
     if not has_defaults:
         raise ConfigError("--sleeps has places and lengths of its own: omit --delays, --where and --kind")
+
+
+HOOKS: AppHooks[Options] = AppHooks(commands=COMMANDS, check_ranks=check_ranks)

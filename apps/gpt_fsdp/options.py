@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     MODEL,
@@ -188,3 +189,6 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.schedule != "constant":
         options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
     return options
+
+
+HOOKS: AppHooks[Options] = AppHooks(check_ranks=check_ranks)

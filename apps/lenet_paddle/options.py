@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import (
     LOGGING,
     TRAINING,
@@ -30,7 +31,6 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-LAUNCHER = {"may_differ": ("gpus",)}
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
@@ -221,3 +221,8 @@ def visible_gpus() -> list[str] | None:
     if text == "all":
         return None
     return [gpu.strip() for gpu in text.split(",") if gpu.strip()]
+
+
+HOOKS: AppHooks[Options] = AppHooks(
+    may_differ=("gpus",), check_ranks=check_ranks, check_installed=check_installed, setup_environment=setup_environment
+)

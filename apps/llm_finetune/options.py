@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     MODEL,
@@ -272,3 +273,6 @@ def check_installed(options: Options, ranks: int) -> None:
         f"SmolLM2 cannot be had ({reason}): training the tiny model instead, whose weights are random; for a real "
         "model, name a folder by --model"
     )
+
+
+HOOKS: AppHooks[Options] = AppHooks(check_installed=check_installed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     DATA,
     LOGGING,
@@ -111,3 +112,6 @@ def check_ranks(options: Options, ranks: int) -> None:
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")
     if options.backend == "nccl" and not has_driver:
         raise ConfigError("--backend nccl: this machine has no NVIDIA driver: use --backend gloo")
+
+
+HOOKS: AppHooks[Options] = AppHooks(check_ranks=check_ranks)

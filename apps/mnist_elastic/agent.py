@@ -35,8 +35,8 @@ def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str
             if kind == "end":
                 return
             if kind == "start":
-                values = {name: message[name] for name in ("rank", "name", "ranks")}
-                processes[message["rank"]] = starter.start(**values)
+                rank = message["rank"]
+                processes[rank] = starter.start(rank, message["name"], ranks=message["ranks"])
             if kind == "kill" and message["rank"] in processes:
                 processes[message["rank"]].kill()
             _report_ended(processes, connection)

@@ -37,6 +37,7 @@ from records import History, Offers, Records, RunFiles
 from samestep import NonRetryableError, RemoteRankError, log, stop
 from samestep.data import datasets
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run
@@ -91,7 +92,7 @@ class Job:
         self, nproc: int, world_size: int, address: str, port: int, program: Sequence[str], options: Options
     ) -> None:
         """Take the ranks on this machine and in all, where to listen, and the program of ranks with its arguments."""
-        machines = int(os.environ.get("SAMESTEP_MACHINES", "1"))
+        machines = JobInfo.from_environ(os.environ).machines or 1
         world = World(0, world_size, 0, world_size, 0, machines, launcher="torchft")
         self.run = Run(APP, options, world, Watchdog(), datasets.resolve)
         self._options = options
@@ -334,8 +335,9 @@ class Job:
 
 def _key() -> bytes:
     """Return the key by which this job's processes know each other: on several machines, the launch scripts' number."""
-    if "SAMESTEP_MACHINES" in os.environ:
-        return bytes.fromhex(os.environ["SAMESTEP_JOB"])
+    info = JobInfo.from_environ(os.environ)
+    if info.machines is not None:
+        return bytes.fromhex(info.job)
     return secrets.token_bytes(32)
 
 

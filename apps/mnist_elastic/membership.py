@@ -35,6 +35,7 @@ from authentication import LauncherStore, StrangerFound, group_name, prove_key
 from numpy.typing import NDArray
 from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Groups, Parts, Run
@@ -88,12 +89,13 @@ class Launcher:
 
     def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
         """Connect. Raises ConfigError if the launcher refuses this rank, because its ``metadata`` differs."""
-        host, port, key = os.environ["SAMESTEP_MEMBERS"].split()
+        info = JobInfo.from_environ(os.environ)
+        host, port, key = info.members.split()
         self._place = (host, int(port))
         self.key = bytes.fromhex(key)
         self._connection = self._connect()
         self.rank = rank
-        self.name = os.environ["SAMESTEP_NAME"]
+        self.name = info.name
         self.left_group = ""
         self.stop_signal = 0
         self.void: set[str] = set()  # nonces of requests for a group that no longer hold

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     FAULT_TOLERANCE,
     MODEL,
@@ -28,7 +29,6 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-LAUNCHER = {"late_machines": True}
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 VIRTUAL_RANKS = 8
 
@@ -94,3 +94,6 @@ def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the job could not begin with ``ranks`` on this machine."""
     if options.min_ranks > ranks:
         raise ConfigError(f"--min-ranks {options.min_ranks} is above {ranks} ranks: start more")
+
+
+HOOKS: AppHooks[Options] = AppHooks(late_machines=True, check_ranks=check_ranks)

@@ -126,8 +126,11 @@ class Ranks:
         """
         name = f"{next(self._numbers):06d}"  # in the order of their age
         self._names.add(name)
-        values = {"rank": rank, "name": name, "ranks": self._world_size}
-        process: Process = RemoteProcess(agent, **values) if agent else self._starter.start(**values)
+        process: Process
+        if agent:
+            process = RemoteProcess(agent, rank=rank, name=name, ranks=self._world_size)
+        else:
+            process = self._starter.start(rank, name, ranks=self._world_size)
         self._ranks[rank] = Rank(rank, process, name=name, failures=failures)
 
     def free_rank(self) -> int:

@@ -11,7 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
+
+from samestep.job_info import JobInfo
 
 MAX_MESSAGE = 2**16  # bytes
 
@@ -33,22 +36,25 @@ class Starter:
     """Start the ranks of one job."""
 
     def __init__(self, program: Sequence[str], place: str) -> None:
-        """Take train.py with its arguments, and the launcher's address and key for SAMESTEP_MEMBERS."""
+        """Take train.py with its arguments, and the launcher's address and key for `JobInfo.members`."""
         self._program = program
-        self._place = place
+        self._info = replace(JobInfo.from_environ(os.environ), machines=None, members=place)
         self._forker: Forker | None = None
-        descriptor = os.environ.pop("SAMESTEP_FORKER", "")
-        if descriptor:
-            self._forker = Forker(int(descriptor))
+        if self._info.forker is not None:
+            self._forker = Forker(self._info.forker)
 
-    def start(self, **values: Any) -> Process:
-        """Start a rank; ``values`` are its rank, its name and the number of ranks."""
-        changes = {"SAMESTEP_MEMBERS": self._place}
-        changes |= {f"SAMESTEP_{name.upper()}": str(value) for name, value in values.items()}
+    def start(self, rank: int, name: str, ranks: int) -> Process:
+        """Start a rank.
+
+        Args:
+            rank: its number.
+            name: its name in the group.
+            ranks: number of ranks that the job starts with.
+        """
+        info = replace(self._info, forker=None, rank=rank, name=name, ranks=ranks)
         if self._forker:
-            return self._forker.start(self._program[1:], {"SAMESTEP_MACHINES": None, **changes})
-        environ = {**os.environ, **changes}
-        environ.pop("SAMESTEP_MACHINES", None)
+            return self._forker.start(self._program[1:], info.to_environ())
+        environ = {**os.environ, **info.to_environ()}
         return subprocess.Popen([sys.executable, *self._program], env=environ, stdin=subprocess.DEVNULL)
 
 
@@ -68,8 +74,8 @@ class Forker:
         self._changed = threading.Condition()
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def start(self, arguments: Sequence[str], environ: dict[str, str | None]) -> ForkedRank:
-        """Start a rank with changes to the environment; None removes a variable."""
+    def start(self, arguments: Sequence[str], environ: dict[str, str]) -> ForkedRank:
+        """Start a rank with changes to the environment."""
         number = next(self._numbers)
         self.send(start=number, arguments=[*arguments], environ=environ)
         return ForkedRank(self, number)

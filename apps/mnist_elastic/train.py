@@ -25,6 +25,7 @@ from model import build_model
 from options import parse
 from samestep import ConfigError, log
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
@@ -117,10 +118,11 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    if "SAMESTEP_MEMBERS" not in os.environ:
+    info = JobInfo.from_environ(os.environ)
+    if info.rank is None or info.ranks is None:
         raise ConfigError("a rank needs its launcher: bash scripts/run_mnist_elastic.sh N")
-    rank = int(os.environ["SAMESTEP_RANK"])
-    world_size = int(os.environ["SAMESTEP_RANKS"])
+    rank = info.rank
+    world_size = info.ranks
     # The launcher is rank 0, which writes the files of the run.
     world = World(rank, world_size, rank, world_size, 0, 1, launcher="torchft")
     run = Run(Path(__file__).resolve().parent.name, options, world, MemberWatchdog())

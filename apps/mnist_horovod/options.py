@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import ConfigError, env
+from samestep.hooks import AppHooks
 from samestep.options import (
     MODEL,
     CommonOptions,
@@ -34,7 +35,7 @@ from samestep.options import (
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 # The prefix of a rank's lines: from horovodrun itself, from Open MPI's mpirun (4 and 5), and from MPICH's.
-LAUNCHER = {"line_prefix": r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"}
+LINE_PREFIX = r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"
 BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # the variables that Horovod's build reads begin so
 NO_MPI = (
     "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
@@ -137,7 +138,7 @@ def setup_environment(options: Options) -> dict[str, str]:
     if options.transport == "mpi":
         settings["HOROVOD_WITH_MPI"] = "1"
     if settings.get("HOROVOD_WITH_MPI") == "1":
-        settings["SAMESTEP_MPICXX"] = shutil.which("mpicxx") or ""  # another MPI on PATH needs another build
+        settings["HOROVOD_MPICXX"] = shutil.which("mpicxx") or ""  # another MPI on PATH needs another build
     return settings
 
 
@@ -192,3 +193,8 @@ def check_hosts(environ: Mapping[str, str]) -> None:
             f"{name}={count} is not for Horovod, which starts all machines from one: unset it, and for several "
             "machines set HOROVOD_HOSTS=server1:4,server2:4"
         )
+
+
+HOOKS: AppHooks[Options] = AppHooks(
+    line_prefix=LINE_PREFIX, check_installed=check_installed, setup_environment=setup_environment
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from samestep.hooks import AppHooks
 from samestep.options import (
     LOGGING,
     MODEL,
@@ -78,3 +79,6 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     return options
+
+
+HOOKS: AppHooks[Options] = AppHooks()

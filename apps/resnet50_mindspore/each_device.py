@@ -30,6 +30,7 @@ from make_rank_table import Device
 from options import TABLE_VARIABLES, Options, build_parser, table_variable
 from placement import Placement, find_placement
 from samestep import ConfigError, env
+from samestep.job_info import JobInfo
 from samestep.options import parse_as
 from samestep.root import Root
 from samestep.untrusted import write_json
@@ -196,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
         return run(placement, command, run_dir, more)
     except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
-        if "SAMESTEP_LAUNCHER" in os.environ:  # the launch script must not try again: no rank was started
+        if JobInfo.from_environ(os.environ).launcher:  # the launch script must not try again: no rank was started
             with contextlib.suppress(OSError, ConfigError):
                 run_dir, _ = absolute_paths(argv[2:])
                 write_json(run_dir / "log", "no-restart", {"code": 2}, writer=0)

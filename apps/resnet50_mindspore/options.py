@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import ConfigError
+from samestep.hooks import AppHooks
 from samestep.options import (
     FAULT_TOLERANCE,
     MODEL,
@@ -26,8 +27,6 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-# msrun numbers the ranks of a machine from NODE_RANK * N.
-LAUNCHER = {"equal_ranks": True}
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
 FEATURES = {10: 512, 18: 512, 50: 2048}  # inputs of the last layer
@@ -224,3 +223,11 @@ def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
 
     placement = find_placement(variable, os.environ, ranks)
     return placement.node_count, placement.node_rank
+
+
+HOOKS: AppHooks[Options] = AppHooks(
+    equal_ranks=True,  # msrun numbers the ranks of a machine from NODE_RANK * N
+    check_ranks=check_ranks,
+    find_machines=find_machines,
+    check_start=check_start,
+)

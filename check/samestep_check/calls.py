@@ -117,10 +117,12 @@ class FilteredCalls:
     Args:
         folder: calls on paths below it reach the handler.
         handler: called in a thread while the job's process waits.
+        covered: the folder over which ``folder`` lies for the job.
     """
 
-    def __init__(self, folder: Path, handler: Handler) -> None:
+    def __init__(self, folder: Path, handler: Handler, covered: str | None = None) -> None:
         self._folder = str(folder)
+        self._covered = covered
         self._handler = handler
         self._names = numbers(platform.machine())
         self._channel, self._far_end = socket.socketpair()
@@ -195,7 +197,7 @@ class FilteredCalls:
 
     def _decide(self, identity: int, process: int, name: str, arguments: list[int]) -> int:
         try:
-            call = read_call(process, name, arguments)
+            call = read_call(process, name, arguments, self._own)
             # Another process may have taken the number of one that was killed.
             fcntl.ioctl(self._listener, _IS_VALID, struct.pack("Q", identity))
         except OSError:
@@ -203,6 +205,16 @@ class FilteredCalls:
         if not _is_followed(call, self._folder):
             return 0
         return self._handler(call)
+
+    def _own(self, path: str) -> str:
+        """Return the path at which this process finds what the job calls ``path``."""
+        if self._covered is not None and _is_below(path, self._covered):
+            return self._folder + path.removeprefix(self._covered)
+        return path
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return (path + os.sep).startswith(folder + os.sep)
 
 
 def _is_followed(call: Call, folder: str) -> bool:
@@ -213,13 +225,14 @@ def _is_followed(call: Call, folder: str) -> bool:
     return is_below and "__pycache__" not in call.path
 
 
-def read_call(process: int, name: str, arguments: Sequence[int]) -> Call:
+def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[str], str]) -> Call:
     """Return a call with its paths, which are read from the memory of the process that waits.
 
     Args:
         process: number of the process, or of its thread.
         name: the kernel's name of the call.
         arguments: the six arguments of the call, without signs.
+        own: returns the path at which this process finds a path of the other one.
 
     Raises:
         OSError: the process has ended, or may not be read.
@@ -229,11 +242,11 @@ def read_call(process: int, name: str, arguments: Sequence[int]) -> Call:
         return Call(kind, os.sep)
     if name not in _PATHS:
         descriptor = arguments[_DESCRIPTOR_PLACES.get(name, 0)]
-        return Call(kind, os.readlink(f"/proc/{process}/fd/{_signed(descriptor)}"))
+        return Call(kind, own(os.readlink(f"/proc/{process}/fd/{_signed(descriptor)}")))
     paths = []
     for folder_place, path_place in _PATHS[name]:
         folder = _HERE if folder_place is None else _signed(arguments[folder_place])
-        paths.append(_real_path(process, folder, _text(process, arguments[path_place])))
+        paths.append(_real_path(process, folder, _text(process, arguments[path_place]), own))
     return Call(kind, *paths)
 
 
@@ -250,11 +263,12 @@ def _text(process: int, address: int) -> str:
         return os.fsdecode(memory.read(PATH_BYTES).partition(b"\0")[0])
 
 
-def _real_path(process: int, folder: int, path: str) -> str:
+def _real_path(process: int, folder: int, path: str, own: Callable[[str], str]) -> str:
     link = f"/proc/{process}/cwd" if folder == _HERE else f"/proc/{process}/fd/{folder}"
     full = os.path.join(os.readlink(link), path)
     parent, name = os.path.split(os.path.normpath(full))
-    return os.path.join(os.path.realpath(parent), name)
+    real = os.path.realpath(own(parent))
+    return os.path.join(own(real), name)  # a link may lead to the covered folder
 
 
 class AnnouncedCalls:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samestep import ConfigError, NonRetryableError
-from samestep.env import JOB_VARIABLES
+from samestep.job_info import leave_job
 from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
 from samestep.stop import STOP_SIGNALS, Stopped
 from samestep.untrusted import MAX_LINE, open_closed_streams, printable, shown
@@ -40,8 +40,7 @@ ROWS_HELP = "rows separated by commas, also quick, all, and failed: those that f
 def main(arguments: Sequence[str]) -> int:
     """Run the command ``samestep check`` and return the exit code; words after -- are the checked command."""
     open_closed_streams()
-    for name in JOB_VARIABLES:
-        os.environ.pop(name, None)
+    leave_job(os.environ)
     _stop_on_signals()
     split = [*arguments, "--"].index("--")
     try:

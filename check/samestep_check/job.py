@@ -19,7 +19,6 @@ from samestep import ConfigError
 from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
-MARK = "SAMESTEP_CHECK_MARK"
 LEFT_GRACE = 5.0  # seconds from a launcher's end until its processes must have ended too
 INSIDE = Path(__file__).with_name("inside")
 MOST_CHARACTERS = 120  # of an error's line
@@ -47,11 +46,11 @@ class Job:
         self.duration = 0.0  # seconds until its end
         self.left_behind = 0
         self._calls = calls
-        shared = {**config, "work": str(work), "records": str(records)}
+        shared = {**config, "work": str(work), "records": str(records), "mark": self.mark}
         if isinstance(calls, AnnouncedCalls):
             shared["announce"] = str(calls.path)
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-        environ = {**os.environ, "PYTHONPATH": path, MARK: self.mark, "SAMESTEP_CHECK": json.dumps(shared)}
+        environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_INSIDE": json.dumps(shared)}
         environ["TMPDIR"] = str(own_temporary)
         try:
             with self.output_path.open("wb") as file:
@@ -137,7 +136,7 @@ class Job:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+                marked = self.mark.encode() in (folder / "environ").read_bytes()
                 if state != "Z" and (int(session) == self.process.pid or marked):
                     found.append(int(folder.name))
         return found

@@ -10,9 +10,11 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+RECORDED_BEFORE = 0.5  # seconds from a record of a write to the write
 Event = Mapping[str, Any]
 Key = Any  # an example's: a number, a text, or a tuple of keys
 Keys = list[Key] | None  # None if the check sees none
+Subsets = tuple[tuple[int, int], ...]  # length and checksum of each Subset around a dataset, the outermost first
 
 
 class Step(NamedTuple):
@@ -34,15 +36,24 @@ class Step(NamedTuple):
     random: dict[str, int] | None  # checksums of generators
     random_before: list[dict[str, int]]  # of generators when loaders began and files were saved, since the step before
     line: str | None  # of the script
+    called: list[Called]  # since the step before
+
+
+class Called(NamedTuple):
+    """The weights or the buffers of a module that was called without gradients, such as a moving average."""
+
+    name: str  # which of them, and the module's class
+    norm: float
 
 
 class Save(NamedTuple):
-    """A write to a checkpoint after ``step`` steps of its process."""
+    """A write to a checkpoint after ``step`` steps of its process, at a line of the script."""
 
     step: int
     time: float
     kind: str
     path: str
+    line: str | None = None
 
 
 class Evaluation(NamedTuple):
@@ -67,11 +78,19 @@ class Loader:
 
     size: int | None = None  # examples of the dataset
     batches: int | None = None  # batches of the iteration
-    subset: tuple[int, ...] = ()
+    subsets: Subsets = ()
     keys: list[Keys] = field(default_factory=list)  # of the returned batches
     epoch: int | None = None  # if a step used one of its batches; -1 if it is an evaluation
     end: int | None = None  # the number of steps at its end
     is_gone: bool = False
+
+
+@dataclass
+class Before:
+    """Events of a process between a step and the step before it."""
+
+    random: list[dict[str, int]] = field(default_factory=list)  # of generators when loaders began and files were saved
+    called: list[Called] = field(default_factory=list)
 
 
 @dataclass
@@ -81,7 +100,8 @@ class RankStep:
     event: Event
     epoch: int
     batches: list[Batch]
-    random_before: list[dict[str, int]]
+    before: Before
+    position: int  # batches that loaders had returned
     indices: Keys = None
 
     @property
@@ -94,7 +114,7 @@ class Shard(NamedTuple):
 
     keys: Keys
     size: int | None
-    subset: tuple[int, ...]
+    subsets: Subsets
 
 
 class Process:
@@ -112,6 +132,7 @@ class Process:
         self.steps = reader.steps
         self.saves = reader.saves
         self.evaluations = reader.adapted or reader.evaluations
+        self.called = reader.since.called  # after the last step
         self.notes = reader.notes
 
 
@@ -127,6 +148,7 @@ class Notes:
     reason: str = ""  # why examples have no keys
     awaited: set[str] = field(default_factory=set)  # modules whose import the adapter awaits
     imported: set[str] = field(default_factory=set)
+    is_uncovered: bool = False  # it sees the script's folder, and not its copy over it
 
 
 class Reader:
@@ -138,13 +160,14 @@ class Reader:
         self.evaluations: list[Shard] = []
         self.adapted: list[Shard] = []  # recorded by an adapter
         self.notes = Notes()
+        self.since = Before()  # the newest step
         self._loaders: dict[int, Loader] = {}
         self._pending: list[Batch] = []  # that no step has used
         self._epoch = 0
         self._has_batches = False
         self._has_numbers = False  # batches of a DataLoader that a step may use
         self._follows = False  # a step has shown the batches that it used
-        self._random: list[dict[str, int]] = []  # of generators, since the newest step
+        self._position = 0  # batches so far
 
     def read(self, event: Event) -> None:
         """Read one event. A kind without a method does not matter here."""
@@ -167,14 +190,14 @@ class Reader:
     def _remember_generators(self, event: Event) -> None:
         states = event.get("random")
         if states is not None:
-            self._random.append(states)
+            self.since.random.append(states)
 
     def on_iterate(self, event: Event) -> None:
         self._remember_generators(event)
         loader = self._loader(event)
         loader.size = event["size"]
         loader.batches = event["batches"]
-        loader.subset = tuple(event["subset"] or ())
+        loader.subsets = tuple((length, checksum) for length, checksum in event.get("subsets") or ())
         self.notes.workers = max(self.notes.workers, event.get("workers", 0))
 
     def on_batch(self, event: Event) -> None:
@@ -187,6 +210,7 @@ class Reader:
             self.steps.clear()  # without examples: Horovod steps once to create the optimizer's state
         self._has_batches = True
         if event["trains"]:
+            self._position += 1
             self._has_numbers |= event.get("number") is not None
             self._pending.append(Batch(event.get("number"), event["loader"], keys))
         elif len(loader.keys) == loader.batches:  # all; Lightning does not ask for more
@@ -202,7 +226,7 @@ class Reader:
 
     def _evaluated(self, loader: Loader) -> None:
         loader.epoch = -1
-        self.evaluations.append(Shard(_joined(loader.keys), loader.size, loader.subset))
+        self.evaluations.append(Shard(_joined(loader.keys), loader.size, loader.subsets))
 
     def on_gone(self, event: Event) -> None:
         self._loader(event).is_gone = True
@@ -219,7 +243,7 @@ class Reader:
 
     def on_save(self, event: Event) -> None:
         self._remember_generators(event)
-        self.saves.append(Save(len(self.steps), event["time"], event["kind"], event["path"]))
+        self.saves.append(Save(len(self.steps), event["time"], event["kind"], event["path"], event.get("line")))
 
     def on_step(self, event: Event) -> None:
         used = event.get("used")
@@ -235,8 +259,12 @@ class Reader:
             self._pending = []
         for batch in taken:
             self._begin_epoch(batch)
-        self.steps.append(RankStep(event, self._epoch - 1, taken, self._random))
-        self._random = []
+        self.steps.append(RankStep(event, self._epoch - 1, taken, self.since, self._position))
+        self.since = Before()
+
+    def on_called(self, event: Event) -> None:
+        if self._position:  # before its first batch, a script may not have restored its weights yet
+            self.since.called.append(Called(event["name"], event["norm"]))
 
     def _take(self, numbers: Sequence[int]) -> list[Batch]:
         taken = [batch for batch in self._pending if batch.number in numbers]
@@ -254,6 +282,9 @@ class Reader:
         if batch.loader and loader.epoch is None:
             loader.epoch = self._epoch
             self._epoch += 1
+
+    def on_start(self, event: Event) -> None:
+        self.notes.is_uncovered = not event.get("covered", False)
 
     def on_timeout(self, event: Event) -> None:
         self.notes.timeout = event["seconds"]
@@ -377,6 +408,11 @@ class Records:
         ranks = [[step.time for step in processes[-1].steps] for processes in self.ranks().values()]
         return [min(time for time in times if time is not None) for times in zip_longest(*ranks)]
 
+    def last_called(self) -> list[Called]:
+        """Return the modules that the first rank called without gradients after its last step."""
+        first = next(iter(self.ranks().values()), None)
+        return first[-1].called if first else []
+
     def last_digests(self) -> dict[int, dict[int, int | None]]:
         """Return the checksums of weights and state after each rank's last step, by optimizer and rank."""
         found: dict[int, dict[int, int | None]] = {}
@@ -394,6 +430,17 @@ class Records:
             found += each.saves
         found.sort(key=lambda save: save.time)
         return [save for save in found if save.kind == "rename"] or found
+
+    def line_of_save(self, begin: float, end: float) -> str | None:
+        """Return the line of the script that first writes or renames a checkpoint between two times, None without one.
+
+        A process records a write just before it, so a record may precede the time of the write.
+        """
+        for each in self.processes:
+            for save in each.saves:
+                if save.line and begin - RECORDED_BEFORE <= save.time <= end:
+                    return save.line
+        return None
 
     def opens(self) -> list[Save]:
         """Return the writes of the first process that wrote checkpoints."""
@@ -421,9 +468,10 @@ class Records:
 def _whole(shards: Sequence[Shard]) -> Evaluation | None:
     """Merge the ranks' shards of an evaluation; None if examples have no keys."""
     size = max((shard.size or 0 for shard in shards), default=0)
-    subsets = {shard.subset for shard in shards}
-    if len(subsets) == 1 and () not in subsets:  # all ranks have the same, so it is a split of the dataset
-        size = subsets.pop()[0]
+    for each in zip(*(reversed(shard.subsets) for shard in shards)):
+        if len(set(each)) > 1:
+            break
+        size = each[0][0]  # all ranks have the same, so it is a split of the dataset
     keys = _joined([shard.keys for shard in shards])
     if not size or keys is None:
         return None
@@ -435,7 +483,7 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
     found: list[Step] = []
     epoch = 0
     known: set[Key] = set()
-    for shards in zip_longest(*ranks):
+    for shards in zip_longest(*_aligned(ranks)):
         each = [shard for shard in shards if shard is not None]
         indices = _joined([shard.indices for shard in each])
         number = each[0].epoch
@@ -447,6 +495,19 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
             number = epoch
         found.append(_merged(each, indices, number))
     return found
+
+
+def _aligned(ranks: Sequence[Sequence[RankStep | None]]) -> Sequence[Sequence[RankStep | None]]:
+    """Align the steps of ranks by the batches before them if a rank skips steps that another one takes."""
+    by_position = []
+    for steps in ranks:
+        by_position.append({step.position: step for step in steps if step is not None})
+    if any(len(known) < len(steps) for known, steps in zip(by_position, ranks)):
+        return ranks  # several steps for a batch, or a rank that came later
+    longest = max(by_position, key=len, default={})
+    if not all(known.keys() <= longest.keys() for known in by_position):
+        return ranks
+    return [[known.get(position) for position in longest] for known in by_position]
 
 
 def _merged(shards: Sequence[RankStep], indices: Keys, epoch: int) -> Step:
@@ -466,6 +527,7 @@ def _merged(shards: Sequence[RankStep], indices: Keys, epoch: int) -> Step:
         weights_before=event.get("weights_before"),
         weights=event.get("weights"),
         random=event.get("random"),
-        random_before=shards[0].random_before,
+        random_before=shards[0].before.random,
         line=event.get("line"),
+        called=shards[0].before.called,
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from samestep_check.records import Key, Keys, Step
+from samestep_check.records import Called, Key, Keys, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
@@ -163,10 +163,72 @@ def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bo
             compared.add(found.optimizer)
             comparison = Comparison(k, name, bound, draws_others=bool(shifted or lost))
             compare_state(wanted, runner.twin.steps[k], found, comparison)
+    if not shifted and not lost:
+        compare_called(runner, again, at, bound)
     if lost:
         place = place_of(again[0], at)
         raise Failed(f"the generator of {', '.join(lost)} has another state {place}, and steps draw from it")
     return shifted
+
+
+def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> None:
+    """Raise Failed if a module that is called without gradients, such as a moving average, is another after a resume.
+
+    Each name is compared once, at its first call. Steps after other samples have other weights.
+
+    Args:
+        runner: has the undisturbed run.
+        again: the steps after the resume.
+        at: the number of the first of them, from 0.
+        bound: largest relative difference of norms.
+    """
+    compared: set[str] = set()
+    for k, found in enumerate(again, at):
+        calls = norms_of(runner.steps[k].called), norms_of(runner.twin.steps[k].called), norms_of(found.called)
+        _compare_norms(calls, compared, bound, f"before {place_of(found, k).removeprefix('at ')}")
+        if found.indices != runner.steps[k].indices:
+            return
+    restart = runner.killed.restart
+    if again and restart.records is not None:
+        last = [run.records.last_called() for run in (runner.reference, runner.twin, restart)]
+        calls = norms_of(last[0]), norms_of(last[1]), norms_of(last[2])
+        _compare_norms(calls, compared, bound, "after the last step")
+
+
+Norms = dict[str, list[float]]  # by names of Called; modules of a class share a name
+
+
+def norms_of(called: Sequence[Called]) -> Norms:
+    """Return the norms of called modules by their names."""
+    found: Norms = {}
+    for module in called:
+        found.setdefault(module.name, []).append(module.norm)
+    return found
+
+
+def _compare_norms(calls: tuple[Norms, Norms, Norms], compared: set[str], bound: float, place: str) -> None:
+    """Compare the modules of the undisturbed run, of its repetition and of a resume; add their names to `compared`.
+
+    A name is compared if as many of its modules were called, and the repetition has the same norms.
+    """
+    undisturbed, repeated, resumed = calls
+    for name in undisturbed.keys() - compared:
+        wanted = undisturbed[name]
+        found = resumed.get(name, [])
+        is_reproducible = _largest_gap(wanted, repeated.get(name, [])) <= bound
+        if len(found) < len(wanted) or not is_reproducible:
+            continue
+        compared.add(name)
+        gap = _largest_gap(wanted, found)
+        if gap > bound:
+            raise Failed(f"the {name}, which is called without gradients, differ by {gap:.0e} {place}")
+
+
+def _largest_gap(wanted: Sequence[float], found: Sequence[float]) -> float:
+    """Return the largest relative difference of a wanted norm to the nearest found one."""
+    if not found:
+        return 1.0
+    return max(min(relative(one, other) for other in found) for one in wanted)
 
 
 def optimizer_parts(step: Step) -> list[str]:

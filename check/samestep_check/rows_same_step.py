@@ -163,12 +163,14 @@ def _compare_samples(runner: ScriptRunner) -> None:
     alone = [step.indices or [] for step in runner.single.steps]
     wanted = len(samples[0])
     first = len([*alone, []][0])
-    if len(alone) != len(samples) or first != wanted:
+    if first != wanted:
         sizes = f"a step has {first} samples at 1 rank, {wanted} at {runner.ranks}"
         raise CannotTell(f"{sizes}: write a rank's batch as {{{wanted}/n}}")
     for k, (one, several) in enumerate(zip(alone, samples), 1):
         if one != several:
             raise Failed(f"step {k} has other samples at 1 rank than at {runner.ranks}")
+    if len(alone) != len(samples):
+        raise Failed(f"1 rank takes {len(alone)} steps, {runner.ranks} ranks take {len(samples)}")
 
 
 def _gaps(single: Sequence[float | None], several: Sequence[float | None]) -> dict[int, float]:

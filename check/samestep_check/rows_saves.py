@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import zipfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from samestep_check import states
-from samestep_check.calls import FilteredCalls
 from samestep_check.job import Job
 from samestep_check.records import Save, Step
 from samestep_check.rows_resume import restarted, resumed_at
@@ -33,8 +34,17 @@ def save_killed(runner: ScriptRunner) -> str:
     for save in reversed(run.records.saves()):
         if save.step < fatal.step:
             steps += [save.step, save.step - 1]  # a thread may have written it while the next step was taken
-    at = resumed_at(runner, run, steps or [0])
-    return f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}; resumes at step {at}"
+    words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
+    try:
+        at = resumed_at(runner, run, steps or [0])
+    except Failed as failed:
+        raise Failed(f"{words}: {failed}") from None
+    return f"{words}; resumes at step {at}"
+
+
+def at_line(line: str | None) -> str:
+    """Return the words that name a line of the script, none if it is not known."""
+    return f" ({line})" if line else ""
 
 
 def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
@@ -202,7 +212,7 @@ def _baseline(runner: ScriptRunner, recording: Recording) -> int:
     first = next(state for state in recording.states if state.call >= recording.save.calls[0])
     found = restart_from(runner, first)
     if found.problem:
-        raise Failed(f"before the save of step {recording.save.done}: {found.problem}")
+        raise Failed(f"before the save of step {recording.save.done}{at_line(recording.line)}: {found.problem}")
     if not found.steps:
         raise CannotTell("the first step after a resume has other samples or weights than undisturbed")
     at = max(found.steps)
@@ -228,7 +238,8 @@ def save_every_write(runner: ScriptRunner) -> str:
             break
         problem = problem_of(at, before)
         if problem:
-            raise Failed(f"killed {states.words_of(state, save, recording.calls)}: {problem}")
+            moment = states.words_of(state, save, recording.calls)
+            raise Failed(f"killed {moment}{at_line(recording.line)}: {problem}")
         found.update(at.steps[-1:])
         tried += 1
     steps = " or ".join(map(str, sorted(found)))
@@ -263,12 +274,12 @@ def save_power_cut(runner: ScriptRunner) -> str:
     if not cuts:
         return f"each file of the save of step {save.done} is fsynced before its rename"
     baseline(runner, recording)
-    names = sorted(cuts[-1].lost)
-    words = f"{', '.join(names)} without an fsync before the rename"
+    words = f"{', '.join(sorted(cuts[-1].lost))} without an fsync before the rename"
     for cut in reversed(cuts[-runner.options.points :]):
         problem = problem_of(restart_from(runner, cut.state, cut.lost), least=1)
         if problem:
-            raise Failed(f"{', '.join(sorted(cut.lost))} is empty, as no fsync precedes its rename: {problem}")
+            names = ", ".join(sorted(cut.lost))
+            raise Failed(f"{names} is empty, as no fsync precedes its rename{at_line(recording.line)}: {problem}")
     return f"{words}; if it is empty, an earlier checkpoint is used"
 
 
@@ -278,7 +289,7 @@ def save_power_cut(runner: ScriptRunner) -> str:
 class FullRun(NamedTuple):
     """A run whose disk was full from the middle of a save on."""
 
-    path: str  # of the first file that failed
+    problem: str  # the file that could not be written
     code: int | None  # None if the job hangs
     error: str
     is_silent: bool  # its output has no more warnings than an undisturbed one
@@ -287,12 +298,13 @@ class FullRun(NamedTuple):
 def disk_full(runner: ScriptRunner) -> str:
     """Check that a job whose disk is full ends with an error or warns, and the previous checkpoint loads."""
     recording: Recording = runner.recording
-    if not recording.is_complete:
-        raise NotSeen("the kernel refuses a filter, which could answer that the disk is full")
     before = baseline(runner, recording)
     work = runner.copy()
-    run = run_on_full_disk(runner, recording, work)
-    where = f"no space for {run.path}"
+    if recording.is_complete:
+        run = run_on_full_disk(runner, recording, work)
+    else:
+        run = run_with_short_files(runner, recording, work)
+    where = f"{run.problem}{at_line(recording.line)}"
     if run.code is None:
         raise Failed(f"{where}: the job hangs")
     if run.code == 0 and run.is_silent:
@@ -323,14 +335,45 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
         return max((job.progress(pattern) for job in running), default=0)
 
     disk = states.FullDisk(work, recording.save, recording.calls, done)
-    with runner.job(work, pause=runner.pause(), calls=FilteredCalls(work, disk)) as job:
+    with runner.job(work, pause=runner.pause(), calls=runner.calls(work, disk)) as job:
         running.append(job)
         job.wait(lambda: disk.path or job.code is not None, runner.patience())
-        patience = runner.patience()
-        has_ended = job.ended(min(PATIENCE, patience))
-        if not has_ended and patience < PATIENCE:
-            raise OutOfTime
+        run = _ended(runner, job)
         if not disk.path:
             raise CannotTell(f"no write after step {recording.save.done}")
-        is_silent = warnings_in(job.output()) <= runner.reference.warnings
-        return FullRun(disk.path, job.code if has_ended else None, job.error_line(), is_silent)
+        return run._replace(problem=f"no space for {disk.path}")
+
+
+def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
+    """Run the script, and limit the size of its files to half of a checkpoint's from a save on. It needs no filter.
+
+    Args:
+        runner: runs the script.
+        recording: the calls of an earlier run, and the save.
+        work: the copied folder.
+
+    Raises:
+        OutOfTime: the row has no time to wait for the job's end.
+    """
+    save = recording.save
+    own = [recording.calls[number] for number in save.calls]
+    sizes = {call.size: call.path for call in own if call.kind != "unlink"}  # without older checkpoints
+    largest = max(sizes)
+    pattern = runner.options.loss_pattern
+    with runner.job(work, pause=runner.pause()) as job:
+        job.wait(lambda: job.code is not None or job.progress(pattern) >= save.done - 1, runner.patience())
+        for pid in job.left():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (largest // 2, largest // 2))
+        problem = f"{sizes[largest]} cannot grow beyond {largest // 2} bytes (the kernel refuses a filter)"
+        return _ended(runner, job)._replace(problem=problem)
+
+
+def _ended(runner: ScriptRunner, job: Job) -> FullRun:
+    """Wait for the end of a job whose disk is full."""
+    patience = runner.patience()
+    has_ended = job.ended(min(PATIENCE, patience))
+    if not has_ended and patience < PATIENCE:
+        raise OutOfTime
+    is_silent = warnings_in(job.output()) <= runner.reference.warnings
+    return FullRun("", job.code if has_ended else None, job.error_line(), is_silent)

@@ -22,7 +22,7 @@ from samestep_check.calls import AnnouncedCalls, Calls, FilteredCalls, Handler, 
 from samestep_check.job import Job, started
 from samestep_check.records import Key, Records, Step
 from samestep_check.script import Script
-from samestep_check.source import Source
+from samestep_check.source import Source, can_mount
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfTime, Verdict
 
 PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 s for ranks after TERM
@@ -33,6 +33,10 @@ MOST_OWN = 0.01  # of weights, between two runs that are compared
 WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
 CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
+NOT_COVERED = (
+    "the kernel refuses a mount namespace, so absolute paths in the script's files mean the folder itself; to allow it:"
+    " sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, docker run --cap-add SYS_ADMIN in a container"
+)
 ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
 
 
@@ -84,6 +88,7 @@ class Recording(NamedTuple):
     save: states.Save
     work: Path  # its folder
     is_complete: bool  # False if Python's audit hook reported the calls
+    line: str | None  # of the script, at which Python writes or renames a file of the save
 
 
 def cached(function: Callable[[ScriptRunner], Any]) -> Any:
@@ -158,7 +163,7 @@ class ScriptRunner:
         places = [*(options.allow_write or []), *caches, *ALLOWED]
         self.options = options
         self.script = Script(command, options.resume_command)
-        self.source = Source(folder, options.link or [], options.fresh or [])
+        self.source = Source(folder, options.link or [], options.fresh or [], is_covered=can_mount())
         self.clock = Clock(options.row_limit, options.total_limit)
         self.results: dict[str, Any] = {}
         self.left_behind = 0
@@ -166,6 +171,7 @@ class ScriptRunner:
         self.other: int = options.other_n or self.ranks + 1
         self._temporary = temporary
         self._count = 0
+        self._is_uncovered = False  # a process of the script sees the folder itself
         self._config = {
             "source": str(folder),
             "allowed": _real_paths(places),
@@ -210,8 +216,10 @@ class ScriptRunner:
         """
         records = self.new_path("records")
         words = self.script.words(ranks or self.ranks, is_restart)
-        command = self.source.in_copy(words, work)
-        with started(command, work, records, {**self._config, **config}, calls) as job:
+        if shutil.which(words[0]) is None:
+            raise ConfigError(f"cannot run {words[0]}: name a command on PATH")
+        command = self.source.command(words, work)
+        with started(command, work, records, {**self._config, "kept": self.source.kept, **config}, calls) as job:
             yield job
             self.left_behind += job.left_behind
 
@@ -222,7 +230,9 @@ class ScriptRunner:
     def undisturbed_at(self, ranks: int) -> Undisturbed:
         """Run the script without a fault to its end."""
         with self.job(self.copy(), ranks) as job:
-            if not job.ended(self.patience()):
+            has_ended = job.ended(self.patience())
+            self._is_uncovered |= any(notes.is_uncovered for notes in job.read().notes())
+            if not has_ended:
                 raise CannotTell(f"at {ranks} ranks it does not end in {job.duration:.0f} s")
             if job.code:
                 # At another number, the script may fix the number elsewhere.
@@ -239,6 +249,12 @@ class ScriptRunner:
 
     def run_reference(self) -> None:
         """Run the script without a fault, and keep the records for the rows. Raises Verdict if it does not work."""
+        with suppress(Verdict):
+            _ = self.reference
+        if self.source.is_covered and self._is_uncovered:
+            # A service such as Slurm's starts the ranks, and not the launcher.
+            self.source.uncover()
+            self.results.clear()
         _ = self.reference
 
     @cached
@@ -288,6 +304,8 @@ class ScriptRunner:
             found.append("batches of steps are inferred from the loader")
         found += [f"the check could not see everything: {words}" for words in sorted(unseen)]
         found += [f"the adapter's function for {module} is never called" for module in sorted(awaited - imported)]
+        if not self.source.is_covered:
+            found.append(NOT_COVERED)
         if self.source.special:
             found.append(f"not copied, as they are no files: {', '.join(self.source.special)}")
         old = self.source.checkpoints(self.options.checkpoint)
@@ -452,7 +470,8 @@ class ScriptRunner:
     def calls(self, work: Path, handler: Handler) -> Calls:
         """Return what stops a job before its file system calls below its folder."""
         if self.can_filter:
-            return FilteredCalls(work, handler)
+            covered = str(self.source.folder) if self.source.is_covered else None
+            return FilteredCalls(work, handler, covered)
         try:
             return AnnouncedCalls(self.new_path("calls"), handler)
         except OSError as error:
@@ -469,7 +488,8 @@ class ScriptRunner:
         with self.job(work, calls=calls) as job:
             if not job.ended(self.patience()) or job.code:
                 raise CannotTell(f"does not train to its end while it is recorded: {job.error_line()}")
-            times = job.read().first_times()
+            records = job.read()
+            times = records.first_times()
         if calls.error:
             raise CannotTell(f"its folder cannot be recorded: {calls.error}")
         recorder.finish()
@@ -479,7 +499,9 @@ class ScriptRunner:
             raise NotSeen("one checkpoint only is written" if found else "no checkpoint is written in the folder")
         if not any(state.call >= save.calls[0] for state in recorder.states):
             raise CannotTell(f"its folder has too many files, or more than {states.RECORD_LIMIT / 1e6:g} MB of changes")
-        return Recording(recorder.calls, recorder.states, save, work, isinstance(calls, FilteredCalls))
+        moments = [recorder.calls[number].time for number in save.calls]
+        line = records.line_of_save(moments[0], moments[-1])
+        return Recording(recorder.calls, recorder.states, save, work, isinstance(calls, FilteredCalls), line)
 
 
 def _first_difference(first: Sequence[object], second: Sequence[object]) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
@@ -16,6 +20,28 @@ LINKED = (".git",)  # a script may read its commit
 TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json", ".ipynb"}  # no checkpoints
 
 
+_MOUNT = Path(__file__).with_name("mount_copy.py")
+_PROBE_LIMIT = 20.0  # seconds
+
+
+def can_mount() -> bool:
+    """Return whether the kernel lets this user mount a copy over a folder, for a process alone."""
+    with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+        copy = os.path.join(temporary, "copy")
+        folder = os.path.join(temporary, "folder")
+        os.mkdir(copy)
+        os.mkdir(folder)
+        program = f"import os; os.mkdir({os.path.join(folder, 'probe')!r})"
+        command = [*_mounted(copy, folder, []), sys.executable, "-I", "-S", "-c", program]
+        subprocess.run(command, capture_output=True, timeout=_PROBE_LIMIT, check=False)
+        return os.listdir(copy) == ["probe"] and not os.listdir(folder)
+
+
+def _mounted(copy: str, folder: str, kept: Sequence[str]) -> list[str]:
+    # Without -I and -S the job's own sitecustomize would run twice.
+    return [sys.executable, "-I", "-S", str(_MOUNT), copy, folder, json.dumps(kept)]
+
+
 class Source:
     """The folder of a script. Copies keep times, modes and links.
 
@@ -23,15 +49,26 @@ class Source:
         folder: the folder.
         links: subfolders that copies link.
         fresh: patterns of files that copies leave out, and of folders that are empty in copies.
+        is_covered: a copy lies over the folder while a command runs in it.
 
     Attributes:
         special: paths of FIFOs, sockets and devices, which copies leave out.
+        kept: relative paths that stay the folder's own if a copy lies over it.
     """
 
-    def __init__(self, folder: Path, links: Sequence[Path], fresh: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        links: Sequence[Path],
+        fresh: Sequence[str] = (),
+        is_covered: bool = False,
+    ) -> None:
         self.folder = folder
-        self._fresh = fresh
+        self.is_covered = is_covered
         self.special: list[str] = []
+        self.kept: list[str] = []
+        self._symlinks: list[str] = []  # that copies without a mount leave out
+        self._fresh = fresh
         self._links = {str(folder / link) for link in links}
 
     def check(self, limit: float, temporary: Path) -> None:
@@ -55,6 +92,10 @@ class Source:
                 self.special.append(os.path.relpath(entry.path, self.folder))
             if size > 1e6 * limit:
                 raise ConfigError(f"the folder is larger than {limit:g} MB: link data by --link, or raise --copy-limit")
+        if self.is_covered:
+            omitted = [os.path.relpath(path, self.folder) for path in self._omitted(str(self.folder))]
+            self.kept = [name for name in omitted if not (self.folder / name).is_symlink()]
+            self._symlinks = [name for name in omitted if (self.folder / name).is_symlink()]
 
     def _entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
         """Yield what a copy has of the folder, each folder before its content. Links of --link are left out."""
@@ -71,6 +112,22 @@ class Source:
                 yield entry
             if is_folder and not is_fresh:
                 yield from self._entries(entry.path)
+
+    def _omitted(self, folder: str) -> Iterator[str]:
+        """Yield the paths that copies leave out or link, such as virtual environments."""
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            is_omitted = entry.name in (*SKIPPED, *LINKED) or entry.path in self._links
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_omitted and entry.name != "__pycache__":
+                yield entry.path
+            elif is_folder and not is_omitted and not self._is_fresh(entry.path):
+                yield from self._omitted(entry.path)
+
+    def uncover(self) -> None:
+        """Let later commands run in copies that do not lie over the folder."""
+        self.is_covered = False
+        self.kept.clear()
+        self._symlinks.clear()
 
     def _is_fresh(self, path: str) -> bool:
         name = PurePath(os.path.relpath(path, self.folder))
@@ -108,7 +165,11 @@ class Source:
             elif stat.S_ISREG(status.st_mode):
                 self._copy_file(entry.path, path)
                 first_names[inode] = path
-        for name in (*LINKED, *self._links):
+        for name in self.kept:
+            self._make_place(name, target)
+        for name in self._symlinks:
+            self._copy_link(str(self.folder / name), str(target / name))
+        for name in () if self.is_covered else (*LINKED, *self._links):
             self._link(name, target)
         for source, copied in reversed(folders):
             shutil.copystat(source, copied)
@@ -131,6 +192,19 @@ class Source:
         source = self.folder / name
         if os.path.lexists(source):
             (target / source.relative_to(self.folder)).symlink_to(source)
+
+    def _make_place(self, name: str, target: Path) -> None:
+        """Create the empty folder or file over which the folder's own is mounted."""
+        if (self.folder / name).is_dir():
+            (target / name).mkdir()
+        else:
+            (target / name).touch()
+
+    def command(self, words: Sequence[str], work: Path) -> list[str]:
+        """Return the command that runs a command in a copy, which lies over the folder if the kernel allows it."""
+        if self.is_covered:
+            return [*_mounted(str(work), str(self.folder), self.kept), *words]
+        return self.in_copy(words, work)
 
     def in_copy(self, words: Sequence[str], work: Path) -> list[str]:
         """Return a command's words for a copy: words that begin with the folder's path get the copy's."""

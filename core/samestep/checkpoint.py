@@ -50,7 +50,7 @@ process_fails = threading.Event()  # `samestep.log.run` sets it: other ranks may
 
 
 class CorruptCheckpoint(Exception):
-    """Say why a checkpoint cannot be used."""
+    """Report why a checkpoint cannot be used."""
 
 
 class UnsupportedFormat(CorruptCheckpoint):

@@ -22,18 +22,12 @@ from __future__ import annotations
 import os
 import platform
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 from samestep import ConfigError
-
-# Variables of a job of ours. A program that starts jobs may be part of one itself, and removes them.
-JOB_VARIABLES = [
-    f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()
-]
 
 
 class EnvError(ConfigError, ValueError):
@@ -293,14 +287,6 @@ def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
     return name, restarts not in ("", "0")
 
 
-def launch_script(environ: Mapping[str, str]) -> int | None:
-    """Return the PID of the launch script that started this job on this machine, or None if there is none."""
-    pid, _, host = environ.get("SAMESTEP_LAUNCHER", "").partition("@")
-    if not pid.isdecimal() or host != socket.gethostname():
-        return None
-    return int(pid)
-
-
 def processor() -> str:
     """Return the CPU's name, or "cpu" if the system does not give one."""
     cpus = Path("/proc/cpuinfo")
@@ -372,7 +358,7 @@ def _check_alone(env: dict[str, str]) -> None:
 
 def _is_index(env: dict[str, str], name: str, known: set[str]) -> bool:
     """Return whether a variable numbers a process or a node: a known one, or one with such a name."""
-    if name.startswith("SAMESTEP_") or not re.fullmatch("[0-9]{1,10}", env[name]):
+    if not re.fullmatch("[0-9]{1,10}", env[name]):
         return False
     return name in known or _INDEX_NAME.fullmatch(name) is not None
 

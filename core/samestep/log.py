@@ -31,7 +31,7 @@ from samestep import (
     failures,
     untrusted,
 )
-from samestep.env import launch_script
+from samestep.job_info import JobInfo
 from samestep.monitor import Monitor
 from samestep.root import Root
 from samestep.stop import Stopped
@@ -75,7 +75,7 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
     _console = _open_launch_script_file(1, 1)
-    _console_errors = _open_launch_script_file(os.environ.get("SAMESTEP_ERRORS"), 2)
+    _console_errors = _open_launch_script_file(_job_info().errors, 2)
     path = _folder / f"rank-{rank}.log"
     with checkpoint.writing(path):
         root = Root(_folder.parent)
@@ -90,11 +90,11 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     _to_file(f"rank {rank} on {socket.gethostname()}, pid {os.getpid()}: {' '.join(sys.argv)}")
 
 
-def _open_launch_script_file(number: int | str | None, fallback: int) -> IO[str]:
+def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
     """Open the launch script's file of this number, or this process's ``fallback`` if that is impossible."""
     descriptor = None
     with contextlib.suppress(OSError):  # no launch script, another machine, or not Linux
-        path = f"/proc/{launch_script(os.environ)}/fd/{number}"
+        path = f"/proc/{_job_info().launch_script()}/fd/{number}"
         if not os.path.samestat(os.stat(path), os.fstat(fallback)):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
     return os.fdopen(descriptor or os.dup(fallback), "w", buffering=1, errors="backslashreplace")
@@ -233,23 +233,31 @@ def no_restart(code: int) -> None:
     """Write ``log/no-restart``: a restart cannot help, and the launch script must exit with ``code``."""
     folder = _job_folder()
     if folder:
-        untrusted.write_json(folder, "no-restart", {"code": code, "job": os.environ.get("SAMESTEP_JOB")}, _rank)
+        job = _job_info().job
+        untrusted.write_json(folder, "no-restart", {"code": code, "job": job or None}, _rank)
 
 
 def _record_failure(problem: Exception, line: str) -> None:
     """Note the failure for the launch script, if the monitor knows the step."""
     folder = _job_folder()
-    job = os.environ.get("SAMESTEP_JOB")
+    job = _job_info().job
     if folder and job and _monitor.step is not None:
         failures.record(folder, job, _rank, _monitor.step, problem, line)
 
 
 def _job_folder() -> Path | None:
     """Return the log folder, also before `start`, if a launch script started this process; else None."""
-    run_dir = os.environ.get("SAMESTEP_RUN_DIR")
-    if _folder is None and run_dir and "SAMESTEP_JOB" in os.environ:
-        return Path(run_dir, "log")
+    info = _job_info()
+    if _folder is None and info.run_dir and info.job:
+        return Path(info.run_dir, "log")
     return _folder
+
+
+def _job_info() -> JobInfo:
+    """Return what the launch script has passed on; a damaged document, which the options report, counts as none."""
+    with contextlib.suppress(ConfigError):
+        return JobInfo.from_environ(os.environ)
+    return JobInfo()
 
 
 def progress(total: int, done: int) -> tqdm[Any]:

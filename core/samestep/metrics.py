@@ -16,6 +16,7 @@ from typing import Any
 
 from samestep import checkpoint, log, untrusted
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options, as_json
 from samestep.root import Root
 from samestep.step_losses import StepLosses
@@ -126,7 +127,7 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
         world: place of this process.
         values: the app's part of the result.
     """
-    restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
+    restarts = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)
     fields = {
         "app": app,
         "launcher": world.launcher,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, NoReturn, TypeVar
 
 from samestep import ConfigError
+from samestep.job_info import JobInfo
 from samestep.untrusted import shown
 
 TRAINING = "Training"
@@ -547,10 +548,11 @@ def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
 
 def _set_defaults_of_launcher(parser: Parser) -> None:
     """Take the run dir, timeout and grace that `samestep run` passes to the program that it starts."""
+    info = JobInfo.from_environ(os.environ)
     parser.set_defaults(
-        run_dir=os.environ.get("SAMESTEP_RUN_DIR"),
-        timeout=os.environ.get("SAMESTEP_TIMEOUT", "300"),
-        grace=os.environ.get("SAMESTEP_GRACE", "30"),
+        run_dir=info.run_dir or None,
+        timeout="300" if info.timeout is None else str(info.timeout),
+        grace="30" if info.grace is None else str(info.grace),
     )
 
 

@@ -25,6 +25,7 @@ from samestep import ConfigError, NonRetryableError, events, log, manifest, stop
 from samestep.arithmetic import Arithmetic
 from samestep.cadence import Cadence, StepActions
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.loss_guard import LossGuard
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
@@ -141,7 +142,7 @@ class Run:
         self.step_sync = StepSync(stop_request, StepTimer(), grace=options.grace)
         self.monitor.start(world, options)
         stop_request.install()  # before the heartbeat by which the launch script finds the ranks
-        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
+        if JobInfo.from_environ(os.environ).launcher and options.run_dir:  # the launch script holds the run dir's lock
             self._open_logs()
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
@@ -553,10 +554,13 @@ def check_result_fields(app: str, options: Options) -> None:
 
 def check_launch(world: World) -> None:
     """Raise ConfigError if more or fewer ranks or machines joined than the launch script was asked for."""
-    for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
-        requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
-        if count is not None and requested != str(count):
-            problem = f"the launch script was asked for {shown(requested)} {things}, but {count} joined"
+    info = JobInfo.from_environ(os.environ)
+    for things, requested, count in (
+        ("ranks", info.ranks, world.world_size),
+        ("machines", info.machines, world.node_count),
+    ):
+        if requested is not None and count is not None and requested != count:
+            problem = f"the launch script was asked for {requested} {things}, but {count} joined"
             raise ConfigError(f"{problem} (launcher: {world.launcher}): make N and the options agree")
 
 

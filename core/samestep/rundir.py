@@ -22,6 +22,7 @@ from typing import Any
 
 from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
+from samestep.job_info import JobInfo
 from samestep.options import Options, resume_invariants
 from samestep.root import LinkError, Root, try_lock
 from samestep.untrusted import shown
@@ -248,7 +249,8 @@ def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
     run_dir = Path(os.path.realpath(run_dir))  # Path.resolve() raises RuntimeError for a loop of links
     make_log_folder(run_dir)
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
-    for byte in (WRITER_BYTE,) if "SAMESTEP_LAUNCHER" in os.environ else (LAUNCHER_BYTE, WRITER_BYTE):
+    has_launch_script = JobInfo.from_environ(os.environ).launcher != ""
+    for byte in (WRITER_BYTE,) if has_launch_script else (LAUNCHER_BYTE, WRITER_BYTE):
         lock.acquire(byte)
     return run_dir, lock
 
@@ -332,7 +334,7 @@ class Lock:
         """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
         self._run_dir = run_dir
         self._who = who
-        self._warned = "SAMESTEP_LAUNCHER" in os.environ  # the launch script has warned
+        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # the launch script has warned
         try:
             # A user who can read a file can lock it, too.
             self._descriptor = Root(run_dir).open(".lock", os.O_RDWR, mode=0o600)

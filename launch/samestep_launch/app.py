@@ -4,25 +4,8 @@
 
     launch.sh <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
 
-An app's options.py may declare two tables. ``COMMANDS`` (name: description): the call takes one of them after N.
-``LAUNCHER`` describes the app's launcher::
-
-    line_prefix     a regular expression for the launcher's prefix of each line of a rank's stderr
-    equal_ranks     whether it needs as many ranks on each machine
-    may_differ      names of options that may differ between machines
-    late_machines   whether it continues without a lost machine, which may come back
-
-It may also define functions, which raise ConfigError:
-
-* ``check_ranks(options, ranks)`` checks the options against N ranks on a machine.
-* ``check_installed(options, ranks)`` runs in the app's environment and checks the installed packages.
-* ``setup_environment(options)`` returns the variables by which its setup.sh builds; other variables make another
-  environment.
-* ``find_machines(options, ranks)`` returns the number of machines and the number of this one, from 0, if a file of the
-  app's launcher lists them; else None.
-* ``check_start(options, dataset, step)`` runs last, when the dataset and the first step are known.
-
-An app without ``--resume`` does not train: it has neither dataset nor checkpoints, and is not restarted.
+An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
+without ``--resume`` does not train: it has neither dataset nor checkpoints, and is not restarted.
 
 There are two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
 that can be found without the framework, makes ``.venvs/<app>``, and continues in that environment. The second resolves
@@ -44,6 +27,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep import ConfigError, NonRetryableError, env
+from samestep.hooks import AppHooks
+from samestep.job_info import leave_job
 from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import MAX_LINE, open_closed_streams, read_text, shown
 
@@ -55,6 +40,7 @@ from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
 
 DRY_RUN = "--dry-run"
+SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same word
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
 UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
@@ -102,19 +88,21 @@ one step and saves it. A second signal, or the end of --grace, kills them. With
 
 
 def main(root: Path, argv: Sequence[str]) -> int:
-    """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments."""
-    is_second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
-    split = [*argv, "--"].index("--")
-    name, *template = argv[:split] or [""]
-    arguments = list(argv[split + 1 :])
-    return run_safely(lambda: _main(root, name, template, arguments, is_second_stage))
+    """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments.
+
+    In the second stage, `SECOND_STAGE` precedes the app.
+    """
+    is_second_stage = [*argv[:1]] == [SECOND_STAGE]
+    words = list(argv[1:]) if is_second_stage else list(argv)
+    split = [*words, "--"].index("--")
+    name, *template = words[:split] or [""]
+    return run_safely(lambda: _main(root, name, template, words[split + 1 :], is_second_stage))
 
 
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
     open_closed_streams()
-    for name in env.JOB_VARIABLES:
-        os.environ.pop(name, None)
+    leave_job(os.environ)
     supervise.stop_on_signals()
     try:
         return run()
@@ -167,15 +155,15 @@ class App:
     @property
     def usage(self) -> str:
         """Return the form of a call."""
-        if hasattr(self.module, "COMMANDS"):
+        if self.hooks.commands:
             return f"bash scripts/run_{self.name}.sh N COMMAND [options]"
         return f"bash scripts/run_{self.name}.sh N [options]"
 
-    def call(self, function: str, *arguments: Any) -> Any:
-        """Call an optional function of options.py; return None without it."""
-        if hasattr(self.module, function):
-            return getattr(self.module, function)(*arguments)
-        return None
+    @property
+    def hooks(self) -> AppHooks[Any]:
+        """Return the app's hooks."""
+        hooks: AppHooks[Any] = self.module.HOOKS
+        return hooks
 
 
 # --- the first stage -------------------------------------------------------------------------------------------------
@@ -186,8 +174,8 @@ def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
     nproc, arguments = _ranks_per_node(arguments, app.usage)
     options = app.module.parse(arguments, usage=app.usage)
     check_virtual_ranks(options, nproc)
-    app.call("check_ranks", options, nproc)
-    machines = app.call("find_machines", options, nproc)
+    app.hooks.check_ranks(options, nproc)
+    machines = app.hooks.find_machines(options, nproc)
     if machines is None:
         nodes = read_nodes(os.environ)
     else:
@@ -206,8 +194,7 @@ def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
         nodes=nodes,
         options=options,
         arguments=arguments,
-        settings=getattr(app.module, "LAUNCHER", {}),
-        check_start=getattr(app.module, "check_start", None),
+        hooks=app.hooks,
     )
 
 
@@ -222,11 +209,11 @@ def _continue_in_environment(app: App, options: Options) -> NoReturn:
     """Make the app's environment, and run the second stage of this call in its Python."""
     python = environments.given_python(app.root)
     if python is None:
-        python = app.environment.ensure(app.call("setup_environment", options) or {})
-    os.environ["SAMESTEP_SECOND_STAGE"] = "1"
+        python = app.environment.ensure(app.hooks.setup_environment(options))
     sys.stdout.flush()
+    program, *words = sys.argv
     try:
-        os.execv(python, [python, *sys.argv])
+        os.execv(python, [python, program, SECOND_STAGE, *words])
     except OSError as error:
         raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
 
@@ -239,7 +226,7 @@ def _run(app: App, job: Job) -> int:
     warn_of_other_ranks(os.environ, job.nodes)
     app.environment.check_requirements()
     check_imports()
-    app.call("check_installed", job.options, job.nproc)
+    app.hooks.check_installed(job.options, job.nproc)
     node = None
     if job.nodes.need_preflight:
         code = [*app.folder.glob("*.py"), *app.root.glob(f"scripts/run_{app.name}.sh")]
@@ -278,7 +265,7 @@ def _print_help(app: App, arguments: Sequence[str]) -> None:
 
 def _help(app: App, trains: bool) -> str:
     if not trains:
-        commands = list(getattr(app.module, "COMMANDS", {"": ""}))
+        commands = list(app.hooks.commands) or [""]
         examples = _examples(app, [f"2 {command}" for command in commands[:3]])
         return HELP.format(app=app.name, examples=examples, prepares="", recovers="", stops="")
     resume = "2 --run-dir runs/a"
@@ -323,6 +310,8 @@ def _app_options(root: Path, app: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses looks for the module of a class
     spec.loader.exec_module(module)
+    if not isinstance(getattr(module, "HOOKS", None), AppHooks):
+        raise ConfigError(f"{path} has no HOOKS: end it with HOOKS: AppHooks[Options] = AppHooks()")
     return module
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from samestep import untrusted
+from samestep.job_info import JobInfo
 from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import (
@@ -84,7 +85,6 @@ def _with_loopback(arguments: Sequence[str]) -> list[str]:
 
 def load(program: Program, arguments: Sequence[str]) -> bool:
     """Import torch's compiler and the program; return whether this process may fork ranks, else print the reason."""
-    os.environ.pop(process_info.ROOM, None)
     try:
         with importing():
             importlib.import_module("torch._dynamo")  # by DDP's and each optimizer's constructor
@@ -101,10 +101,10 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
 def _report_failed_import(failure: ImportFailed) -> None:
     """Print the failure once, and end this process: a restart would fail like this start."""
     print(untrusted.shown(f"error: {failure}", untrusted.MAX_LINE), file=sys.stderr, flush=True)
-    run_dir = os.environ.get("SAMESTEP_RUN_DIR")
-    if run_dir:
-        verdict = {"code": failure.exit_code, "job": os.environ.get("SAMESTEP_JOB")}
-        untrusted.write_json(Path(run_dir, "log"), "no-restart", verdict, 0)
+    info = JobInfo.from_environ(os.environ)
+    if info.run_dir:
+        verdict = {"code": failure.exit_code, "job": info.job or None}
+        untrusted.write_json(Path(info.run_dir, "log"), "no-restart", verdict, 0)
     sys.exit(failure.exit_code)
 
 

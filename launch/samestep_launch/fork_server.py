@@ -19,14 +19,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from samestep.job_info import JobInfo
 
 from samestep_launch import process_info
 
-CONTROL = "SAMESTEP_CONTROL"  # the variable that holds the socket's descriptor
 MAX_MESSAGE = 2**22  # bytes; the kernel limits commands and environments to less
 END_SECONDS = 5.0
 MODULE = "samestep_launch.torchrun"
-IDLE = "-"  # SAMESTEP_JOB of a server between two starts
+IDLE = "-"  # the job of a server between two starts
 
 
 class Launcher:
@@ -89,9 +91,11 @@ class ForkServer:
         self._environ = environ
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            room = "-" * process_info.ROOM_BYTES
+            info = replace(JobInfo.from_environ(environ), control=theirs.fileno(), room=room)
             self._process = subprocess.Popen(
                 command,
-                env={**environ, CONTROL: str(theirs.fileno()), process_info.ROOM: "-" * process_info.ROOM_BYTES},
+                env={**environ, **info.to_environ()},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -134,7 +138,8 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
     """
     if control is None:
         return [*arguments]
-    process_info.show_environment({**os.environ, "SAMESTEP_JOB": IDLE})  # else the launch script kills it as the job's
+    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # else the launch script kills it as the job's
+    process_info.show_environment({**os.environ, **idle.to_environ()})
     files: list[int] = []
     changes: dict[str, str | None] = {}
     while True:
@@ -153,8 +158,11 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
 
 def control_socket() -> socket.socket | None:
     """Return the launch script's socket; None if a person started this process. Its ranks do not inherit it."""
-    number = os.environ.pop(CONTROL, None)
-    return socket.socket(fileno=int(number)) if number else None
+    info = JobInfo.from_environ(os.environ)
+    if info.control is None:
+        return None
+    os.environ.update(replace(info, control=None, room="").to_environ())
+    return socket.socket(fileno=info.control)
 
 
 def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) -> None:

@@ -22,6 +22,8 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from samestep import ConfigError, NonRetryableError, env, events, failures, untrusted
+from samestep.hooks import AppHooks
+from samestep.job_info import JobInfo, this_launcher
 from samestep.options import FORK, Options
 from samestep.root import Root
 
@@ -173,8 +175,7 @@ class Job:
         nodes: the machines.
         options: the parsed options.
         arguments: the options of the program, as the user gave them.
-        settings: the app's table LAUNCHER.
-        check_start: the app's function of that name, if it has one.
+        hooks: what the app adds to the launch script.
         has_heartbeats: whether the program is known to use the watchdog.
     """
 
@@ -185,8 +186,7 @@ class Job:
     nodes: Nodes
     options: Options
     arguments: Sequence[str]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    check_start: Callable[[Options, str, int], None] | None = None
+    hooks: AppHooks[Any] = field(default_factory=AppHooks)
     has_heartbeats: bool = True
 
     @property
@@ -284,7 +284,7 @@ def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str,
 
     from samestep_launch.preflight import NodeInfo, digests
 
-    differ = {*MAY_DIFFER, *job.settings.get("may_differ", ())}
+    differ = {*MAY_DIFFER, *job.hooks.may_differ}
     # The code of ranks and launchers must be the same on all machines.
     package = [*Path(samestep.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]
     return NodeInfo(
@@ -416,9 +416,8 @@ def _resolve(job: Job) -> dict[str, Any]:
         resolved = rundir.resolve(job.name, job.options, verify=False)
         lock = resolved.lock
         dataset = resolved.dataset
-        if job.check_start:
-            first_step = resolved.checkpoint.step if resolved.checkpoint else 0
-            job.check_start(job.options, dataset.name, first_step)
+        first_step = resolved.checkpoint.step if resolved.checkpoint else 0
+        job.hooks.check_start(job.options, dataset.name, first_step)
         plan["dataset"] = dataset.name
         plan["fingerprint"] = dataset.fingerprint
         plan["requested"] = resolved.requested_dataset
@@ -473,12 +472,12 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
 
     def plan() -> dict[str, Any]:
         values = {**resolve(), "job": uuid.uuid4().hex}
-        if not job.settings.get("late_machines"):
+        if not job.hooks.late_machines:
             return values
         with user_folder.reserved_port(None) as port:  # MASTER_PORT stays this process's
             return {**values, "port": str(port)}
 
-    equal_ranks = job.settings.get("equal_ranks", False)
+    equal_ranks = job.hooks.equal_ranks
     secret = job.nodes.secret
     return preflight.preflight(node, *job.nodes.place, job.options.timeout, plan, prepare, equal_ranks, secret)
 
@@ -649,20 +648,40 @@ def _run_launcher(
     arguments = [f"--run-dir={run_dir}"]
     if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
         arguments += ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
-    environ = supervise.environment(
-        job=state.name,
-        nproc=job.nproc,
-        node_count=job.nodes.count,
-        attempt=number,
-        run_dir=run_dir,
-        address=rendezvous.address if rendezvous else None,
-    )
+    address = rendezvous.address if rendezvous else None
+    environ = supervise.environment(_job_info(job, state.name, number), job.nproc, address=address)
     given_port = int(plan["port"]) if "port" in plan else job.nodes.master_port
     with user_folder.reserved_port(given_port) as port, user_folder.job_tmpdir(_is_local()) as variables:
         command = job.command(sys.executable, port, run_dir / "log", *arguments, met=rendezvous)
         environ |= variables
         start = _prepare_start(job, state, command=command, environ=environ)
         return supervise.run_once(start)
+
+
+def _job_info(job: Job, name: str, number: int) -> JobInfo:
+    """Return what the ranks of a start must know of it.
+
+    A rank that finds another number of ranks than the requested one has lost others. Each machine may have another N,
+    so on several machines only their number is known.
+
+    Args:
+        job: the job to start.
+        name: name of this start.
+        number: number of earlier starts.
+    """
+    has_one_machine = job.nodes.count == 1
+    parses_itself = not job.has_heartbeats  # else the ranks have them as options
+    return JobInfo(
+        job=name,
+        launcher=this_launcher(),
+        run_dir=str(job.options.run_dir),
+        restarts=number,
+        ranks=job.nproc if has_one_machine else None,
+        machines=None if has_one_machine else job.nodes.count,
+        tmpdir=os.environ.get("TMPDIR") or str(user_folder.BASE),
+        timeout=job.options.timeout if parses_itself else None,
+        grace=job.options.grace if parses_itself else None,
+    )
 
 
 def _is_local() -> bool:
@@ -698,7 +717,7 @@ def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: M
         grace=grace,
         startup_grace=startup_grace,
         watch=watch,
-        line_prefix=job.settings.get("line_prefix", ""),
+        line_prefix=job.hooks.line_prefix,
         stop_hint=stop_hint,
         program=None if job.has_heartbeats else job.program,
         start=state.start,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from samestep import ConfigError, env
+from samestep.job_info import DOCUMENT, JobInfo, this_launcher
 
 from samestep_launch.fork_server import IDLE
 
@@ -39,8 +39,8 @@ class JobProcesses:
 
     def __init__(self, job: str) -> None:
         """Take the name of the start. Children that exist already, such as a tracker, are not the job's."""
-        launcher = f"{os.getpid()}@{socket.gethostname()}"  # another machine's script may run here too, in tests
-        self._marks = {f"SAMESTEP_JOB={job}", f"SAMESTEP_LAUNCHER={launcher}"}
+        self._job = job
+        self._launcher = this_launcher()  # another machine's script may run here too, in tests
         self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
         self.launcher = 0  # the process that was started, if any, which its `Process` reaps
 
@@ -54,12 +54,12 @@ class JobProcesses:
     def find(self) -> list[int]:
         """Return the ids of the processes that have not ended."""
         table = _table()
-        environments = {pid: _environment(pid) for pid in table}
-        marked = {pid for pid, environ in environments.items() if self._marks <= environ}
+        infos = {pid: _job_info(pid) for pid in table}
+        marked = {pid for pid, info in infos.items() if (info.job, info.launcher) == (self._job, self._launcher)}
         started = {pid for pid, process in table.items() if process.parent == os.getpid()} - self._others
         found = _with_descendants(marked | started, table)
         # A fork server waits for the next start. Its children are this job's.
-        idle = {pid for pid in found if f"SAMESTEP_JOB={IDLE}" in environments[pid]}
+        idle = {pid for pid in found if infos[pid].job == IDLE}
         return sorted(pid for pid in found - idle if not table[pid].is_zombie)
 
     def ranks(self, program: Path) -> list[int]:
@@ -145,11 +145,11 @@ def _children() -> Iterator[int]:
             yield from map(int, path.read_text().split())
 
 
-def _environment(pid: int) -> set[str]:
-    """Return a process's variables as ``NAME=value``; empty if they cannot be read."""
+def _environment(pid: int) -> str:
+    """Return a process's variables as ``NAME=value``, each with a NUL at its end; empty if they cannot be read."""
     with contextlib.suppress(OSError):
-        return set(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"))
-    return set()
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    return ""
 
 
 def _command(pid: int) -> list[str]:
@@ -158,9 +158,18 @@ def _command(pid: int) -> list[str]:
     return []
 
 
-def _variables(environment: Collection[str]) -> dict[str, str]:
-    pairs = [item.partition("=") for item in environment]
+def _variables(environment: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in environment.split("\0")]
     return {name: value for name, _, value in pairs if name}
+
+
+def _job_info(pid: int) -> JobInfo:
+    """Return what a launch script has passed to a process. Most processes have nothing, and are not parsed."""
+    environment = _environment(pid)
+    if DOCUMENT in environment:
+        with contextlib.suppress(ConfigError):
+            return JobInfo.from_environ(_variables(environment))
+    return JobInfo()
 
 
 def _rank(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-ROOM = "SAMESTEP_ROOM"  # a variable that only makes the environment's memory larger
-ROOM_BYTES = 2048
+ROOM_BYTES = 2048  # by which the environment's memory of a process that forks others is larger than needed
 NAME_BYTES = 15  # of a thread's name, PR_SET_NAME in prctl(2)
 _STAT_FIELDS_BEFORE_ARG_START = 45  # after the command's name, proc(5): 3 state, 48 arg_start, 49, 50, 51 env_end
 

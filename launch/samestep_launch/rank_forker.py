@@ -3,9 +3,9 @@
     python -m samestep_launch.rank_forker TRAIN LAUNCHER [the launcher's arguments]
 
 This process imports TRAIN once. It forks the launcher, and then each rank that the launcher asks for, also when a rank
-is started again. The launcher finds a Unix socket's descriptor in the variable SAMESTEP_FORKER. Messages are JSON:
+is started again. The launcher finds a Unix socket's descriptor in `JobInfo.forker`. Messages are JSON:
 
-    {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process; null removes a variable
+    {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process; variables that differ
     {"kill": 7}                                                       to this process
     {"ended": 7, "code": -9}                                          to the launcher; minus a signal
 
@@ -22,14 +22,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from select import select
 from typing import Any, NoReturn
 
+from samestep.job_info import JobInfo
+
 from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, importing
 
-FORKER = "SAMESTEP_FORKER"
 MAX_MESSAGE = 2**20  # bytes; the kernel limits a command to less
 
 
@@ -117,7 +119,8 @@ class RankForker:
         os._exit(code)
 
     def _run_launcher(self, path: Path, arguments: Sequence[str]) -> int:
-        _become({FORKER: str(self._launchers_socket.fileno())})
+        info = replace(JobInfo.from_environ(os.environ), forker=self._launchers_socket.fileno())
+        _become(info.to_environ())
         launcher = Program(path)
         try:
             launcher.load(arguments)
@@ -128,18 +131,15 @@ class RankForker:
     def _run_rank(self, request: Mapping[str, Any]) -> int:
         environ = request["environ"]
         path = self._program.path
-        process_info.set_title(f"rank {environ['SAMESTEP_RANK']}: {path.parent.name} {path.name}")
+        rank = JobInfo.from_environ(environ).rank
+        process_info.set_title(f"rank {rank}: {path.parent.name} {path.name}")
         _become(environ)
         return self._program.run(request["arguments"])
 
 
-def _become(changes: Mapping[str, str | None]) -> None:
+def _become(changes: Mapping[str, str]) -> None:
     """Take an environment of its own, and load this package no longer."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    os.environ.update(changes)
     process_info.show_environment(os.environ)
     process_info.forget_launcher()
 

@@ -36,6 +36,7 @@ from typing import Any
 
 from samestep import ConfigError, __version__
 from samestep.env import Launcher, startable_launchers
+from samestep.hooks import AppHooks
 from samestep.options import (
     EXEC,
     FORK,
@@ -77,13 +78,11 @@ def _main(arguments: Sequence[str]) -> int:
     check_interface(os.environ)
     check_imports()
     warn_of_other_ranks(os.environ, nodes)
-    # Defaults of the options of `samestep.options.add_common`.
-    os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
     command = "{python}"  # one process
-    settings: dict[str, Any] = {}
+    hooks: AppHooks[Any] = AppHooks()
     if launcher:
         command = launcher.command
-        settings = {"line_prefix": launcher.line_prefix, "equal_ranks": launcher.equal_ranks}
+        hooks = AppHooks(line_prefix=launcher.line_prefix, equal_ranks=launcher.equal_ranks)
     job = Job(
         name=program.stem,
         program=program,
@@ -92,7 +91,7 @@ def _main(arguments: Sequence[str]) -> int:
         nodes=nodes,
         options=options,
         arguments=options.arguments,
-        settings=settings,
+        hooks=hooks,
         has_heartbeats=False,
     )
     node = None

@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
 from samestep import ConfigError, env, events, untrusted
+from samestep.job_info import JobInfo
 from samestep.root import Root
 
 from samestep_launch import job_processes, machine
@@ -72,17 +73,12 @@ def block_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def environment(
-    job: str, nproc: int, node_count: int, attempt: int, run_dir: Path, address: str | None = None
-) -> dict[str, str]:
+def environment(info: JobInfo, nproc: int, address: str | None = None) -> dict[str, str]:
     """Return the environment of one start of the launcher and of its ranks.
 
     Args:
-        job: the name of this start, the same on all machines.
+        info: what the ranks must know of the job.
         nproc: ranks on this machine.
-        node_count: machines.
-        attempt: earlier starts of this job.
-        run_dir: the run's folder.
         address: this machine's address among the others; None on one machine.
     """
     # Another launcher may have left its variables. The ranks of this job get their places from its own launcher.
@@ -92,23 +88,13 @@ def environment(
     for name, value in os.environ.items():
         if name not in stale and not name.startswith(removed):
             environ[name] = value
-    environ.update(
-        SAMESTEP_JOB=job,
-        SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
-        SAMESTEP_RESTARTS=str(attempt),
-        SAMESTEP_RUN_DIR=str(run_dir),
-    )
+    environ.update(info.to_environ())
     if not environ.get("OMP_NUM_THREADS"):
         environ["OMP_NUM_THREADS"] = str(max(1, machine.processors() // nproc))
     # Some launchers call `python` by name, which must be this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
-    # The requested number: a rank that finds another one has lost others. Each machine may have another N.
-    if node_count == 1:
-        environ["SAMESTEP_RANKS"] = str(nproc)
-    else:
-        environ["SAMESTEP_MACHINES"] = str(node_count)
     # gloo would listen on the address of the host's name, which other machines may not reach.
-    interface = machine.interface_of("127.0.0.1" if node_count == 1 else address)
+    interface = machine.interface_of("127.0.0.1" if info.machines is None else address)
     if interface and not environ.get(machine.GLOO_INTERFACE):
         environ[machine.GLOO_INTERFACE] = interface
     return environ
@@ -235,8 +221,8 @@ def run_once(start: Start) -> LauncherEnd:
     process = None
     with processes:
         try:
-            environ = {**start.environ, "SAMESTEP_ERRORS": str(errors)}
-            process = start.start(start.command, environ, output, errors)
+            info = replace(JobInfo.from_environ(start.environ), errors=errors)
+            process = start.start(start.command, {**start.environ, **info.to_environ()}, output, errors)
             processes.launcher = process.pid
             code = _wait(process, processes, start)
             if -code in STOPS:  # someone stopped the launcher: its ranks must still save

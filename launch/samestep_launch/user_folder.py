@@ -150,10 +150,8 @@ def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
                 _remove_leftovers(parent)
                 folder = tempfile.mkdtemp(prefix="job-", dir=parent)
                 lock = _lock(folder)
-                # Caches must outlive the job: the datasets' of a user without a home, and torch.compile's.
-                caches = {"SAMESTEP_TMPDIR": base, "TORCHINDUCTOR_CACHE_DIR": parent / "torchinductor"}
-                variables = {name: os.environ.get(name) or str(path) for name, path in caches.items()}
-                variables["TMPDIR"] = folder
+                cache = "TORCHINDUCTOR_CACHE_DIR"  # of torch.compile; it must outlive the job
+                variables = {"TMPDIR": folder, cache: os.environ.get(cache) or str(parent / "torchinductor")}
         yield variables
     finally:
         with block_signals():

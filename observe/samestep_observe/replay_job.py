@@ -258,7 +258,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
     """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     path = [str(INSIDE), *map(os.path.abspath, given)]  # the job has another working directory
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_REPLAY": json.dumps(config)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_INSIDE": json.dumps(config)}
     environ.pop("OMP_NUM_THREADS", None)
     if command.threads:
         environ["OMP_NUM_THREADS"] = command.threads

@@ -47,7 +47,7 @@ def alive(rank, step):
     while True:
         try:
             beat = json.loads((run_dir / "log" / f"alive-{rank}").read_text())
-            if beat["job"] == os.environ["SAMESTEP_JOB"] and beat["step"] == step:
+            if beat["job"] == job_info["job"] and beat["step"] == step:
                 return beat["pid"]
         except (OSError, ValueError):
             pass
@@ -166,7 +166,7 @@ if attempt == 0:
         (logs / name).mkdir()
     os.mkfifo(logs / "alive-0")
     os.mkfifo(logs / "events.jsonl")
-    (logs / "alive-1").write_text(json.dumps({"job": os.environ["SAMESTEP_JOB"], "updates": "many", "pid": [1]}))
+    (logs / "alive-1").write_text(json.dumps({"job": job_info["job"], "updates": "many", "pid": [1]}))
     time.sleep(1.5)
     sys.exit(7)
 """

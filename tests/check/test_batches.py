@@ -20,7 +20,7 @@ def recorded(folder: Path, script: Path) -> list[dict[str, Any]]:
     """Run a script with the recorder; return the events of its first process."""
     config: dict[str, Any] = {name: str(folder) for name in ("work", "source", "records")}
     config |= {"checkpoint": "none", "allowed": [tempfile.gettempdir()]}
-    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_CHECK": json.dumps(config)}
+    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
     words = [sys.executable, str(script)]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -86,13 +86,14 @@ def test_a_failed_row_has_its_cause_and_its_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bool) -> None:
-    """No other test shows that a check protects the user's files, its own folder's too."""
-    outside = tmp_path / "unsound" / "precious"
+    """No other test shows that a check protects the user's files, those that copies share with the folder too."""
+    outside = tmp_path / "unsound" / ".git" / "precious"
     folder = program(
         tmp_path / "unsound",
         PLAIN,
         (("def train() -> None:\n", f"open({str(outside)!r}, 'w')\n\n\ndef train() -> None:\n"),),
     )
+    outside.parent.mkdir()
     done, verdicts = plain(folder, "evaluation", *([f"--allow-write={outside}"] if allowed else []))
     assert outside.exists() == allowed
     assert done.returncode == (0 if allowed else 2), done.stderr
@@ -205,8 +206,8 @@ def records(folder: Path, *ranks: Events) -> Records:
     return Records(folder)
 
 
-def begin(loader: int, batches: int, subset: list[int] | None = None) -> tuple[str, dict[str, Any]]:
-    return "iterate", {"loader": loader, "size": 20, "batches": batches, "subset": subset}
+def begin(loader: int, batches: int, *subsets: list[int]) -> tuple[str, dict[str, Any]]:
+    return "iterate", {"loader": loader, "size": 20, "batches": batches, "subsets": subsets}
 
 
 def batch(loader: int, *indices: int, trains: bool = True) -> tuple[str, dict[str, Any]]:
@@ -235,17 +236,20 @@ def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
 def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
     """No other test evaluates a Subset, or an evaluation whose padding Accelerate drops."""
 
-    def rank(*indices: int, subset: list[int], dropped: int = 0) -> Events:
-        events: Events = [begin(1, 1, subset), batch(1, *indices, trains=False), end(1)]
+    def rank(*indices: int, subsets: list[list[int]], dropped: int = 0) -> Events:
+        events: Events = [begin(1, 1, *subsets), batch(1, *indices, trains=False), end(1)]
         if dropped:
             return [*events, ("dropped", {"count": dropped})]
         return events
 
-    split = [3, 12345]
-    (found,) = records(tmp_path, rank(0, 1, subset=split), rank(2, 0, subset=split, dropped=1)).evaluations()
+    split = [[3, 12345]]
+    (found,) = records(tmp_path, rank(0, 1, subsets=split), rank(2, 0, subsets=split, dropped=1)).evaluations()
     assert (found.counts.total(), len(found.counts), found.size) == (3, 3, 3)
-    (found,) = records(tmp_path, rank(0, 1, subset=[2, 1]), rank(2, 3, subset=[2, 2])).evaluations()
+    parts = [[2, 1]], [[2, 2]]
+    (found,) = records(tmp_path, rank(0, 1, subsets=parts[0]), rank(2, 3, subsets=parts[1])).evaluations()
     assert found.size == 20  # a part of the dataset for each rank
+    (found,) = records(tmp_path, rank(0, 1, subsets=parts[0] + split), rank(2, subsets=parts[1] + split)).evaluations()
+    assert found.size == 3  # a part of the split for each rank
 
 
 def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ ONE_KEPT: Replaced = (("KEPT = 2", "KEPT = 1"),)
 FAULTS: dict[str, tuple[str, str, Replaced]] = {
     "the newest is named by a file that is written in place": (
         "save-every-write",
-        "killed before the write of latest",
+        "killed before the write of latest at byte 0 (saver.py:",
         (
             (NEWEST, NEWEST + '    Path("latest").write_text(f"checkpoint-{step}.json")\n'),
             (
@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[str, str, Replaced]] = {
     ),
     "the old one is deleted first": (
         "save-every-write",
-        "killed before the open of new.tmp: starts over at step 0",
+        "killed before the open of new.tmp",
         ((OPENED, "    for path in saves():\n        path.unlink()\n" + OPENED),),
     ),
     "no fsync": ("save-power-cut", "checkpoint-6.json is empty", ((FSYNC, ""), *ONE_KEPT)),
@@ -71,7 +71,7 @@ def test_a_sound_script_survives_each_moment_of_a_save(tmp_path: Path) -> None:
     assert len(verdicts) == 3
     assert "states of the save of step 6: each resumes, at step 4 or 6" in done.stdout
     assert "each file of the save of step 6 is fsynced before its rename" in done.stdout
-    assert "no space for new.tmp: exit 1" in done.stdout
+    assert "no space for new.tmp (saver.py:23): exit 1" in done.stdout  # the line of os.replace
     assert [*folder.iterdir()] == [folder / "saver.py"]
 
 
@@ -95,6 +95,26 @@ def test_a_fault_of_a_save_is_found_in_its_row(tmp_path: Path, fault: str) -> No
     assert words in done.stdout
 
 
+SAVE = SAVER.read_text().partition("def save(step: int) -> None:\n")[2].partition("\n\ndef load")[0]
+LOAD = SAVER.read_text().partition("def load() -> int:\n")[2].partition("\n\nstep = load()")[0]
+BY_DESCRIPTORS: Replaced = (
+    (
+        "from samestep_record import record_step\n",
+        "from samestep import checkpoint\nfrom samestep_record import record_step\n",
+    ),
+    (SAVE, '    checkpoint.save(Path("run"), "saver", step, {}, {}, {}, KEPT)\n    checkpoint.finish()\n'),
+    (LOAD, '    found = checkpoint.newest(Path("run"), print)\n    return found.step if found else 0\n'),
+)
+
+
+def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path: Path) -> None:
+    """As this package writes them; no other test has a save whose paths are not whole."""
+    folder = program(tmp_path / "sound", SAVER, BY_DESCRIPTORS)
+    done, verdicts = check(folder, "--faults=checkpoint-damaged", "--", sys.executable, "saver.py")
+    assert verdicts == {"checkpoint-damaged": "passed"}, done.stdout + done.stderr
+    assert "a byte of manifest.json: resumes an older one, at step " in done.stdout
+
+
 def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other test runs a script whose Python announces its calls."""
     (tmp_path / "copies").mkdir()
@@ -104,9 +124,11 @@ def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypat
     runner.results["can_filter"] = False
     words = rows_saves.save_every_write(runner)
     assert "4 states of the save of step 6: each resumes, at step 4 or 6; the kernel refuses a filter" in words
-    for row in (rows_saves.save_power_cut, rows_saves.disk_full):
-        with pytest.raises(NotSeen, match="the kernel refuses a filter"):
-            row(runner)
+    with pytest.raises(NotSeen, match="the kernel refuses a filter"):
+        rows_saves.save_power_cut(runner)
+    words = rows_saves.disk_full(runner)
+    assert words.startswith("new.tmp cannot grow beyond 10005 bytes (the kernel refuses a filter) (saver.py:")
+    assert "exit 1: OSError: [Errno 27] File too large; a restart resumes" in words
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------

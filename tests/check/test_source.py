@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from samestep import ConfigError
-from samestep_check.records import Records, ordered
+from samestep_check import rows_resume
+from samestep_check.records import Called, Records, ordered
 from samestep_check.rows_processes import hangs
 from samestep_check.rows_resume import compare_generators, compare_part, difference
 from samestep_check.runner import CHECKPOINT, CLOSE
-from samestep_check.source import Source
+from samestep_check.source import Source, can_mount
 from samestep_check.verdicts import CannotTell, Failed
 
 LIMIT = 1.0  # MB
 
 
-def copied(folder: Path, target: Path, links: Sequence[Path] = ()) -> Source:
-    source = Source(folder, links)
+def copied(folder: Path, target: Path, links: Sequence[Path] = (), is_covered: bool = False) -> Source:
+    source = Source(folder, links, is_covered=is_covered)
     source.check(LIMIT, target.parent)
     source.copy(target)
     return source
@@ -79,6 +81,38 @@ def test_words_of_the_command_mean_the_copy(tmp_path: Path) -> None:
     assert source.in_copy(words, target) == wanted
 
 
+@pytest.mark.skipif(not can_mount(), reason="the kernel refuses a mount namespace")
+def test_a_copy_lies_over_the_folder_and_shares_its_linked_parts(tmp_path: Path) -> None:
+    """No other test writes to the folder's absolute path, or uses a virtual environment and --link in a copy."""
+    folder = tmp_path / "folder"
+    target = tmp_path / "copies" / "1"
+    for name in ("data", ".venv", "out", "part/.venv"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "old").write_text(name)
+    (folder / ".git").write_text("of a worktree")
+    (folder / "node_modules").symlink_to("out")
+    target.parent.mkdir()
+    source = copied(folder, target, [Path("data")], is_covered=True)
+    words = (
+        f"cd {folder} && cat data/old .venv/old part/.venv/old .git node_modules/old; echo x > {folder}/out/new;"
+        " rm out/old; ls out data"
+    )
+    done = subprocess.run(
+        source.command(["sh", "-c", words], target),
+        cwd=target,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.stdout == "data.venvpart/.venvof a worktreeoutdata:\nold\n\nout:\nnew\n", done.stderr
+    assert [path.name for path in (folder / "out").iterdir()] == ["old"]
+    assert [path.name for path in (target / "out").iterdir()] == ["new"]
+    assert not [*(target / "data").iterdir()]
+    copied(folder, target.with_name("2"), [Path("data")])
+    assert (target.with_name("2") / "data").readlink() == folder / "data"
+
+
 def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
     """No other test has TMPDIR or --keep in the script's folder."""
     with pytest.raises(ConfigError, match="would contain themselves: choose TMPDIR and --keep elsewhere"):
@@ -120,7 +154,7 @@ def step(*used: int, **values: Any) -> dict[str, Any]:
 
 def test_a_skipped_batch_belongs_to_no_step(tmp_path: Path) -> None:
     """No other test of recorded events has a loop that skips batches, or a step without a batch."""
-    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9, "subset": None, "workers": 2}
+    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9, "workers": 2}
     events = [begin, batch(1, 0), batch(2, 1), step(2), step(), batch(3, 2), batch(4, 3), step(3), step(4)]
     read = records(tmp_path, events)
     assert [each.indices for each in read.steps()] == [[1], [], [2], [3]]
@@ -130,7 +164,7 @@ def test_a_skipped_batch_belongs_to_no_step(tmp_path: Path) -> None:
 
 def test_keys_of_any_kind_are_compared(tmp_path: Path) -> None:
     """No other test of recorded events has keys that are not numbers."""
-    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9, "subset": None}
+    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9}
     read = records(tmp_path, [begin, batch(1, [3, 0], "b", 2), step(1)], [begin, batch(1, 1, [1, 0]), step(1)])
     assert read.steps()[0].indices == [1, 2, "b", (1, 0), (3, 0)] == ordered([(3, 0), "b", (1, 0), 2, 1])
 
@@ -182,6 +216,30 @@ def test_a_part_of_the_state_that_is_not_restored_is_named(tmp_path: Path, state
         compare_part(wanted, found, "exp_avg", CLOSE, "exp_avg")
 
 
+def test_a_module_that_is_called_without_gradients_is_compared_at_its_first_call(tmp_path: Path) -> None:
+    """No other test of recorded events has a moving average, or a call before the first batch."""
+    called = {"event": "called", "name": "weights of Average", "norm": 2.0}
+    read = records(tmp_path, [called, batch(1, 0), step(1), called, batch(2, 1), step(2), called])
+    assert [len(each.called) for each in read.steps()] == [0, 1]
+    assert read.last_called() == [Called("weights of Average", 2.0)]
+    compared: set[str] = set()
+    wanted = {"weights of Average": [2.0]}
+    other = {"weights of Average": [3.0]}
+    rows_resume._compare_norms((wanted, {"weights of Average": [2.5]}, other), compared, CLOSE, "")
+    rows_resume._compare_norms((wanted, wanted, {}), compared, CLOSE, "")
+    assert not compared  # its repetition differs, or a resume does not call it
+    with pytest.raises(Failed, match="the weights of Average, which is called without gradients, differ by 3e-01 at 9"):
+        rows_resume._compare_norms((wanted, wanted, other), compared, CLOSE, "at 9")
+
+
+def test_a_rank_that_skips_a_step_takes_the_later_ones_with_the_others(tmp_path: Path) -> None:
+    """No other test of recorded events has ranks with unlike numbers of steps before the last one."""
+    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 3}
+    whole = [begin, batch(1, 0), step(1), batch(2, 1), step(2), batch(3, 2), step(3)]
+    skips = [begin, batch(1, 3), step(1), batch(2, 4), batch(3, 5), step(3)]
+    assert [each.indices for each in records(tmp_path, whole, skips).steps()] == [[0, 3], [1], [2, 5]]
+
+
 def test_another_setting_of_a_group_is_named() -> None:
     """No other test has a scheduler that sets more than the learning rate."""
     found = [{"momentum": 0.9}]
@@ -199,7 +257,7 @@ def test_a_step_is_done_when_the_first_rank_has_done_it(tmp_path: Path) -> None:
 
 def begins(state: int) -> dict[str, Any]:
     """Return the event of a loader that begins, with the state of torch's generator."""
-    loader = {"loader": 1, "size": 9, "batches": 9, "subset": None}
+    loader = {"loader": 1, "size": 9, "batches": 9}
     return {"event": "iterate", **loader, "random": {"torch": state}}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import table as table_of_scripts
 import tutorial
 from samestep_check import job
 from test_command import Done, Replaced, check, program
@@ -111,7 +112,7 @@ def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
     """As with Horovod Elastic, whose ranks catch the exception and continue."""
     config: dict[str, Any] = {name: str(tmp_path) for name in ("work", "source", "records")} | {"checkpoint": "none"}
     config |= {"allowed": [tempfile.gettempdir()]}  # torch looks for a place to write
-    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_CHECK": json.dumps(config)}
+    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
     subprocess.run([sys.executable, "-c", STEPS], env=environ, timeout=60, check=True)
     (record,) = tmp_path.glob("*.jsonl")
     assert record.read_text().count('"event": "step"') == 2
@@ -153,3 +154,32 @@ def test_the_tables_of_the_tutorial(tmp_path: Path, table: list[str]) -> None:
         assert found == {name: verdicts[name] for name in found}, f"table {count + 1}"
         count += 1
     table.append(f"check: the tables of the tutorial | 2 | none | {count} | {count}")
+
+
+@pytest.mark.parametrize("name", [name for name, script in table_of_scripts.scripts().items() if script.quick])
+def test_a_script_of_the_table_has_the_verdicts_of_its_rows(name: str) -> None:
+    """No other test in the matrix has these faults, each in a script of its own, and their sound twins."""
+    script = table_of_scripts.scripts()[name]
+    checked = table_of_scripts.check(script, ",".join(script.quick))
+    assert not [*checked.wrong()]
+
+
+def test_the_table_has_each_script_and_at_most_ten_in_the_matrix() -> None:
+    """No other test compares the table with its folder."""
+    found = table_of_scripts.scripts()
+    files = {path.stem for path in table_of_scripts.SCRIPTS.glob("*.py")} - {"training"}
+    assert found.keys() == files
+    assert sum(bool(script.quick) for script in found.values()) <= 10
+    for name, script in found.items():
+        docstring = (table_of_scripts.SCRIPTS / f"{name}.py").read_text().partition("\n")[0]
+        assert docstring.startswith('"""Unsound: ' if script.failed else '"""Sound: '), name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", table_of_scripts.scripts())
+def test_all_rows_of_a_script_of_the_table(name: str, table: list[str]) -> None:
+    """No other test shows that a sound script passes all rows, and an unsound one fails its rows alone."""
+    checked = table_of_scripts.check(table_of_scripts.scripts()[name], "all")
+    wrong = [*checked.wrong()]
+    table.append(f"check: all rows of {name} | 2 | none | {len(checked.rows)} | {len(checked.rows) - len(wrong)}")
+    assert not wrong

@@ -116,6 +116,7 @@ def test_the_changed_copy_takes_the_same_steps_at_any_number_of_ranks(
     assert lines[0]["test_macro_f1"] > 0
 
 
+@pytest.mark.soak  # in the matrix the same tests of cifar_ddp run
 def test_the_own_tests_of_the_changed_copy_pass(copy: Path, tmp_path: Path) -> None:
     """The page changes none of them: they read the data, the metric and the tolerance from app_spec.py."""
     words = [sys.executable, "-m", "pytest", "--app=my_app", "--device=cpu", "-n", "2", "tests/my_app"]

@@ -187,7 +187,7 @@ class Job:
         """Return process ids of the job's ranks, by rank, without their children, which have the same environment."""
         found: dict[int, int] = {}
         for pid, environ in environments().items():
-            if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
+            if f'"launcher":"{self.process.pid}@' in environ.get("SAMESTEP_JOB_INFO", ""):
                 world = env.detect(environ)
                 is_rank = world.launcher != "none" and world.role == "worker"  # launchers and schedulers have no rank
                 if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):

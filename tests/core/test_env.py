@@ -621,6 +621,7 @@ ELSEWHERE = {
     "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch passes it as an option, too
     "launch/samestep_launch/elastic_agent.py": {"RANK"},  # in a rank that it has just forked, for the title
     "launch/samestep_launch/job.py": {"RANK"},  # in a message about machines
+    "observe/samestep_observe/watch.py": {"RANK"},  # the value of --pid in its help
     # It runs inside programs of other people, in whose Python samestep may be missing.
     "check/samestep_check/inside/samestep_record.py": set(
         "RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PADDLE_TRAINER_ID RANK_ID SLURM_PROCID".split()

@@ -136,7 +136,7 @@ class Ranks:
                     kind if rank == self.guilty else "wait",
                     str(TIMEOUTS[kind]),
                 ],
-                env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": f"job-{kind}"},
+                env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB_INFO": json.dumps({"job": f"job-{kind}"})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # that no process reads
                 stderr=subprocess.PIPE,
@@ -514,7 +514,7 @@ faulthandler.dump_traceback(dog._stacks)
 dog._write_heartbeat()
 os.abort()
 """
-    environ = {**os.environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": "j"}
+    environ = {**os.environ, "PYTHONPATH": CORE, "SAMESTEP_JOB_INFO": '{"job": "j"}'}
     subprocess.run([sys.executable, "-c", code], env=environ, timeout=LIMIT, check=False)
     assert "died (Aborted) at" in hang_diagnosis.crashes(tmp_path, "j")
     assert hang_diagnosis.crashes(tmp_path, "another") == ""

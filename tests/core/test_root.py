@@ -145,7 +145,7 @@ def test_a_file_system_without_locks_is_one_warning(tmp_path: Path, code: int, m
     warnings: list[str] = []
     monkeypatch.setattr(fcntl, "lockf", refuse)
     monkeypatch.setattr(log, "warning", lambda text, kind="": warnings.append(text))
-    monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+    monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
     _, lock = rundir.lock_run_dir("toy", tmp_path / "run")  # locks two bytes
     lock.release(rundir.WRITER_BYTE)
     assert len(warnings) == 1

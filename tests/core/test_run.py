@@ -66,8 +66,8 @@ def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr(log, "start", start)
     monkeypatch.setattr(log, "_console", found.out)
     monkeypatch.setattr(log, "_console_errors", found.errors)
-    for name in ("LAUNCHER", "WORLD_SIZE", "RESTARTS", "JOB"):
-        monkeypatch.delenv(f"SAMESTEP_{name}", raising=False)
+    for name in ("SAMESTEP_JOB_INFO", "SAMESTEP_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -169,7 +169,7 @@ del options.dtype
 log.run(lambda: Run("toy", options, World(0, 1)))
 """
     paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
-    environ = {**os.environ, "PYTHONPATH": paths, "SAMESTEP_LAUNCHER": "1@elsewhere"}
+    environ = {**os.environ, "PYTHONPATH": paths, "SAMESTEP_JOB_INFO": '{"launcher": "1@elsewhere"}'}
     command = [sys.executable, "-c", code, str(run_dir)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -181,10 +181,10 @@ log.run(lambda: Run("toy", options, World(0, 1)))
 def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_callers_mistake(
     run_dir: Path, asked_for: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAMESTEP_RANKS", asked_for)
+    monkeypatch.setenv("SAMESTEP_JOB_INFO", f'{{"ranks": {asked_for}}}')
     with pytest.raises(ConfigError, match=rf"asked for {asked_for} ranks, but 2 joined \(launcher: torchrun\)"):
         Run("toy", parse(*options_for(run_dir)), World(1, 2, launcher="torchrun"))
-    monkeypatch.setenv("SAMESTEP_RANKS", "2")
+    monkeypatch.setenv("SAMESTEP_JOB_INFO", '{"ranks": 2}')
     Run("toy", parse(*options_for(run_dir)), World(1, 2))
     assert not run_dir.exists()
 
@@ -192,7 +192,7 @@ def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_cal
 def test_under_the_launch_script_which_holds_the_lock_a_rank_writes_from_its_start(
     run_dir: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
+    monkeypatch.setenv("SAMESTEP_JOB_INFO", '{"launcher": "1@elsewhere"}')
     run = Run("toy", parse(*options_for(run_dir), "--quiet"), World(1, 2), Watchdog())
     run.monitor.stop()
     assert console.started == [(run_dir, 1, True)]

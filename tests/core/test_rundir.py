@@ -25,7 +25,7 @@ from threads import parse, put
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a job without a launch script is started; the data are there."""
-    monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+    monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -192,9 +192,9 @@ def test_rank_0_holds_both_bytes_where_no_launch_script_holds_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, under_script: bool, code: int
 ) -> None:
     if under_script:
-        monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
+        monkeypatch.setenv("SAMESTEP_JOB_INFO", '{"launcher": "1@elsewhere"}')
     else:
-        monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+        monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
     with running(HOLD.format(held), tmp_path, until="held"):
         done = child(CLAIM, tmp_path)
     assert (done.returncode, done.stdout) == (code, "" if code else "got it\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import samestep
 from processes import wait_for
+from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.recovery import watchdog
 
 CORE = str(Path(samestep.__file__).parents[1])
@@ -78,7 +81,7 @@ class Job:
 
     def environment(self, **changes: str) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
-        return {**inherited, "PYTHONPATH": CORE, "SAMESTEP_JOB": "this", **changes}
+        return {**inherited, "PYTHONPATH": CORE, **JobInfo(job="this").to_environ(), **changes}
 
     def rank_command(self, **changes: Any) -> list[str]:
         settings = {
@@ -257,6 +260,24 @@ def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
     assert not (job.run_dir / "log" / "stalled").exists()
 
 
+def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C thread that writes them reads frames which a program at its end may free."""
+    calls = []
+    dog = watchdog.Watchdog()
+
+    def stop_and_arm(*arguments: Any, **options: Any) -> None:
+        dog.stop()
+        calls.append("armed")
+
+    monkeypatch.setattr(faulthandler, "enable", lambda file: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", stop_and_arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("canceled"))
+    (tmp_path / "log").mkdir()
+    dog._world = World(0, 1)
+    dog.write_to(tmp_path / "log")
+    assert calls == ["canceled", "armed", "canceled"]
+
+
 def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
     sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
     job.alive(1, lambda seen: seen["step"] == 9)
@@ -289,7 +310,7 @@ def test_ranks_that_never_came_are_counted(job: Job) -> None:
 
 def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
     """A restarted job finds the files of the ranks that went before."""
-    job.rank(rank=1, world=2, timeout=LIMIT, environment={"SAMESTEP_JOB": "earlier"})
+    job.rank(rank=1, world=2, timeout=LIMIT, environment=JobInfo(job="earlier").to_environ())
     process = job.rank(rank=0, world=2, steps=6)
     assert ended(process).endswith(
         f"rank 0 ({HOST}, pid {process.pid}) last alive at step 6 {STANDS}; 1 of 2 ranks never seen from here: 1"
@@ -333,6 +354,11 @@ def launch_script() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def under(launch_script: subprocess.Popen[bytes]) -> dict[str, str]:
+    """The variables of a job of this launch script."""
+    return JobInfo(job="this", launcher=f"{launch_script.pid}@{socket.gethostname()}").to_environ()
+
+
 @pytest.mark.parametrize(("launcher", "reaped"), [("torchrun", True), ("none", False)])
 def test_a_rank_ends_with_its_launch_script(
     job: Job, launch_script: subprocess.Popen[bytes], launcher: str, reaped: bool
@@ -341,7 +367,7 @@ def test_a_rank_ends_with_its_launch_script(
         launcher=launcher,
         beats=LIMIT,
         timeout=LIMIT,
-        environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"},
+        environment=under(launch_script),
     )
     launch_script.kill()  # until someone waits for it, it is a zombie
     if reaped:
@@ -351,7 +377,7 @@ def test_a_rank_ends_with_its_launch_script(
 
 def test_a_rank_ends_with_its_launch_script_at_the_real_pace(job: Job, launch_script: subprocess.Popen[bytes]) -> None:
     settings = {"tick": watchdog._TICK, "silent": watchdog._SILENT, "beats": LIMIT, "timeout": LIMIT}
-    process = job.rank(environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"}, **settings)
+    process = job.rank(environment=under(launch_script), **settings)
     launch_script.kill()
     assert "is gone" in ended(process)
 
@@ -363,7 +389,7 @@ def test_a_rank_whose_launch_script_is_gone_before_it_starts_ends(
     launch_script.kill()
     launch_script.wait(timeout=LIMIT)
     command = job.rank_command(beats=3.0, timeout=LIMIT, waits=False)
-    assert "is gone" in ended(job.start(command, SAMESTEP_LAUNCHER=f"{launch_script.pid}@{socket.gethostname()}"))
+    assert "is gone" in ended(job.start(command, **under(launch_script)))
 
 
 def test_a_rank_ends_with_the_launcher_that_started_it(job: Job) -> None:

@@ -99,11 +99,14 @@ refused(lambda: GlobalBatchSampler(8, 4, group=groups[1 - rank]))
 model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 fully_shard(model[1], mesh=mesh["dp"])
 refused(lambda: exact(model))
+model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+fully_shard(model[1], mesh=mesh["dp"])
+refused(lambda: exact(model, FixedRows()))
 end()
 """
 
 
-def test_bad_groups_and_norms_that_are_sharded_alone_are_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_bad_groups_and_modules_that_are_sharded_alone_are_refused_on_all_ranks(tmp_path: Path) -> None:
     several = (
         "ValueError: group is a device mesh of 2 axes: pass the one over which ranks take different data, such as "
         "group=mesh['dp']"
@@ -115,5 +118,6 @@ def test_bad_groups_and_norms_that_are_sharded_alone_are_refused_on_all_ranks(tm
             "TypeError: group is a str: pass a process group, or an axis such as mesh['dp']",
             "ValueError: group is given, and rank and world_size too: pass the group alone, or the other two",
             f"ValueError: group does not contain rank {rank}: pass the group of this rank",
-            "ValueError: fully_shard has replaced the class of 1: call exact() before, or shard its parent instead",
+            *["ValueError: fully_shard has replaced the class of 1: call exact() before, or shard its parent instead"]
+            * 2,
         ]

@@ -33,6 +33,7 @@ OURS = re.compile(
 )
 
 OPTIONS = """
+from samestep.hooks import AppHooks
 from samestep.options import Parser, add_common
 
 def build_parser(prog=None, usage=None):
@@ -42,10 +43,13 @@ def build_parser(prog=None, usage=None):
 
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
+
+HOOKS = AppHooks()
 """
 # The options of an app that measures: it has commands, and neither a dataset nor checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
+from samestep.hooks import AppHooks
 from samestep.options import Parser
 
 COMMANDS = {"weigh": "a thing", "count": "many"}
@@ -61,9 +65,11 @@ def build_parser(prog=None, usage=None):
 
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
+
+HOOKS = AppHooks(commands=COMMANDS)
 """
 # The options of an app whose launcher puts something before each line of a rank's stderr.
-PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
+PREFIX_OPTIONS = OPTIONS + 'HOOKS = AppHooks(line_prefix=r"\\[\\d+\\]<stderr>:")\n'
 # The options of an app whose launcher reads the machines from a file, and that need another file of its folder. The
 # app also checks the start when its dataset and step are known.
 TABLE_OPTIONS = (
@@ -77,6 +83,8 @@ def check_start(options, dataset, step):
     if options.epochs == 7:
         from samestep import ConfigError
         raise ConfigError(f"7 epochs of {dataset} from step {step}: choose another number")
+
+HOOKS = AppHooks(find_machines=find_machines, check_start=check_start)
 """
 )
 TABLE = """
@@ -96,12 +104,13 @@ from pathlib import Path
 nproc, port, *options = sys.argv[1:]
 run_dir = Path([option.split("=", 1)[1] for option in options if option.startswith("--run-dir=")][-1])
 attempt = int(os.environ["SAMESTEP_RESTARTS"])
+job_info = json.loads(os.environ["SAMESTEP_JOB_INFO"])
 
 def note(**values):
     with (run_dir / "notes.jsonl").open("a") as file:
         file.write(json.dumps(values) + chr(10))
 
-def heartbeat(updates, rank=0, job=os.environ["SAMESTEP_JOB"]):
+def heartbeat(updates, rank=0, job=job_info["job"]):
     content = {"job": job, "host": socket.gethostname(), "updates": updates}
     (run_dir / "log" / f"alive-{rank}").write_text(json.dumps(content))
 

@@ -298,6 +298,7 @@ def test_the_options_may_say_what_is_built(street: Street) -> None:
     (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
     with (street.root / "apps" / "toy" / "options.py").open("a") as file:
         file.write("\ndef setup_environment(options):\n    return {'WITH': 'more'} if options.seed == 2 else {}\n")
+        file.write("\nHOOKS = AppHooks(setup_environment=setup_environment)\n")
     found: list[str] = []
     for seed in (1, 2, 1, 2):
         words = ["1", "--dataset=mnist-5k", f"--run-dir={street.work / str(len(found))}", f"--seed={seed}"]

@@ -24,6 +24,7 @@ from processes import is_running
 from repository import REPOSITORY
 from samestep import ConfigError
 from samestep.failures import Failure
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep_launch import app
 from samestep_launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
@@ -432,6 +433,17 @@ def test_an_app_of_samestep_0_2_is_refused_with_the_place_of_the_new_names(
     assert f"| `{name}" in table
 
 
+def test_an_app_whose_options_lack_hooks_is_refused_in_one_line(project: ScratchProject, tmp_path: Path) -> None:
+    """Such an app may have hooks of 0.2, which would never run."""
+    root = tmp_path / "old"
+    shutil.copytree(project.root, root)
+    options = root / "apps" / "toy" / "options.py"
+    options.write_text(options.read_text().replace("HOOKS = AppHooks()", "def check_ranks(options, ranks): 1 / 0"))
+    done = ScratchProject(root, project.work).run("note()")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {options} has no HOOKS: end it with HOOKS: AppHooks[Options] = AppHooks()\n"
+
+
 def test_names_that_only_look_old_are_allowed(tmp_path: Path) -> None:
     code = "import launch, samestep\nfrom . import observe\nfrom samestep import env, events\n"
     code += "import samestep_launch.job\nfrom samestep.recovery import watchdog\nfrom samestep.torch import weights\n"
@@ -452,12 +464,11 @@ def test_a_job_gets_what_was_resolved_once(project: ScratchProject) -> None:
     for option in ("--epochs=2", f"--run-dir={project.run_dir}", "--resume", "--dataset=mnist-5k"):
         assert option in note["options"]
     environ = note["environ"]
-    assert environ["SAMESTEP_JOB"]
-    assert environ["SAMESTEP_RESTARTS"] == "0"
-    assert environ["SAMESTEP_RANKS"] == "3"
+    info = JobInfo.from_environ(environ)
+    assert info.job != ""
+    assert (info.restarts, info.ranks, info.machines) == (0, 3, None)
     assert int(environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
     assert not [name for name in environ if name.startswith("PET_")]
-    assert "SAMESTEP_SECOND_STAGE" not in environ
 
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
@@ -480,7 +491,7 @@ def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> No
 
 def test_an_app_may_refuse_what_it_would_train_on(project: ScratchProject) -> None:
     """By check_start in its options.py: in the second stage, and before anything is made or started."""
-    program = "import os; print(os.environ['SAMESTEP_RANKS'])"
+    program = "import json, os; print(json.loads(os.environ['SAMESTEP_JOB_INFO'])['ranks'])"
     started = end_of(project.script("table", "{python}", "-c", program, "--", "2", "--dataset=mnist-5k", "--epochs=6"))
     assert (started.returncode, started.stdout) == (0, "2\n"), started.stderr
     before = set((project.work / "runs").rglob("*"))
@@ -506,7 +517,7 @@ def test_the_default_run_dir_is_new_each_time(project: ScratchProject) -> None:
 
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_job_that_keeps_failing_is_started_again_so_many_times(project: ScratchProject, restarts: int) -> None:
-    code = "heartbeat(1); note(attempt=attempt, job=os.environ['SAMESTEP_JOB']); sys.exit(7)"
+    code = "heartbeat(1); note(attempt=attempt, job=job_info['job']); sys.exit(7)"
     done = project.run(code, "2", f"--max-restarts={restarts}")
     assert (done.returncode, done.stdout) == (1, "")
     assert [note["attempt"] for note in project.notes()] == list(range(restarts + 1))
@@ -620,7 +631,7 @@ if attempt == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank({STUBBORN!r}, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
     print("error: rank 1 is stuck", file=sys.stderr, flush=True)
-    (run_dir / "log" / "stalled").write_text(json.dumps({{"job": os.environ["SAMESTEP_JOB"]}}))
+    (run_dir / "log" / "stalled").write_text(json.dumps({{"job": job_info["job"]}}))
     time.sleep(600)
 """
     done = project.run(code)
@@ -783,7 +794,7 @@ def save(number, frame):
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, save)
 path = Path({str(run_dir / "log")!r}, "alive-{rank}")
-content = {{"job": os.environ["SAMESTEP_JOB"], "host": socket.gethostname(), "pid": os.getpid(), "updates": 1}}
+content = {{"job": "{job_info["job"]}", "host": socket.gethostname(), "pid": os.getpid(), "updates": 1}}
 path.with_suffix(".tmp").write_text(json.dumps(content))
 path.with_suffix(".tmp").rename(path)  # at once, as a rank's heartbeat
 time.sleep(600)

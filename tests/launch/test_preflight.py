@@ -19,6 +19,7 @@ import pytest
 from processes import connect, free_port
 from repository import REPOSITORY
 from samestep import ConfigError, NonRetryableError
+from samestep.job_info import JobInfo
 from samestep_launch import preflight
 from samestep_launch.preflight import NodeInfo, Rendezvous
 from scratch_project import ScratchProject, end_of
@@ -336,10 +337,10 @@ def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: 
     done = [end_of(process) for process in machines(project, ("2", "--run-dir=run"), ("3", "--run-dir=run"), code=NOTE)]
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
     first, second = (json.loads((project.run_dir / f"note-{n}").read_text()) for n in (2, 3))
-    assert first["environ"]["SAMESTEP_JOB"] == second["environ"]["SAMESTEP_JOB"]
-    for note in (first, second):
-        assert note["environ"]["SAMESTEP_MACHINES"] == "2"
-        assert "SAMESTEP_RANKS" not in note["environ"]  # no machine has the number of ranks of the job
+    infos = [JobInfo.from_environ(each["environ"]) for each in (first, second)]
+    assert infos[0].job == infos[1].job != ""
+    for note, info in zip((first, second), infos, strict=True):
+        assert (info.ranks, info.machines) == (None, 2)  # no machine has the number of ranks of the job
         assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
         assert f"--run-dir={project.run_dir}" in note["options"]
     assert "--resume" in first["options"]
@@ -410,7 +411,7 @@ def test_a_machine_whose_ranks_failed_for_good_ends_the_others(project: ScratchP
     """Each machine has its own disk, so only one sees the end; the other would wait for its restart."""
     fails = f"""
 if nproc == "{leaver}":
-    told = {{"code": 2, "job": os.environ["SAMESTEP_JOB"]}}
+    told = {{"code": 2, "job": job_info["job"]}}
     (run_dir / "log" / "no-restart").write_text(json.dumps(told))
 else:
     time.sleep(2)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from processes import is_running
 from repository import REPOSITORY
+from samestep.job_info import JobInfo
 from samestep_launch import fork_server, job
 from samestep_launch.run_command import LAUNCHERS
 from scratch_project import CORE, LIMIT, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
@@ -36,6 +37,7 @@ NOTE = """
 import json, os, sys, time
 from pathlib import Path
 run_dir, start = Path(os.environ["SAMESTEP_RUN_DIR"]), int(os.environ["SAMESTEP_RESTARTS"])
+launcher = int(json.loads(os.environ["SAMESTEP_JOB_INFO"])["launcher"].partition("@")[0])
 
 def note(**values):
     with (run_dir / "notes.jsonl").open("a") as file:
@@ -144,13 +146,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: Command, words: list[str
 def test_a_program_gets_its_arguments_its_run_dir_and_no_other_jobs_variables(command: Command) -> None:
     code = "note(arguments=sys.argv[1:], environ=dict(os.environ)); print('out'); print('err', file=sys.stderr)"
     arguments = ("-n", "3", "--run-dir=mine", "--", "--help")
-    done = command.run(code, arguments=arguments, SAMESTEP_RANKS="8", SAMESTEP_RUN_DIR="/other", SAMESTEP_JOB="other")
+    done = command.run(
+        code, arguments=arguments, SAMESTEP_RUN_DIR="/other", SAMESTEP_JOB_INFO='{"job":"other","errors":8}'
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "err\n")
     (note,) = command.project.notes()
     assert note["arguments"] == [*arguments]
     environ = note["environ"]
-    assert (environ["SAMESTEP_RUN_DIR"], environ["SAMESTEP_RANKS"]) == (str(command.run_dir), "1")
-    assert environ["SAMESTEP_JOB"] != "other"
+    info = JobInfo.from_environ(environ)
+    assert (info.run_dir, info.ranks) == (str(command.run_dir), 1)
+    assert info.job != "other"
     assert "RANK" not in environ
 
 
@@ -281,7 +286,7 @@ while len((run_dir / "notes.jsonl").read_text().splitlines()) < 2 * (start + 1):
         ("sys.exit(3)", 1, 2),
         pytest.param("sys.exit(0)", 0, 1, marks=pytest.mark.soak),
         pytest.param("os.kill(os.getpid(), 9)", 1, 2, marks=pytest.mark.soak),
-        ("os.kill(int(os.environ['SAMESTEP_LAUNCHER'].split('@')[0]), 15)\ntime.sleep(600)", 143, 1),
+        ("os.kill(launcher, 15)\ntime.sleep(600)", 143, 1),
     ],
 )
 def test_no_descendant_outlives_the_start_that_it_belongs_to(
@@ -321,7 +326,6 @@ while not (run_dir / "seen").exists():
 def test_a_line_without_an_end_needs_no_memory(command: Command, megabytes: int) -> None:
     """The launch script's own peak, read by the program before and after the line."""
     code = f"""
-launcher = os.environ["SAMESTEP_LAUNCHER"].partition("@")[0]
 def peak():
     lines = open(f"/proc/{{launcher}}/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

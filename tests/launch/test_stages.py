@@ -28,14 +28,15 @@ assert "numpy" in missing and "pytest" in missing, "third-party packages can be 
 from samestep_launch import app
 for name in apps:
     module = app._app_options(Path(root), name)
-    module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
+    module.parse([*list(module.HOOKS.commands)[:1]])
 own = {name for name in sys.modules if name.startswith("samestep")}
 modules = (
     "app environments fork_server imports job job_processes machine process_info stderr_forwarder supervise trackers "
     "user_folder"
 ).split()
 launch = {"samestep_launch", *(f"samestep_launch.{name}" for name in modules)}
-needs = {f"samestep.{name}" for name in ("env", "events", "failures", "options", "root", "untrusted")}
+core = "env events failures hooks job_info options root untrusted".split()
+needs = {f"samestep.{name}" for name in core}
 assert own == {"samestep", *needs, *launch}, own
 assert app.__file__.startswith(tuple(path.split(":"))), app.__file__
 locks = app.Environment(Path(root), "trackers")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from repository import REPOSITORY
 from samestep import ConfigError, env
+from samestep.job_info import JobInfo
 from samestep_launch import imports, machine, supervise
 from samestep_launch.environments import source_path
 from samestep_launch.job import read_nodes, warn_of_other_ranks
@@ -89,7 +90,7 @@ def test_another_interface_is_refused_with_its_variable(value: str) -> None:
 
 def test_an_empty_interface_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    assert supervise.environment("job", 1, 1, 0, Path("run"))["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert supervise.environment(JobInfo(job="job"), 1)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
 
 
 # --- variables of other jobs ---------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_the_ranks_get_no_place_from_another_job(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, "1")
     for name in ("MASTER_ADDR", "RANK_TABLE_FILE", "SLURM_JOB_ID", "SLURM_NTASKS", "MS_TOPO_TIMEOUT", "LORA_RANK"):
         monkeypatch.setenv(name, "kept")
-    environ = supervise.environment("job", 1, 1, 0, Path("run"))
+    environ = supervise.environment(JobInfo(job="job"), 1)
     assert not env.launcher_variables() & environ.keys()
     kept = {name for name, value in environ.items() if value == "kept"}
     assert kept == {"MASTER_ADDR", "RANK_TABLE_FILE", "SLURM_JOB_ID", "SLURM_NTASKS", "MS_TOPO_TIMEOUT", "LORA_RANK"}

@@ -444,7 +444,7 @@ def test_as_many_ranks_come_as_were_asked_for(harness: Harness) -> None:
     ],
 )
 def test_every_rank_counts_the_ranks(harness: Harness, command: list[str], came: int) -> None:
-    outcome = bare(harness, [*command, *SMALL, "--device=cpu", "--run-dir=run"], SAMESTEP_RANKS="2")
+    outcome = bare(harness, [*command, *SMALL, "--device=cpu", "--run-dir=run"], SAMESTEP_JOB_INFO='{"ranks":2}')
     assert outcome.code == 2, outcome
     (line,) = {*outcome.errors, *(line for line in outcome.stdout.splitlines() if line.startswith("error: "))}
     assert f"asked for 2 ranks, but {came} joined" in line

@@ -15,7 +15,7 @@ from gpu_proof.jobs import Proof, Row, Slots
 SECONDS = 600.0
 
 
-@pytest.mark.soak  # eight jobs, each of which imports transformers
+@pytest.mark.soak  # eight jobs that import transformers
 def test_the_row_passes_on_a_cpu(harness: Harness) -> None:
     proof = Proof(harness.folder, "cpu", True, None, None, SECONDS, time.monotonic() + SECONDS, Slots(2))
     figures = finetune(Row(proof, "a row"))

@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT, Harness, bare
 
 sys.path.insert(0, str(ROOT / "tools"))
-from gpu_proof import report, several
+from gpu_proof import kit, report, several
 from gpu_proof.jobs import Proof, Row, Slots, last_errors
 from gpu_proof.rows import entries
 
@@ -58,6 +58,11 @@ def test_a_rank_that_reseeds_dropout_by_its_rank_makes_same_step_fail(row: Row) 
 def test_an_all_reduce_that_rank_1_skips_makes_hang_name_rank_1(row: Row) -> None:
     figures = several.hang(row, ranks=3, kind="skip")
     assert figures["others wait in"].startswith("all_reduce ")
+
+
+@pytest.mark.soak
+def test_the_kits_loop_has_the_same_losses_at_1_to_3_ranks_and_resumes_after_a_kill(row: Row) -> None:
+    assert kit.kit(row)["largest difference"] <= kit.TOLERANCE
 
 
 @pytest.mark.soak

@@ -78,7 +78,7 @@ class Load:
         found: dict[str, list[int]] = {}
         for pid, environ in environments().items():
             if environ.get("SAMESTEP_TEST") == self.harness.mark and environ.get("LOAD_JOB") == self.name:
-                kind = "rank" if "LOCAL_RANK" in environ else "launcher" if "SAMESTEP_LAUNCHER" in environ else "script"
+                kind = "rank" if "LOCAL_RANK" in environ else "launcher" if "SAMESTEP_JOB_INFO" in environ else "script"
                 if kind != "script" or (self.process and pid == self.process.pid):  # not what a script asks its machine
                     found.setdefault(kind, []).append(pid)
         return found

@@ -20,7 +20,7 @@ from records import History  # type: ignore[import-not-found]  # noqa: E402
 class SevenStarter:
     """Start processes that end with code 7."""
 
-    def start(self, **values: Any) -> subprocess.Popen[bytes]:
+    def start(self, rank: int, name: str, ranks: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(7)"])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness import Harness
 from processes import environments, parent
+from samestep.job_info import JobInfo
 from test_mnist_elastic import SHORT, check_same, heartbeats, waits_for  # type: ignore[import-not-found]
 
 
@@ -28,9 +29,9 @@ def test_a_killed_rank_is_forked_again_from_the_process_that_has_imported_train(
     second = job.wait_for(lambda: (pid := heartbeats(job).get(1, {}).get("pid")) != first and pid)
     assert parent(second) == forker
     assert Path(f"/proc/{second}/cmdline").read_bytes().rstrip(b"\0") == b"rank 1: mnist_elastic train.py"
-    environ = environments()[second]
-    assert (environ["SAMESTEP_RANK"], environ["SAMESTEP_NAME"]) == ("1", "000002")
-    assert environ["SAMESTEP_JOB"] == environments()[forker]["SAMESTEP_JOB"]
+    mine = JobInfo.from_environ(environments()[second])
+    assert (mine.rank, mine.name, mine.forker) == (1, "000002", None)
+    assert mine.job == JobInfo.from_environ(environments()[forker]).job
     outcome = job.finish()
     check_same(harness.checked(outcome, 2), reference)
     assert "rank 1 has ended with SIGKILL at step" in outcome.stderr

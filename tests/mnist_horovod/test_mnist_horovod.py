@@ -258,8 +258,8 @@ def test_the_build_follows_horovods_variables_and_the_transport(
         monkeypatch.setenv(name, value)
     options = app_options()
     found = options.setup_environment(options.parse([f"--transport={option}"]))
-    assert ("SAMESTEP_MPICXX" in found) == (option == "mpi")
-    found.pop("SAMESTEP_MPICXX", None)
+    assert ("HOROVOD_MPICXX" in found) == (option == "mpi")
+    found.pop("HOROVOD_MPICXX", None)
     assert found == expected
 
 
@@ -286,7 +286,7 @@ def test_the_transport_follows_what_started_the_ranks(
 )
 def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
     line = f"{prefix}error: x"
-    found = re.match(app_options().LAUNCHER["line_prefix"], line)
+    found = re.match(app_options().HOOKS.line_prefix, line)
     assert found
     assert line[found.end() :] == "error: x"
 

@@ -250,11 +250,11 @@ def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: lis
     alone = harness.train(1, *options, run_dir=harness.folder / "alone")
     first, second = start(harness, hosts[:2], (1, 2), *options, **slow)
     first.wait_for_step(10)
-    os.kill(newest(harness, NODE_RANK="1", SAMESTEP_JOB=""), signal.SIGTERM)  # the launch script
+    os.kill(newest(harness, NODE_RANK="1", SAMESTEP_JOB_INFO=""), signal.SIGTERM)  # the launch script
     assert second.finish().code == 128 + signal.SIGTERM
     second = start_on(harness, hosts[:2], 1, 2, *options, **slow)
     first.wait_for(lambda: [1] in (found := members(first.run_dir)) and found[-1] == [1, 2, 3])
-    os.kill(newest(harness, SAMESTEP_RANK="3"), signal.SIGKILL)
+    os.kill(newest(harness, info='"rank":3,'), signal.SIGKILL)
     if soak:
         first.wait_for_step(last_step(first.run_dir) + 100)
         hosts[1].cut()
@@ -279,13 +279,17 @@ def members(run_dir: Path) -> list[list[int]]:
     return [line["ranks"] for line in lines if line["kind"] == "members"]
 
 
-def newest(harness: Harness, **variables: str) -> int:
-    """The newest process of the test that has these environment variables; without one whose value is empty."""
+def newest(harness: Harness, info: str = "", **variables: str) -> int:
+    """The newest process of the test that has these variables; without one whose value is empty.
+
+    Its SAMESTEP_JOB_INFO contains ``info``.
+    """
     return max(
         pid
         for pid, environ in environments().items()
         if environ.get("SAMESTEP_TEST") == harness.mark
         and all(environ.get(name, "") == value for name, value in variables.items())
+        and info in environ.get("SAMESTEP_JOB_INFO", "")
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from harness import ROOT, Harness, Job, Outcome, losses, python_path, relative_difference
 from samestep import env
+from samestep.job_info import JobInfo
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 HOST = socket.gethostname()
@@ -173,7 +174,7 @@ def test_each_rank_gets_what_the_table_lists(
     harness: Harness, servers: Servers, this: str, environ: dict[str, str], form: str
 ) -> None:
     table = write(harness.folder / "tables" / "rank_table.json", form, servers)
-    given = {"RANK_TABLE_FILE": "tables/rank_table.json", "SAMESTEP_JOB": harness.mark, **environ}
+    given = {"RANK_TABLE_FILE": "tables/rank_table.json", "SAMESTEP_JOB_INFO": f'{{"job":"{harness.mark}"}}', **environ}
     outcome = start(harness, APP, RANK, len(servers[this]), **given).finish()
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
     compare(harness, table, this, sum(map(len, servers.values())), given)
@@ -518,8 +519,9 @@ def test_the_launch_script_needs_the_table_alone(
         record = record_of(folders / f"device{device}")
         shown = {name: record["environ"][name] for name in ("DEVICE_ID", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE")}
         assert shown == {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "RANK_TABLE_FILE": str(table)}
-        assert record["environ"]["SAMESTEP_LAUNCHER"]
-        assert record["environ"].get("SAMESTEP_MACHINES") == (str(len(servers)) if len(servers) > 1 else None)
+        info = JobInfo.from_environ(record["environ"])
+        assert info.launcher
+        assert info.machines == (len(servers) if len(servers) > 1 else None)
         assert record["words"][0] == str(project / "train.py")
         assert f"--data-dir={harness.folder / 'data'}" in record["words"]
         assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves

@@ -16,6 +16,7 @@ Several ranks share the GPU by --share-gpu: times of such rows say nothing about
 - hang: SIGSTOP to a rank. The report names the rank, its line, and the collective in which the others wait.
 - sharded: gpt_fsdp at four meshes, and a checkpoint of one mesh that another resumes.
 - elastic: A rank of mnist_elastic is killed and rejoins, and the weights equal a run with one rank.
+- kit: A loop with samestep.torch alone. Losses in float64 are the same at 1, 2 and 3 ranks, and weights after a kill.
 - losses: The first losses on the device equal the CPU's (gloo).
 - recovery: SIGKILL, a restart, SIGTERM, a resume, and the weights of an undisturbed run to the bit.
 - collectives: Each collective of collectives_lab, against its definition.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpu_proof import finetune, several, sharded, single
+from gpu_proof import finetune, kit, several, sharded, single
 from gpu_proof.jobs import Row
 
 
@@ -77,6 +77,7 @@ def _second_half() -> Iterator[Entry]:
     yield Entry("sharded gpt_fsdp, meshes", sharded.meshes, 2)
     yield Entry("sharded gpt_fsdp, resume at another mesh", sharded.reshard, 2)
     yield Entry("elastic mnist_elastic", sharded.elastic, 2)
+    yield Entry("kit", kit.kit, 2)
     for app, options, tolerance in single.LOSSES:
         name = " ".join(["losses", app, *options])
         patience = SLOW if "--compile" in options else 1.0

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gpu_proof.jobs import (
-    ROOT,
     Fault,
     Job,
     Row,
@@ -27,8 +21,8 @@ from gpu_proof.jobs import (
     losses,
     result,
     resumes,
-    start_process,
 )
+from gpu_proof.ranks import printed, run_ranks
 
 FOR_EVER = ["--epochs=1000"]
 BATCH = 64
@@ -67,41 +61,8 @@ def options_of(row: Row, app: str, *more: str) -> list[str]:
 
 def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
     """Reduce a tensor over ``ranks`` processes, without an app and a launcher."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    place["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "core"), os.environ.get("PYTHONPATH")]))
-    program = [sys.executable, str(Path(__file__).with_name("all_reduce.py")), row.proof.device]
-    with row.proof.slots.take(ranks, row.priority):
-        deadline = row.begin_job()
-        started = []
-        for rank in map(str, range(ranks)):
-            own = {**place, "RANK": rank, "LOCAL_RANK": rank}
-            started.append(start_process(program, row.proof.folder, row.proof.device, variables=own))
-        try:
-            outputs = [row.communicate(process, deadline) for process in started]
-        except subprocess.TimeoutExpired:
-            raise row.late(f"not done in time: {_kill(started)}") from None
-        finally:
-            _kill(started)
-    if any(process.returncode for process in started):
-        texts = [f"rank {rank}: {' / '.join(last_errors(err, 2))[:600]}" for rank, (_, err) in enumerate(outputs)]
-        raise RuntimeError(" | ".join(texts))
-    (line,) = [line for line in outputs[0][0].splitlines() if line.startswith("{")]  # NCCL may print others
-    figures: dict[str, Any] = json.loads(line)
-    return figures
-
-
-def _kill(processes: Sequence[subprocess.Popen[str]]) -> str:
-    """Kill the processes that still run; return their last errors."""
-    texts = []
-    for rank, process in enumerate(processes):
-        if process.poll() is None:
-            process.kill()
-            texts.append(f"rank {rank}: {' / '.join(last_errors(process.communicate()[1], 2))[:600]}")
-    return " | ".join(texts)
+    program = str(Path(__file__).with_name("all_reduce.py"))
+    return printed(run_ranks(row, [program, row.proof.device], ranks))
 
 
 # --- bits ----------------------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
-config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
+config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _RANKS = (
     "REPLICA_GROUP_ID",  # torchft's, which has a rank 0 in each group
     "RANK",
@@ -37,8 +37,8 @@ _RANKS = (
     "PADDLE_TRAINER_ID",
     "RANK_ID",
     "SLURM_PROCID",
-    "SAMESTEP_RANK",  # mnist_elastic's
 )
+_HERE = os.path.dirname(os.path.abspath(__file__))
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 _unseen: set[str] = set()
@@ -98,6 +98,18 @@ def record(event: str, **values: Any) -> None:
 def pause() -> None:
     """Wait after a step as long as the check wants."""
     time.sleep(config.get("pause", 0))
+
+
+def line() -> str | None:
+    """Return the file and the line of the script that this process is at, None if no frame is the script's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_script = path.startswith((config["work"], config["source"])) and "site-packages" not in path
+        if is_script and os.path.dirname(path) != _HERE:
+            return f"{path.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -185,7 +197,7 @@ def start() -> None:
     import samestep_record_files
     import samestep_record_torch
 
-    record("start")
+    record("start", covered=samestep_record_files.is_covered())
     samestep_record_files.start()
     samestep_record_torch.start()
     sys.meta_path.insert(0, _Finder())
@@ -231,7 +243,9 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return None
+    # A rank of mnist_elastic has it only there. The script's interpreter may lack this package.
+    rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
+    return rank
 
 
 def _await_import(module: str, function: Callable[[ModuleType], None]) -> None:

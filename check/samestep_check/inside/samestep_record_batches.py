@@ -15,7 +15,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from samestep_record import guarded, watch
+from samestep_record import guarded, record, watch
+from samestep_record_torch import summary
 from torch.overrides import TorchFunctionMode
 
 MOST_TENSORS = 64  # of one value, whose numbers are followed
@@ -29,6 +30,7 @@ _reached: list[int] = []  # by backward passes, in their order
 _first: dict[int, int] = {}  # for each optimizer, the place in _reached where its gradients begin
 _depth = 0  # of modules' calls
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()  # outermost modules that trained
+_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # versions of modules' weights
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -213,9 +215,27 @@ def _pause() -> bool:
 
 @guarded
 def _after_module(module: Any, inputs: Any, outputs: Any) -> None:
+    is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
     if torch.is_grad_enabled():
         _modules.add(module)
+    if not is_trained:
+        _record_call(module)
     _pass_on(inputs, outputs)
+
+
+def _record_call(module: Any) -> None:
+    """Record the weights of a module that is called without gradients, such as an average, once for each version."""
+    parts = {"weights": [*module.parameters()], "buffers": [*module.buffers()]}
+    version = 0
+    for values in parts.values():
+        version += sum(0 if each.is_inference() else each._version for each in values)
+    if _recorded.get(module) == version:
+        return
+    _recorded[module] = version
+    for part, values in parts.items():
+        numbers = [each for each in values if each.is_floating_point()]  # not counts, which are large
+        if numbers:
+            record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
 
 
 def forget(optimizer: Any) -> None:

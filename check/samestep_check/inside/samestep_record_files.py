@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from samestep_record import config, generators, guarded, on_import, record
+from samestep_record import config, generators, guarded, line, on_import, record
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _checkpoint_folders: set[str] = set()
@@ -31,9 +32,10 @@ def _audit(event: str, values: Any) -> None:
             _written(path, "open", flags)
             _announce("open", _inside(path))
     elif event == "os.rename":
-        source = _inside(values[0], follow=False)
-        _written(values[1], "rename", 0, of_checkpoint=source in _checkpoint_folders)
-        _announce("rename", source, _inside(values[1], follow=False))
+        source = _inside(_below(values[2], values[0]), follow=False)
+        target = _below(values[3], values[1])
+        _written(target, "rename", 0, of_checkpoint=source in _checkpoint_folders or _is_checkpoint(source, target))
+        _announce("rename", source, _inside(target, follow=False))
     elif event in ("os.link", "os.symlink"):
         _announce("symlink", _inside(values[1], follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
@@ -41,6 +43,40 @@ def _audit(event: str, values: Any) -> None:
             _announce("unlink", _inside(values[0], follow=False))
     elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
         _inside(values[0])
+
+
+def _below(descriptor: int, path: Any) -> Any:
+    """Return a path that is relative to the folder of an open descriptor; -1 is the current folder."""
+    if descriptor == -1:
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), os.fsdecode(path))
+
+
+def _is_checkpoint(source: str | None, target: Any) -> bool:
+    """Return whether a folder gets its name in a folder of checkpoints, such as checkpoints/step-3."""
+    folder = os.path.basename(os.path.dirname(os.path.abspath(os.fsdecode(target))))
+    is_folder = source is not None and os.path.isdir(source)
+    return is_folder and bool(re.search(config["checkpoint"], folder))
+
+
+@functools.cache
+def is_covered() -> bool:
+    """Return whether the copy lies over the script's folder for this process."""
+    try:
+        return os.path.samefile(config["source"], config["work"])
+    except OSError:
+        return False
+
+
+def _own_path(path: str) -> str:
+    """Return the copy's path of a file below the folder or its copy, or the folder's if the copy has it from there."""
+    for folder in (config["source"], config["work"]):
+        if _is_below(path, folder):
+            name = path.removeprefix(folder)
+            is_kept = any(_is_below(name, os.sep + each) for each in config["kept"])
+            owner: str = config["source" if is_kept else "work"]
+            return owner + name
+    return path
 
 
 def _inside(path: Any, follow: bool = True) -> str | None:
@@ -51,6 +87,8 @@ def _inside(path: Any, follow: bool = True) -> str | None:
     full = os.path.join(os.path.realpath(folder), name)
     if follow:
         full = os.path.realpath(full)
+    if is_covered():
+        full = _own_path(full)
     if _is_below(full, config["records"]):
         return None
     # The longest of the folders that contain the path decides, as they may contain each other.
@@ -74,7 +112,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
     if not of_checkpoint and not re.search(config["checkpoint"], os.path.basename(full)):
         return
     _checkpoint_folders.add(os.path.dirname(full))
-    record("save", kind=kind, path=full, random=generators())
+    record("save", kind=kind, path=full, random=generators(), line=line())
     if kind == config.get("kill_at"):
         _kill_in_save(full, kind, flags)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import Any
 
-from samestep_record import config, generators, guarded, on_import, pause, record, watch
+from samestep_record import generators, guarded, line, on_import, pause, record, watch
 
 MOST_ELEMENTS = 1 << 20  # of all tensors of one kind, that a norm reads in a step
 _optimizers: dict[int, int] = {}  # number of creation by id
@@ -66,7 +66,7 @@ def _begin(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
         loader=number,
         size=_size(dataset),
         batches=_size(loader),
-        subset=_subset(dataset),
+        subsets=_subsets(dataset),
         workers=workers,
         random=generators(),
     )
@@ -114,12 +114,14 @@ def _is_subset(dataset: Any) -> bool:
     return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
 
 
-def _subset(dataset: Any) -> list[int] | None:
-    """Return the length of a Subset and a checksum of its indices, None for another dataset."""
-    if not _is_subset(dataset):
-        return None
-    keys = [_key(each) for each in dataset.indices]
-    return [len(keys), zlib.crc32(repr(keys).encode())]
+def _subsets(dataset: Any) -> list[list[int]]:
+    """Return the length and a checksum of the indices of each Subset around the dataset, the outermost first."""
+    found = []
+    while _is_subset(dataset):
+        keys = [_key(each) for each in dataset.indices]
+        found.append([len(keys), zlib.crc32(repr(keys).encode())])
+        dataset = dataset.dataset
+    return found
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
@@ -225,7 +227,7 @@ def _record_step(optimizer: Any) -> None:
         optimizer=_number(optimizer),
         kind=type(optimizer).__name__,
         scale=_scale,
-        line=_line(),
+        line=line(),
         weights=_weights(optimizer),
         digest=_digest(optimizer),
         **_before,
@@ -238,18 +240,6 @@ def _used(optimizer: Any) -> list[int] | None:
     if batches is None:
         return None
     return list(batches.take(optimizer))
-
-
-@guarded
-def _line() -> str | None:
-    """Return the file and the line of the script's call of step()."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith((config["work"], config["source"])) and "site-packages" not in path:
-            return f"{path.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
 
 
 @guarded
@@ -280,7 +270,7 @@ def _state(optimizer: Any) -> dict[str, list[float]]:
             leaf = name.rpartition(".")[2]
             groups.setdefault(f"buffer {leaf}", []).append(value)
     groups["weights"] = _parameters(optimizer)
-    return {name: _summary(values) for name, values in groups.items()}
+    return {name: summary(values) for name, values in groups.items()}
 
 
 def _modules() -> list[Any]:
@@ -297,7 +287,8 @@ def _parameters(optimizer: Any) -> list[Any]:
     return found
 
 
-def _summary(values: Iterable[Any]) -> list[float]:
+def summary(values: Iterable[Any]) -> list[float]:
+    """Return the number of tensors, their norm, and how many are zero."""
     norms = _norms(values)
     total = sum(norm * norm for norm in norms) ** 0.5
     return [len(norms), total, norms.count(0.0)]
@@ -325,18 +316,31 @@ def _weights(optimizer: Any) -> float | None:
     weights = _parameters(optimizer)
     if any(_is_sharded(each) for each in weights):
         return None
-    return _summary(weights)[1]
+    return summary(weights)[1]
 
 
 @guarded
 def _digest(optimizer: Any) -> int | None:
-    """Return a checksum of the weights and the state of an optimizer; None for shards."""
+    """Return a checksum of the weights, the buffers and the state of an optimizer; None for shards."""
     values = _parameters(optimizer)
     if any(_is_sharded(each) for each in values):
         return None
     for state in optimizer.state.values():
         values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
-    return zlib.crc32(repr(_norms(values)).encode())
+    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # modules have no order
+    return zlib.crc32(repr(norms).encode())
+
+
+def _own_buffers() -> list[Any]:
+    """Return the buffers that a checkpoint has, without those that DistributedDataParallel sends in each step."""
+    found = []
+    for module in _modules():
+        if getattr(module, "broadcast_buffers", False):
+            continue
+        for part in module.modules():
+            buffers = part.named_buffers(recurse=False)
+            found += [value for name, value in buffers if name not in part._non_persistent_buffers_set]
+    return found
 
 
 def _watch_scaler(module: ModuleType) -> None:

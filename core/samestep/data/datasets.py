@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from samestep import ConfigError
 from samestep.data import files
 from samestep.data.files import MNIST_FILES, DatasetInfo, damaged, missing
+from samestep.job_info import JobInfo
 from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
@@ -268,7 +269,7 @@ def _caches() -> list[Path]:
             caches.append(Path(root, "samestep"))
             break
     # A job's own TMPDIR ends with it.
-    temporary_root = os.environ.get("SAMESTEP_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    temporary_root = JobInfo.from_environ(os.environ).tmpdir or os.environ.get("TMPDIR") or "/tmp"
     temporary = Path(temporary_root, f"samestep-{os.getuid()}")
     if _is_own(temporary):
         caches.append(temporary)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.env import detect
+from samestep.job_info import JobInfo
 from samestep.recovery.rank_files import PROGRAM, CodeLocation, current_frames, own_location, stack
 from samestep.untrusted import (
     MAX_LINE,
@@ -357,7 +358,7 @@ def _silent_processes(job: str) -> dict[int, int]:
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(Exception):  # processes come and go, and an environment may hold anything
             environ = _environ(path)
-            if environ.get("SAMESTEP_JOB") != job:
+            if JobInfo.from_environ(environ).job != job:
                 continue
             world = detect(environ)
             if world.launcher != "none":

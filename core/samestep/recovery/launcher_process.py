@@ -6,7 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from samestep.env import World, launch_script
+from samestep.env import World
+from samestep.job_info import JobInfo
 
 
 class LauncherProcess:
@@ -38,7 +39,7 @@ def _launcher(world: World) -> int | None:
 
     The parent of a rank that no launcher started is a shell, whose end means nothing.
     """
-    script = launch_script(os.environ)
+    script = JobInfo.from_environ(os.environ).launch_script()
     if world.launcher in ("none", "env") and not script:
         return None
     pid = script or os.getppid()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from samestep import NonRetryableError, RetryableError, checkpoint
 from samestep.env import World
+from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.untrusted import integer, read_object, write_json
 
@@ -103,7 +104,7 @@ def not_finite(name: str, value: float, step: int, options: Options, world: Worl
         options: options of the run.
         world: place of this process.
     """
-    start = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
+    start = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)
     text = f"at step {step} the {name} is {value}: lower --lr, now {options.lr}"
     logs = options.run_dir / "log"
     note = read_object(logs / _NOTE)

@@ -27,6 +27,7 @@ import numpy as np
 from samestep import NonRetryableError, log
 from samestep.env import World
 from samestep.events import HANG, append_event
+from samestep.job_info import JobInfo
 from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
@@ -40,7 +41,7 @@ from samestep.untrusted import write_json
 _TICK = 1.0  # seconds
 _MIN_TICK = 0.05  # seconds, shortly before the limit
 _SILENT = 5.0  # seconds without a tick after which this process itself was stopped
-STALL_DUMP_AFTER = 2.5  # seconds without a heartbeat after which a C thread, which needs no interpreter, writes stacks
+STALL_DUMP_AFTER = 2.5  # seconds without a heartbeat, see `_seconds_to_stacks`
 ORPHAN_GRACE = 3.0  # seconds in which a rank without its launcher may save a step
 _DIAGNOSIS_TIMEOUT = 1.7  # seconds
 _NO_FOLDER = Path(os.devnull)  # until the run dir is known; writes into it fail silently
@@ -51,7 +52,7 @@ class Watchdog(Monitor):
 
     def __init__(self) -> None:
         self.folder = _NO_FOLDER
-        self.job = os.environ.get("SAMESTEP_JOB", "")
+        self.job = JobInfo.from_environ(os.environ).job
         self._clock = ProgressClock()
         self._stacks: IO[str] | None = None
         self._collectives = 0
@@ -281,7 +282,18 @@ class Watchdog(Monitor):
             with contextlib.suppress(OSError):
                 if self._stacks and not self._stopped.is_set():
                     self._stacks.truncate(0)
-                    faulthandler.dump_traceback_later(STALL_DUMP_AFTER, file=self._stacks)  # unless the next one comes
+                    # unless the next heartbeat comes before
+                    faulthandler.dump_traceback_later(self._seconds_to_stacks(), file=self._stacks)
+                    if self._stopped.is_set():  # meanwhile, in the main thread
+                        faulthandler.cancel_dump_traceback_later()
+
+    def _seconds_to_stacks(self) -> float:
+        """Return after how many seconds without a heartbeat a C thread, which needs no interpreter, writes stacks.
+
+        Python 3.11 reads frames that the program may free meanwhile, so about 1 in 800 writings ends a rank that trains
+        by SIGSEGV. A busy machine delays heartbeats by seconds, so only half the limit shows that the rank hangs.
+        """
+        return max(STALL_DUMP_AFTER, self._clock.limit() / 2)
 
     def values(self) -> dict[str, Any]:
         """Return a heartbeat's values. ``at`` is the main thread's file, line and function in the program."""

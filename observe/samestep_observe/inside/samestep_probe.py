@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
-config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_REPLAY") or "{}")
+config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 

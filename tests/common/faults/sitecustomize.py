@@ -184,8 +184,11 @@ def _strike_at_a_beat() -> None:
 
 def _arm() -> None:
     from samestep import env, sharding
+    from samestep.job_info import JobInfo
 
-    rank = int(os.environ.get("SAMESTEP_RANK") or env.detect(os.environ).rank)  # the first if ranks come and go
+    rank = JobInfo.from_environ(os.environ).rank  # if ranks come and go
+    if rank is None:
+        rank = env.detect(os.environ).rank
     if "slow" in _fault:
         _Slow(rank).make_batches_slow(sharding.GlobalBatches)
     if "modules" in _fault:

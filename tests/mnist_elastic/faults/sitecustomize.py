@@ -27,8 +27,13 @@ from types import ModuleType
 from typing import Any
 
 
+def _info() -> dict[str, Any]:
+    """Return what the launcher has passed to this rank."""
+    return dict(json.loads(os.environ.get("SAMESTEP_JOB_INFO", "{}")))
+
+
 def _strikes(fault: dict[str, Any], at: str, step: int) -> bool:
-    rank = int(os.environ.get("SAMESTEP_RANK", "0"))
+    rank = _info().get("rank", 0)
     if fault["at"] != at or step < fault["step"] or fault.get("rank", rank) != rank:
         return False
     try:
@@ -116,7 +121,7 @@ def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
         dist.all_to_all_single(module.torch.empty_like(zeros), zeros)
 
     def regroup_or_lie(self: Any) -> None:
-        was_restarted = int(os.environ["SAMESTEP_NAME"]) >= int(os.environ["SAMESTEP_RANKS"])
+        was_restarted = int(_info()["name"]) >= _info()["ranks"]
         lies = [fault for fault in faults if was_restarted and _strikes(fault, "stranger", sys.maxsize)]
         copy_state = members._copy_state
 

@@ -31,7 +31,8 @@ ENTER_SECONDS = 0.5  # in which the other ranks enter the all-reduce
 PAUSE_SECONDS = 60.0
 
 _faults = json.loads(os.environ.get("GPU_PROOF_FAULTS", "[]"))
-_rank = int(os.environ.get("SAMESTEP_RANK") or os.environ.get("RANK") or 0)  # mnist_elastic's ranks have the first
+_info = json.loads(os.environ.get("SAMESTEP_JOB_INFO", "{}"))
+_rank = _info.get("rank", int(os.environ.get("RANK", "0")))  # mnist_elastic's ranks have the first
 _start = int(os.environ.get("SAMESTEP_RESTARTS", "0"))
 
 

@@ -1,0 +1,124 @@
+"""Pass values from a launch script to its ranks, in one JSON document: the environment variable SAMESTEP_JOB_INFO.
+
+`JobInfo` is the document. Two of its fields are plain variables instead, for programs that do not use this package:
+SAMESTEP_RUN_DIR and SAMESTEP_RESTARTS. A process reads the variables when it needs them and keeps no copy, because a
+process that forks ranks gets other values at each start of the job. This module uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+
+from samestep import ConfigError, untrusted
+
+DOCUMENT = "SAMESTEP_JOB_INFO"
+RUN_DIR = "SAMESTEP_RUN_DIR"
+RESTARTS = "SAMESTEP_RESTARTS"
+
+_count = untrusted.optional(untrusted.integer(0, 2**31 - 1))
+_seconds = untrusted.optional(untrusted.number(0.0))
+_SCHEMA = {
+    "job": untrusted.text(255),
+    "launcher": untrusted.text(300),
+    "ranks": _count,
+    "machines": _count,
+    "errors": _count,
+    "tmpdir": untrusted.text(4096),
+    "timeout": _seconds,
+    "grace": _seconds,
+    "control": _count,
+    "room": untrusted.text(2**16),
+    "forker": _count,
+    "members": untrusted.text(1000),
+    "rank": _count,
+    "name": untrusted.text(255),
+}
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """The values that a launch script passes to the processes of one start of a job; all empty without a launch script.
+
+    Attributes:
+        job: name of this start, the same on all machines.
+        launcher: process and host of this machine's launch script, as in "123@node-1".
+        run_dir: folder of the run.
+        restarts: number of starts before this one.
+        ranks: requested number of ranks; None on several machines.
+        machines: requested number of machines; None on one machine.
+        errors: descriptor of the launch script to which ranks write errors.
+        tmpdir: TMPDIR of the caller; the job has its own.
+        timeout: seconds without progress until a job ends as hung, the default of --timeout.
+        grace: seconds from a stop request until the job is killed, the default of --grace.
+        control: descriptor of a fork server's socket to the launch script; its ranks do not get it.
+        room: only makes the environment's memory larger, so that later values fit (`samestep_launch.process_info`).
+        forker: descriptor of a launcher's socket to the process that forks its ranks; these do not get it.
+        members: address and key of the launcher of ranks that come and go.
+        rank: number of such a rank.
+        name: name of such a rank in its group.
+    """
+
+    job: str = ""
+    launcher: str = ""
+    run_dir: str = ""
+    restarts: int = 0
+    ranks: int | None = None
+    machines: int | None = None
+    errors: int | None = None
+    tmpdir: str = ""
+    timeout: float | None = None
+    grace: float | None = None
+    control: int | None = None
+    room: str = ""
+    forker: int | None = None
+    members: str = ""
+    rank: int | None = None
+    name: str = ""
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> JobInfo:
+        """Return what ``environ`` holds. Raises ConfigError if the document, or the number of restarts, is damaged."""
+        restarts = environ.get(RESTARTS) or "0"
+        if not (restarts.isdecimal() and restarts.isascii() and len(restarts) < 10):
+            raise ConfigError(f"{RESTARTS}={untrusted.shown(restarts)} is not a number of restarts: unset it")
+        values = {name: value for name, value in asdict(cls()).items() if name in _SCHEMA}
+        try:
+            found = untrusted.parse_object(environ.get(DOCUMENT) or "{}")
+            values.update({name: value for name, value in found.items() if name in _SCHEMA})
+            untrusted.check(values, _SCHEMA)
+        except ValueError as error:
+            raise ConfigError(
+                f"{DOCUMENT} is damaged ({untrusted.shown(error)}): unset it, as launch scripts alone set it"
+            ) from None
+        return cls(run_dir=environ.get(RUN_DIR, ""), restarts=int(restarts), **values)
+
+    def to_environ(self) -> dict[str, str]:
+        """Return the variables that hold these values. The document is ASCII without blanks."""
+        empty = asdict(JobInfo())
+        values = {name: value for name, value in asdict(self).items() if name in _SCHEMA and value != empty[name]}
+        environ = {DOCUMENT: json.dumps(values, separators=(",", ":")), RESTARTS: str(self.restarts)}
+        if self.run_dir:
+            environ[RUN_DIR] = self.run_dir
+        return environ
+
+    def launch_script(self) -> int | None:
+        """Return the process id of the launch script; None without one, and for one of another machine."""
+        pid, _, host = self.launcher.partition("@")
+        if not pid.isdecimal() or host != socket.gethostname():
+            return None
+        return int(pid)
+
+
+def this_launcher() -> str:
+    """Return the field ``launcher`` of the jobs that this process starts."""
+    return f"{os.getpid()}@{socket.gethostname()}"
+
+
+def leave_job(environ: MutableMapping[str, str]) -> None:
+    """Remove the variables of a job: a program that starts jobs may be part of another one itself."""
+    for name in (DOCUMENT, RUN_DIR, RESTARTS):
+        environ.pop(name, None)

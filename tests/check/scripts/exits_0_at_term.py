@@ -1,0 +1,36 @@
+"""Unsound: TERM ends the job with exit code 0, before a checkpoint."""
+
+import os
+import signal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from training import EVERY, STEPS, connect, evaluate, global_mean, launch, load, loader_at, report, save
+
+
+def main() -> None:
+    connect()
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = 0
+    state = load()
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    ddp = DistributedDataParallel(model)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    while step < STEPS:
+        for x, y in loader_at(step):
+            optimizer.zero_grad()
+            loss = global_mean((ddp(x) - y).pow(2).sum(), len(x))
+            loss.backward()
+            optimizer.step()
+            step += 1
+            report(step, loss)
+            if step % EVERY == 0:
+                save(step, model=model.state_dict(), optimizer=optimizer.state_dict())
+        evaluate(model)
+
+
+launch(main)

@@ -1,0 +1,58 @@
+"""Sound: dropout, and the random state of each rank is restored."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import (
+    EVERY,
+    STEPS,
+    STOPPED,
+    StopRequests,
+    connect,
+    evaluate,
+    global_mean,
+    launch,
+    load,
+    loader_at,
+    report,
+    save,
+)
+
+
+def main() -> None:
+    rank, size = connect()
+    model = torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = 0
+    state = load()
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    ddp = DistributedDataParallel(model)
+    stop = StopRequests()
+    while step < STEPS:
+        for x, y in loader_at(step):
+            optimizer.zero_grad()
+            if state and step == state["step"]:  # after the loader has drawn its own number
+                torch.set_rng_state(state["random"][rank % len(state["random"])])
+            loss = global_mean((ddp(x) - y).pow(2).sum(), len(x))
+            loss.backward()
+            optimizer.step()
+            step += 1
+            report(step, loss)
+            asked = stop.agreed()
+            if asked or step % EVERY == 0:
+                own = torch.get_rng_state()
+                random = [torch.empty_like(own) for _ in range(size)]
+                dist.all_gather(random, own)
+                save(step, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
+            if asked:
+                sys.exit(STOPPED)
+        evaluate(model.eval())
+        model.train()
+
+
+launch(main)

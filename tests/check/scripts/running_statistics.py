@@ -1,0 +1,72 @@
+"""Sound: a running mean over all ranks is a buffer, which is restored."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import (
+    EVERY,
+    STEPS,
+    STOPPED,
+    StopRequests,
+    connect,
+    evaluate,
+    global_mean,
+    launch,
+    load,
+    loader_at,
+    report,
+    save,
+)
+
+
+class Normalized(torch.nn.Module):
+    """A linear model of inputs without their running mean over all ranks, which is a buffer."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            total = torch.cat([x.sum(0), torch.tensor([float(len(x))])])
+            dist.all_reduce(total)
+            self.mean.lerp_(total[:-1] / total[-1], 0.1)
+        output: torch.Tensor = self.linear(x - self.mean)
+        return output
+
+
+def main() -> None:
+    connect()
+    model = Normalized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = 0
+    state = load()
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    stop = StopRequests()
+    while step < STEPS:
+        for x, y in loader_at(step):
+            optimizer.zero_grad()
+            loss = global_mean((ddp(x) - y).pow(2).sum(), len(x))
+            loss.backward()
+            optimizer.step()
+            step += 1
+            report(step, loss)
+            asked = stop.agreed()
+            if asked or step % EVERY == 0:
+                save(step, model=model.state_dict(), optimizer=optimizer.state_dict())
+            if asked:
+                sys.exit(STOPPED)
+        evaluate(model.eval())
+        model.train()
+
+
+launch(main)

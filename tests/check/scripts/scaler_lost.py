@@ -1,0 +1,55 @@
+"""Unsound: the scale of the gradients is not restored."""
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from training import (
+    EVERY,
+    STEPS,
+    STOPPED,
+    StopRequests,
+    connect,
+    evaluate,
+    global_mean,
+    launch,
+    load,
+    loader_at,
+    report,
+    save,
+)
+
+
+def main() -> None:
+    connect()
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+    step = 0
+    state = load()
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    ddp = DistributedDataParallel(model)
+    stop = StopRequests()
+    while step < STEPS:
+        for x, y in loader_at(step):
+            optimizer.zero_grad()
+            loss = global_mean((ddp(x) - y).pow(2).sum(), len(x))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            step += 1
+            report(step, loss)
+            asked = stop.agreed()
+            if asked or step % EVERY == 0:
+                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
+                save(step, **{name: part.state_dict() for name, part in parts.items()})
+            if asked:
+                sys.exit(STOPPED)
+        evaluate(model)
+
+
+launch(main)

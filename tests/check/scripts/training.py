@@ -1,0 +1,236 @@
+"""Shared parts of the scripts: ranks, examples, batches, the mean over samples, checkpoints, stop requests.
+
+Each script is a small training program of its own. It imports a part from here unless the part is what it shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import io
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+COUNT = 51
+BATCH = 16
+STEPS = 12
+EVERY = 3  # steps from one checkpoint to the next
+PER_EPOCH = -(-COUNT // BATCH)
+TESTED = 25
+STOPPED = 128 + signal.SIGTERM
+FOLDER = Path("checkpoints")
+Batches = list[list[int]]
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def launch(main: Callable[[], None], ends_with_launcher: bool = True) -> NoReturn:
+    """Fork the ranks of ``python SCRIPT -n N``, pass TERM on to them, and exit with the first failure's code.
+
+    Args:
+        main: the program of a rank.
+        ends_with_launcher: the kernel kills the ranks if their launcher is killed.
+    """
+    importlib.import_module("torch._dynamo")  # once, in place of each rank's import by its optimizer
+    size = int(sys.argv[2])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size))
+    ranks: set[int] = set()
+
+    def send(number: int) -> None:
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM))
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            if ends_with_launcher:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            _run(main, rank)
+        ranks.add(pid)
+    code = 0
+    while ranks:
+        pid, status = os.wait()
+        ranks.discard(pid)
+        ended = os.waitstatus_to_exitcode(status)
+        if ended not in (0, STOPPED):
+            send(signal.SIGKILL)
+        code = code or (128 - ended if ended < 0 else ended)
+    sys.exit(code)
+
+
+def _run(main: Callable[[], None], rank: int) -> NoReturn:
+    """Run a rank in this forked process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["RANK"] = str(rank)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)  # skip Python's shutdown, which gloo's threads may abort
+
+
+def connect(seconds: float = 15) -> tuple[int, int]:
+    """Connect the ranks, and seed torch alike on all of them. Return the rank and the number of ranks."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    torch.manual_seed(7)
+    return dist.get_rank(), dist.get_world_size()
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def examples() -> TensorDataset:
+    """Return the examples of training: 8 numbers, and a target."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(COUNT, 8, generator=generator)
+    return TensorDataset(inputs, inputs @ torch.randn(8, 1, generator=generator))
+
+
+def global_batches(epoch: int) -> Batches:
+    """Return the global batches of an epoch, in its order."""
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return [order[first : first + BATCH] for first in range(0, COUNT, BATCH)]
+
+
+def own_batches(step: int) -> Batches:
+    """Return this rank's shards of the global batches of an epoch, from the batch of ``step`` on."""
+    batches = global_batches(step // PER_EPOCH)[step % PER_EPOCH :]
+    return [batch[dist.get_rank() :: dist.get_world_size()] for batch in batches]
+
+
+def loader_at(step: int, data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
+    """Return a loader of this rank's shards, from the batch of ``step`` on to the end of the epoch.
+
+    Args:
+        step: number of a step.
+        data: the examples of training if it is None.
+        options: of the DataLoader.
+    """
+    return DataLoader(data or examples(), batch_sampler=own_batches(step), **options)
+
+
+def global_mean(total: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a loss whose gradient is, averaged over ranks as DDP does, the mean over the samples of all ranks.
+
+    Args:
+        total: the sum of this rank's losses.
+        count: the number of this rank's samples.
+    """
+    samples = torch.tensor(float(count))
+    dist.all_reduce(samples)
+    return total * dist.get_world_size() / samples
+
+
+def average_gradients(model: torch.nn.Module) -> None:
+    """Average gradients over ranks, as DDP does."""
+    for weight in model.parameters():
+        if weight.grad is not None:
+            dist.all_reduce(weight.grad)
+            weight.grad /= dist.get_world_size()
+
+
+def evaluate(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """Return the mean error over the examples of a test, each evaluated by one rank."""
+    own = Subset(Subset(examples(), range(TESTED)), range(dist.get_rank(), TESTED, dist.get_world_size()))
+    total = torch.zeros(())
+    with torch.no_grad():
+        for x, y in DataLoader(own, batch_size=8):
+            total += (model(x) - y).pow(2).sum()
+    dist.all_reduce(total)
+    return float(total) / TESTED
+
+
+def report(step: int, loss: torch.Tensor) -> None:
+    """Print the loss of rank 0."""
+    if dist.get_rank() == 0:
+        print(f"step {step} loss {float(loss):.4f}", flush=True)
+
+
+# --- stop requests ---------------------------------------------------------------------------------------------------
+
+
+class StopRequests:
+    """Whether a rank was asked to stop by TERM; all ranks agree."""
+
+    def __init__(self) -> None:
+        self._asked = torch.zeros(())
+        signal.signal(signal.SIGTERM, lambda *_: self._asked.fill_(1))
+
+    def agreed(self) -> bool:
+        """Return whether all ranks must stop now. All ranks call it after the same step."""
+        asked = self._asked.clone()
+        dist.all_reduce(asked)
+        return bool(asked)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """Return a state as bytes that begin with their digest."""
+    content = io.BytesIO()
+    torch.save(dict(state), content)
+    return hashlib.sha256(content.getvalue()).digest() + content.getvalue()
+
+
+def unpack(content: bytes) -> dict[str, Any] | None:
+    """Return the state of `pack`, None if it is damaged."""
+    if hashlib.sha256(content[32:]).digest() != content[:32]:
+        return None
+    state: dict[str, Any] = torch.load(io.BytesIO(content[32:]), weights_only=True)
+    return state
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file, which exists whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def save(step: int, **state: Any) -> None:
+    """Save a checkpoint on rank 0, and keep the newest two."""
+    if dist.get_rank() != 0:
+        return
+    FOLDER.mkdir(exist_ok=True)
+    write(FOLDER / f"{step:04}.pt", pack({"step": step, **state}))
+    for old in sorted(FOLDER.glob("*.pt"))[:-2]:
+        old.unlink()
+
+
+def load() -> dict[str, Any] | None:
+    """Return the newest checkpoint that is whole, None if there is none."""
+    for path in sorted(FOLDER.glob("*.pt"), reverse=True):
+        state = unpack(path.read_bytes())
+        if state is not None:
+            return state
+        print(f"warning: {path} is damaged: it is not used", flush=True)
+    return None

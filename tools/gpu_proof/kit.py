@@ -1,0 +1,56 @@
+"""The row of the kit: a loop with `samestep.torch` alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_proof.jobs import Row, check_equal, largest_difference
+from gpu_proof.ranks import printed, run_ranks
+
+PROGRAM = Path(__file__).with_name("kit_loop.py")
+STEPS = 14  # over two epochs
+KILLED_AT = 10  # after the second checkpoint, and before the third
+TOLERANCE = 1e-12
+CPU_TOLERANCE = 1e-9  # other kernels, but the same dropout masks
+
+
+def kit(row: Row) -> dict[str, Any]:
+    """Compare losses at 1, 2 and 3 ranks and with the CPU's, and weights after a kill at 3 with undisturbed ones."""
+    calls = [partial(train, row, ranks) for ranks in (1, 2, 3)]
+    found = row.together(calls)
+    difference = largest_difference([each["losses"] for each in found], STEPS)
+    if not difference <= TOLERANCE:
+        raise RuntimeError(f"losses differ by {difference:.1e}: {[each['losses'] for each in found]}")
+    figures = {"largest difference": difference, "tolerance": TOLERANCE, "backend": found[-1]["backend"]}
+    if row.proof.device != "cpu":
+        on_cpu = train(row, 1, device="cpu")
+        figures["from the CPU's"] = largest_difference([found[0]["losses"], on_cpu["losses"]], STEPS)
+        if not figures["from the CPU's"] <= CPU_TOLERANCE:
+            raise RuntimeError(f"losses {found[0]['losses']}, on the CPU {on_cpu['losses']}")
+    check_equal("weights", {"undisturbed": found[-1]["weights"], "killed": train_with_kill(row, 3)["weights"]})
+    return figures
+
+
+def train(row: Row, ranks: int, device: str = "") -> dict[str, Any]:
+    """Return what rank 0 of an undisturbed run prints.
+
+    Args:
+        row: the row that runs.
+        ranks: number of ranks.
+        device: "cpu" or "cuda"; by default the proof's.
+    """
+    device = device or row.proof.device
+    words = [str(PROGRAM), device, str(row.proof.new_folder()), str(STEPS)]
+    return printed(run_ranks(row, words, ranks, device=device))
+
+
+def train_with_kill(row: Row, ranks: int) -> dict[str, Any]:
+    """Kill the last rank, and all others with it; start them again, and return what rank 0 prints."""
+    words = [str(PROGRAM), row.proof.device, str(row.proof.new_folder()), str(STEPS)]
+    run_ranks(row, [*words, str(KILLED_AT)], ranks, killed=ranks - 1)
+    found = printed(run_ranks(row, words, ranks))
+    if len(found["losses"]) >= STEPS:
+        raise RuntimeError(f"the run started anew: it took {len(found['losses'])} steps after the kill")
+    return found
