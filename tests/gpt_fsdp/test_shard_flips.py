@@ -1,4 +1,4 @@
-"""``--trace-every`` of gpt_fsdp: a flipped bit in a shard, of which no other rank has a copy."""
+"""``--trace-every`` in gpt_fsdp finds a flipped bit in a shard, although no other rank has a copy of the shard."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness) -> None:
-    """One weight in the memory of run B changes after step 6. The page has the point, and a replay of A is still equal."""
+    """One weight in the memory of run B changes after step 6. A replay of A, with its trace, is equal."""
     for name, fault in (("a", {}), ("b", {"rank": 0, "differ": 6})):
         outcome = harness.run(1, *TRACED, run_dir=harness.folder / name, **faulty(fault))
         assert outcome.code == 0, outcome
@@ -47,7 +47,7 @@ def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness
 
 
 def test_trace_of_a_killed_run_is_that_of_one_process_and_costs_no_bit(harness: Harness) -> None:
-    """With virtual ranks. The resumed run has each step once, and its weights are those of a run without a trace."""
+    """With virtual ranks. The resumed run has each step once, and the weights of a run without a trace."""
     tree = "--virtual-ranks=4"
     plain = harness.train(1, *OPTIONS, "--dataset=mnist-5k", tree, run_dir=harness.folder / "plain")
     job = harness.start(3, *TRACED, tree, **faulty({"rank": 1, "signal": signal.SIGKILL, "step": 8}))
