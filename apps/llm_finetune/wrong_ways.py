@@ -1,6 +1,6 @@
 """Measure what each usual way of writing a fine-tuning step changes.
 
-    .venvs/llm_finetune/bin/python apps/llm_finetune/wrong_ways.py      # prints JSON
+    .venvs/llm_finetune/bin/python apps/llm_finetune/wrong_ways.py      # the last line is JSON
 
 Train four steps of the tiny model in float64: first by the definition, then with the step's micro-batches on
 four ranks or added up on one. The output is the largest relative difference of the losses for each way. One

@@ -73,9 +73,13 @@ def scripts() -> dict[str, Script]:
     """Return the scripts of the table by their names."""
     found = {}
     for name, entry in tomllib.loads((SCRIPTS / "table.toml").read_text()).items():
-        lists = [entry.get(key, []) for key in ("failed", "cannot_tell")]
-        not_seen = entry.get("not_seen", ["workers"])
-        found[name] = Script(name, *lists, not_seen=not_seen, quick=entry.get("quick", []))
+        found[name] = Script(
+            name,
+            failed=entry.get("failed", []),
+            cannot_tell=entry.get("cannot_tell", []),
+            not_seen=entry.get("not_seen", ["workers"]),
+            quick=entry.get("quick", []),
+        )
     return found
 
 

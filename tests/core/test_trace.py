@@ -42,7 +42,7 @@ def test_each_bit_and_each_place_changes_a_digest() -> None:
     assert len(found) == 1 + 15 * 32
     assert digest(values[[1, 0, 2]]) not in found
     assert digest(values[:, [1, 0, 2, 3, 4]]) not in found
-    assert digest(np.float32(0)) != digest(np.float32(-0.0))
+    assert digest(np.array(0, np.float32)) != digest(np.array(-0.0, np.float32))
     assert digest(np.asfortranarray(values)) == digest(values)
     assert digest(array(0, 5)) == 0
 

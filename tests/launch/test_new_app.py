@@ -40,8 +40,8 @@ LEFT_BEHIND = {
     "mnist_horovod": {"test_and_mnist_ddp.py"},
     "mnist_lightning": {"test_and_mnist_ddp.py"},
     "gpt_fsdp": {"test_benchmark.py"},
-    "llm_finetune": {"test_wrong_ways.py"},
     "lenet_paddle": set(),
+    "llm_finetune": {"test_finetune_proof.py", "test_measured_tables.py", "test_wrong_ways.py"},
     "mnist_elastic": set(),
     "resnet50_mindspore": {"test_depth_50.py", "test_stored_run.py", "mindspore_side.py", "torchvision_side.py"},
 }

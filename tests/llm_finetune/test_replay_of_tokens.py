@@ -1,4 +1,4 @@
-"""``samestep replay`` knows which targets belong to a sample, and which part of a row is padding."""
+"""``samestep replay`` finds the targets of each sample, and leaves out padding."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts = {"model": model, "optimizer": optimizer, "average": average}
-                save(step, **{name: part.state_dict() for name, part in parts.items()})
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(step, average=average.state_dict(), **states)
             if asked:
                 sys.exit(STOPPED)
         evaluate(average)

@@ -1,6 +1,7 @@
 """Sound: two networks with an optimizer each, both restored."""
 
 import sys
+from typing import Any
 
 import torch
 from torch.nn.functional import softplus
@@ -29,7 +30,7 @@ def main() -> None:
     first = torch.optim.Adam(critic.parameters(), lr=0.01)
     second = torch.optim.Adam(generator.parameters(), lr=0.01)
     step = 0
-    parts = {"generator": generator, "critic": critic, "first": first, "second": second}
+    parts: dict[str, Any] = {"generator": generator, "critic": critic, "first": first, "second": second}
     state = load()
     if state:
         for name, part in parts.items():
