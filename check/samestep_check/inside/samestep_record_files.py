@@ -73,7 +73,7 @@ def _own_path(path: str) -> str:
     for folder in (config["source"], config["work"]):
         if _is_below(path, folder):
             name = path.removeprefix(folder)
-            is_kept = any(_is_below(name, os.sep + each) for each in config["kept"])
+            is_kept = any(_is_below(name, os.sep + each) for each in config.get("kept", ()))
             owner: str = config["source" if is_kept else "work"]
             return owner + name
     return path
