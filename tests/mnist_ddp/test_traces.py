@@ -36,7 +36,7 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness) -> None:
     """One weight in the memory of run B changes after step 6. A replay of A, with its trace, is equal."""
-    for name, rank in (("a", 1), ("b", 0)):  # there is no rank 1
+    for name, rank in (("a", 1), ("b", 0)):  # run A has rank 0 alone
         fault = {"rank": rank, "differ": 6}
         outcome = harness.run(1, *TRACED, run_dir=harness.folder / name, **faulty(fault))
         assert outcome.code == 0, outcome
