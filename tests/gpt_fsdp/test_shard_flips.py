@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from harness import Harness, faulty
 from samestep import trace
@@ -26,3 +27,14 @@ def test_a_flipped_bit_in_one_shard_is_named_and_rolled_back_once(harness: Harne
     found = trace.read(harness.folder / "run")
     assert [*found] == [*range(1, STEPS + 1)]
     assert found == trace.read(harness.folder / "whole")
+
+
+def test_digests_of_all_shards_are_those_of_the_whole_weights_at_any_mesh(harness: Harness) -> None:
+    """Of the initial weights, which are the same bits at any mesh."""
+    found = []
+    for mesh in ("1x1", "3x1", "1x2"):
+        ranks = int(mesh[0]) * int(mesh[2])
+        result = harness.train(ranks, *OPTIONS, "--max-steps=1", f"--mesh={mesh}", run_dir=harness.folder / mesh)
+        found.append(trace.read(Path(result["run_dir"]))[1]["weights"])
+    assert found[0] == found[1] == found[2]
+    assert len({*found[0].values()}) > 5

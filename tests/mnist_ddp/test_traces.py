@@ -1,14 +1,18 @@
-"""``--trace-every`` and ``samestep diff`` on real runs, which part by a changed weight."""
+"""``--trace-every`` and ``samestep diff`` on real runs, which part by a changed weight or by exchanged samples."""
 
 from __future__ import annotations
 
+import gzip
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from harness import Harness, faulty
+import numpy as np
+from harness import Harness, faulty, write_fashion, write_idx
 from samestep import trace
+from samestep.sharding import GlobalBatches
 
 LIMIT = 120  # seconds
 STEPS = 10
@@ -32,7 +36,8 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness) -> None:
     """One weight in the memory of run B changes after step 6. A replay of A, with its trace, is equal."""
-    for name, fault in (("a", {}), ("b", {"rank": 0, "differ": 6})):
+    for name, rank in (("a", 1), ("b", 0)):  # run A has rank 0 alone
+        fault = {"rank": rank, "differ": 6}
         outcome = harness.run(1, *TRACED, run_dir=harness.folder / name, **faulty(fault))
         assert outcome.code == 0, outcome
     done = command(harness, "diff", "a", "b", "--html=page.html")
@@ -44,6 +49,27 @@ def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness
     page = (harness.folder / "page.html").read_text()
     assert "part at step 7</text>" in page
     assert place in page
+
+
+def test_diff_names_the_step_of_two_exchanged_samples(harness: Harness) -> None:
+    """Both are in the batch of step 3. The traces name the gradients, and the replays name the samples."""
+    folder = harness.folder / "data" / "fashion-mnist"
+    write_fashion(folder)
+    changed = Path(shutil.copytree(harness.folder / "data", harness.folder / "changed")) / "fashion-mnist"
+    chosen = sorted(GlobalBatches(60_000, BATCH, 1).indices(2)[:2].tolist())
+    for name, header in (("train-images-idx3-ubyte.gz", 16), ("train-labels-idx1-ubyte.gz", 8)):
+        values = np.frombuffer(gzip.decompress((folder / name).read_bytes())[header:], np.uint8).copy()
+        values = values.reshape(60_000, 28, 28) if "images" in name else values
+        values[chosen] = values[chosen[::-1]]
+        write_idx(changed / name, values)
+    traced = [*OPTIONS, "--dataset=fashion-mnist", "--trace-every=1"]
+    for name, data in (("a", folder.parent), ("b", changed.parent)):
+        outcome = harness.run(2, *traced, f"--data-dir={data}", run_dir=harness.folder / name)
+        assert outcome.code == 0, outcome
+    done = command(harness, "diff", "a", "b")
+    assert done.returncode == 1, done
+    assert "trace: step 3, tensor conv1.weight and 7 more: other gradients from equal weights" in done.stdout
+    assert f"the values of sample {chosen[0]}, {chosen[1]} differ, first used in step 3" in done.stdout
 
 
 def test_trace_of_a_killed_run_is_that_of_one_process_and_costs_no_bit(harness: Harness) -> None:
