@@ -18,9 +18,10 @@ check() {
 check tools:docs:check/samestep_check/inside:observe/samestep_observe/inside . \
   --exclude '^observe/samestep_observe/inside/sitecustomize' core launch observe check scripts tools docs
 check observe/samestep_observe/inside . observe/samestep_observe/inside/sitecustomize.py
-check tests:tools:tests/check:tests/check/scripts:tests/common:tests/core:tests/kit:tests/llm_finetune:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
-  --exclude '^tests/(adversarial/|launch/|(core|observe)/conftest)' tests
+check tests:tools:tests/check:tests/check/scripts:tests/common:tests/core:tests/kit:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
+  --exclude '^tests/(adversarial/|launch/|llm_finetune/|(core|observe)/conftest)' tests
 check tests:tests/launch:tests/adversarial . --exclude adversarial/conftest tests/launch tests/adversarial
+check tests:tools:tests/common:tests/llm_finetune . tests/llm_finetune
 for app in apps/*/; do
   check . "$app" .
   loop=benchmarks/loops/$(basename "$app").py
@@ -29,7 +30,7 @@ for app in apps/*/; do
   fi
 done
 check apps/resnet50_mindspore:benchmarks/loops . benchmarks/resnet50_step.py
-check apps/mnist_ddp . benchmarks/[!fr]*.py
+check apps/mnist_ddp:benchmarks . benchmarks/[!fr]*.py
 check apps/gpt_fsdp . benchmarks/fsdp_*.py
 check benchmarks/loops:benchmarks/elsewhere . benchmarks/elsewhere
 check . benchmarks/loops accelerate_loop.py lightning_loop.py textbook_ddp.py

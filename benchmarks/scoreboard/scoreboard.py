@@ -7,7 +7,8 @@
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
 
 Each example is its authors' file, downloaded at the commit that its origin.json names, and verified by its SHA-256. Its
-samestep.ed holds our changes: the source of the data, the length of the training, and CPU in place of a GPU.
+samestep.ed holds our changes: the source of the data, the length of the training, and CPU in place of a GPU. If a
+program's name ends in -kit, its example has the changes of kit.ed too, which bring samestep.torch.
 """
 
 from __future__ import annotations
@@ -35,15 +36,24 @@ from samestep_check.rows import ROWS
 from subjects import SUBJECTS, Subject
 
 MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
-LIMITS = ("--row-limit=300", "--total-limit=3600")  # seconds
 SECONDS = re.compile(r"(\d+\.\d) s\b")
 Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: verdict, what was seen, when
 
 
-def measure(subject: Subject, rows: Sequence[str], given: Path | None, keep: Path | None) -> dict[str, tuple[str, str]]:
-    """Return the verdict of each row, and its line."""
+def measure(
+    subject: Subject, rows: Sequence[str], given: Path | None, limits: Sequence[str], keep: Path | None
+) -> dict[str, tuple[str, str]]:
+    """Return the verdict of each row, and its line.
+
+    Args:
+        subject: the program.
+        rows: names of rows.
+        given: folder of the originals, or None to download them.
+        limits: options of the check for its time.
+        keep: folder for the copies and their output, or None.
+    """
     environ = dict(os.environ)
-    options = checker.build_parser().parse([*LIMITS, *subject.options, *([f"--keep={keep}"] if keep else [])])
+    options = checker.build_parser().parse([*limits, *subject.options, *([f"--keep={keep}"] if keep else [])])
     results = {}
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary, contextlib.chdir(temporary):
         Path("home").mkdir()
@@ -97,13 +107,14 @@ def cell_text(text: str) -> str:
 
 
 def table(cells: Cells) -> str:
-    """Return the table of verdicts, then a table for each row, then machines, versions, dates and load."""
+    """Return the tables of verdicts, of the kit and of each row, then machines, versions, dates and load."""
     rows = [row for row in ROWS if row in cells]
     names = [name for name in SUBJECTS if any(name in cells[row] for row in rows)]
     lines = [f"| `--row` | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
-        verdicts = [cells[row].get(name, {"verdict": ""})["verdict"] for name in names]
+        verdicts = [cells[row].get(name, {"verdict": "not run"})["verdict"] for name in names]
         lines.append(f"| `{row}` | {' | '.join(verdicts)} |")
+    lines += kit_table(cells)
     for row in rows:
         lines += ["", f"### {ROWS[row].title}", "", f"| `--row {row}` | verdict | seen |", "|---|---|---|"]
         those = [(name, cells[row][name]) for name in names if name in cells[row]]
@@ -117,6 +128,31 @@ def table(cells: Cells) -> str:
     busy = f"{loads[0]}" if loads[0] == loads[-1] else f"{loads[0]} to {loads[-1]}"
     lines[-1] += f"The load of the machine was {busy}. A load above its cores makes the seconds longer."
     return "\n".join(lines)
+
+
+def kit_table(cells: Cells) -> list[str]:
+    """Return the lines of a table of the rows whose verdict the kit changes, with a line for each example."""
+    lines = []
+    for name, subject in SUBJECTS.items():
+        if not subject.kit or subject.origin is None:
+            continue
+        before = verdicts_of(cells, name.removesuffix("-kit"))
+        after = verdicts_of(cells, name)
+        if not after:
+            lines.append(f"| `{name}` | {sources.lines_of_kit(subject.origin)} | not run | | |")
+            continue
+        gained = [f"`{row}`" for row in after if after[row] == "passed" and before.get(row) not in ("passed", None)]
+        lost = [f"`{row}`" for row in after if after[row] not in ("passed", "not run") and before.get(row) == "passed"]
+        failed = [f"`{row}`" for row in after if after[row] == "failed" and before.get(row) != "passed"]
+        cut = [", ".join(each) or "none" for each in (gained, lost, failed)]
+        lines.append(f"| `{name}` | {sources.lines_of_kit(subject.origin)} | {' | '.join(cut)} |")
+    head = "| program | added lines | pass now | passed before | fail still |"
+    return ["", "### Changed by the kit", "", head, "|---|---|---|---|---|", *lines]
+
+
+def verdicts_of(cells: Cells, name: str) -> dict[str, str]:
+    """Return the verdicts of a program by row."""
+    return {row: cells[row][name]["verdict"] for row in ROWS if name in cells.get(row, {})}
 
 
 def write_page(path: Path, measured: str) -> None:
@@ -133,9 +169,12 @@ def show(subject: Subject, given: Path | None) -> None:
     """Print what we change in the example."""
     for file in sources.origin(subject.origin) if subject.origin else []:
         text = sources.fetch(file, given)
-        edits = (sources.HERE / str(subject.origin) / file.edits).read_text() if file.edits else ""
-        changed = sources.apply(text, edits)
         names = (file.page, f"{file.name}, as it is run")
+        changed = sources.as_run(str(subject.origin), file, given=given)
+        if subject.kit:
+            text = changed
+            names = (names[1], f"{file.name}, with the kit")
+            changed = sources.as_run(str(subject.origin), file, given=given, kit=True)
         sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), changed.splitlines(True), *names))
 
 
@@ -162,6 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE, between its two marks")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the copies and output of one program")
+    parser.add_argument("--row-limit", type=int, default=300, metavar="T", help="seconds of a row (default: 300)")
     words = "measure the programs in turns, N times, and show the median of the seconds and their range"
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help=words)
     return parser.parse_args()
@@ -197,10 +237,12 @@ def measure_all(options: argparse.Namespace, names: Sequence[str], wanted: Seque
     if options.json and options.json.exists():
         cells = json.loads(options.json.read_text())
     of_rounds: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    limits = [f"--row-limit={options.row_limit}", f"--total-limit={12 * options.row_limit}"]
+    given = options.sources and options.sources.resolve()
     for name in list(names) * options.rounds:
         print(f"$ bash scripts/test.sh -e scoreboard -- --only {name}", file=sys.stderr, flush=True)
         keep = options.keep and options.keep.resolve()
-        results = measure(SUBJECTS[name], wanted, options.sources and options.sources.resolve(), keep)
+        results = measure(SUBJECTS[name], wanted, given=given, limits=limits, keep=keep)
         for row, result in results.items():
             of_rounds.setdefault((row, name), []).append(result)
             verdict, seen = summary(of_rounds[row, name])

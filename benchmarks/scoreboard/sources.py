@@ -2,7 +2,8 @@
 
 Their code is not in this repository. ``<name>/origin.json`` gives a file's address and SHA-256. ``<name>/samestep.ed``
 gives our changes as an ed script (``diff -e`` makes one): line numbers of the original, and the lines that replace
-them. The line numbers are exact because the SHA-256 fixes every byte of the original.
+them. The line numbers are exact because the SHA-256 fixes every byte of the original. ``<name>/kit.ed`` brings
+`samestep.torch` to the result of samestep.ed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+COMMAND = re.compile(r"(\d+)(?:,(\d+))?([acd])")  # of an ed script
 TIMEOUT = 10.0  # seconds, for the connection and each read
 
 
@@ -35,6 +37,7 @@ class File:
     sha256: str
     name: str
     edits: str = ""  # the ed script's file name; empty for an unchanged file
+    kit: str = ""  # the ed script that brings the kit, applied after ``edits``
     package: str = ""  # the wheel that has it at this path, instead of a commit
 
     @property
@@ -110,7 +113,7 @@ def apply(text: str, script: str) -> str:
     before = len(lines) + 1
     k = 0
     while k < len(commands):
-        found = re.fullmatch(r"(\d+)(?:,(\d+))?([acd])", commands[k])
+        found = COMMAND.fullmatch(commands[k])
         if not found:
             raise ValueError(f"line {k + 1} of the edits is no a, c or d with line numbers: {commands[k]!r}")
         first = int(found[1])
@@ -129,11 +132,41 @@ def apply(text: str, script: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put(name: str, folder: Path, given: Path | None = None) -> Path:
-    """Write an example, with our edits, into a folder; returns the program."""
+def lines_of_kit(name: str) -> int:
+    """Return how many lines the kit adds to an example."""
+    added = 0
+    for file in origin(name):
+        lines = (HERE / name / file.kit).read_text().splitlines() if file.kit else []
+        added += sum(not COMMAND.fullmatch(line) and line != "." for line in lines)
+    return added
+
+
+def as_run(name: str, file: File, given: Path | None = None, kit: bool = False) -> str:
+    """Return the text of an example's file with our edits.
+
+    Args:
+        name: of the example.
+        file: one of its files.
+        given: as in `fetch`.
+        kit: whether to apply the edits that bring the kit too.
+    """
+    text = fetch(file, given)
+    for script in (file.edits, file.kit if kit else ""):
+        if script:
+            text = apply(text, (HERE / name / script).read_text())
+    return text
+
+
+def put(name: str, folder: Path, given: Path | None = None, kit: bool = False) -> Path:
+    """Write an example, with our edits, into a folder; return the program.
+
+    Args:
+        name: of the example.
+        folder: gets the files.
+        given: as in `fetch`.
+        kit: whether to apply the edits that bring the kit too.
+    """
     files = origin(name)
     for file in files:
-        text = fetch(file, given)
-        changed = apply(text, (HERE / name / file.edits).read_text()) if file.edits else text
-        (folder / file.name).write_text(changed)
+        (folder / file.name).write_text(as_run(name, file, given=given, kit=kit))
     return folder / files[0].name

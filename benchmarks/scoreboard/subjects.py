@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +66,55 @@ def jpegs(folder: Path) -> None:
         Image.fromarray(image).save(folder / "images" / f"digit-{label}_{number}.jpg")
 
 
+SIZES = {
+    "vocab_size": 201,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (201, 32),
+    "model.norm.weight": (32,),
+    "lm_head.weight": (201, 32),
+    "model.layers.0.input_layernorm.weight": (32,),
+    "model.layers.0.post_attention_layernorm.weight": (32,),
+    "model.layers.0.mlp.gate_proj.weight": (64, 32),
+    "model.layers.0.mlp.up_proj.weight": (64, 32),
+    "model.layers.0.mlp.down_proj.weight": (32, 64),
+    **{f"model.layers.0.self_attn.{name}_proj.weight": (32, 32) for name in "qkvo"},
+}
+
+
+def language_model(folder: Path) -> None:
+    """Write 999 texts of 17 words, a tokenizer and a small Llama, without transformers, which needs an adapter."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    draw = random.Random(0)
+    words = [f"w{number}" for number in range(200)]
+    lines = [" ".join(draw.choices(words, k=17)) for _ in range(999)]
+    (folder / "stories.txt").write_text("\n".join(lines) + "\n")
+    model = folder / "model"
+    model.mkdir()
+    end = "</s>"
+    vocabulary = {word: number for number, word in enumerate([end, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=end))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    of_tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (model / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
+    of_model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32, **SIZES}
+    (model / "config.json").write_text(json.dumps(of_model))
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in SHAPES.items():
+        drawn = torch.randn(shape, generator=generator) * 0.02
+        weights[name] = torch.ones(shape) if "norm" in name else drawn
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
 class Subject(NamedTuple):
     """A program: its command and options for `samestep check`. An example's folder here has its origin and edits."""
 
@@ -74,6 +125,7 @@ class Subject(NamedTuple):
     options: Sequence[str] = (f"--adapter={HERE / 'cpu_torchvision.py'}",)
     environ: Mapping[str, str] = {}
     script: str = ""  # run.sh, which the command calls
+    kit: bool = False  # with the changes that bring samestep.torch
 
     def put(self, folder: Path, given: Path | None) -> None:
         """Write the program, and data where it looks for them, into a new folder."""
@@ -81,7 +133,7 @@ class Subject(NamedTuple):
             shutil.copytree(ROOT / "apps" / "mnist_ddp", folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
             return
         folder.mkdir()
-        sources.put(self.origin, folder, given)
+        sources.put(self.origin, folder, given=given, kit=self.kit)
         self.prepare(folder)
         if self.script:
             (folder / "run.sh").write_text(self.script)
@@ -89,9 +141,13 @@ class Subject(NamedTuple):
 
 OPTIONS = "--timeout 20 --dataset mnist-5k --device cpu --epochs 3 --global-batch-size 481 --checkpoint-every 3"
 PYTORCH = "multigpu_torchrun.py 3 1 --batch_size={480/n}"
-ACCELERATE = f"{TORCHRUN} complete_cv_example.py --cpu --data_dir=images --checkpointing_steps=epoch --output_dir=saved"
+ACCELERATE_KIT = f"{TORCHRUN} complete_cv_example.py --cpu --data_dir=images --output_dir=saved"
+ACCELERATE = f"{ACCELERATE_KIT} --checkpointing_steps=epoch"
 LIGHTNING = """python backbone_image_classifier.py --trainer.accelerator=cpu --trainer.strategy=ddp
 --trainer.devices={n} --trainer.max_epochs=3 --trainer.enable_progress_bar=false --data.batch_size={480/n}"""
+TRAINER = f"""{TORCHRUN} nd_parallel_trainer.py --device-type=cpu --model-name=model --sequence-length=16
+--checkpoint-frequency=3 --save-dir=saved"""
+OF_TRAINER = "torch", "accelerate", "transformers", "datasets"
 CPU = Subject([]).options
 
 SUBJECTS: dict[str, Subject] = {
@@ -107,6 +163,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "pytorch": Subject(f"{TORCHRUN} {PYTORCH}".split(), origin="pytorch"),
     "pytorch-restarts": Subject(f"{TORCHRUN} --max-restarts=3 {PYTORCH}".split(), origin="pytorch"),
+    "pytorch-kit": Subject(f"{TORCHRUN} {PYTORCH}".split(), origin="pytorch", kit=True),
     "accelerate": Subject(
         ACCELERATE.split(),
         ("torch", "accelerate", "timm"),
@@ -118,7 +175,22 @@ SUBJECTS: dict[str, Subject] = {
             f"--resume-command=sh -c '{ACCELERATE.replace('=2', '={n}')} --resume_from_checkpoint={NEWEST}'",
         ),
     ),
+    "accelerate-kit": Subject(
+        ACCELERATE_KIT.split(),
+        ("torch", "accelerate", "timm"),
+        "accelerate",
+        jpegs,
+        (*CPU, "--link=images"),
+        kit=True,
+    ),
     "lightning": Subject(LIGHTNING.split(), ("torch", "lightning"), "lightning"),
+    "lightning-kit": Subject(
+        [*LIGHTNING.split(), "--trainer.use_distributed_sampler=false"], ("torch", "lightning"), "lightning", kit=True
+    ),
+    "trainer": Subject(TRAINER.split(), OF_TRAINER, "trainer", language_model, CPU, {"HF_HUB_OFFLINE": "1"}),
+    "trainer-kit": Subject(
+        TRAINER.split(), OF_TRAINER, "trainer", language_model, CPU, {"HF_HUB_OFFLINE": "1"}, kit=True
+    ),
     "horovod": Subject(
         f"{HOROVODRUN} -np 2 python pytorch_mnist.py {HOROVOD} --batch-size={{480/n}}".split(),
         ("torch", "horovod"),

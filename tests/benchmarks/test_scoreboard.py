@@ -73,8 +73,8 @@ def test_an_example_is_known_to_the_byte_and_its_licence_allows_it(board: dict[s
     for file in board["sources"].origin(name):
         assert len(file.sha256) == 64
         assert file.package or len(file.commit) == 40
-        if file.edits:  # in order, with any text
-            board["sources"].apply("\n" * 1000, (HERE / name / file.edits).read_text())
+        for script in filter(None, (file.edits, file.kit)):  # in order, with any text
+            board["sources"].apply("\n" * 1000, (HERE / name / script).read_text())
 
 
 def test_an_original_that_is_another_or_is_not_there_is_an_error(board: dict[str, Any], tmp_path: Path) -> None:
@@ -104,6 +104,20 @@ def test_a_mistake_in_a_call_is_one_line(board: dict[str, Any], monkeypatch: pyt
         assert str(raised.value).startswith(message)
 
 
+def test_the_kit_adds_few_lines_and_its_table_has_the_rows_that_flip(board: dict[str, Any]) -> None:
+    most = {"pytorch": 12, "accelerate": 9, "lightning": 10, "trainer": 24}
+    assert {subject.origin for subject in board["subjects"].SUBJECTS.values() if subject.kit} == set(most)
+    assert all(0 < board["sources"].lines_of_kit(name) <= lines for name, lines in most.items())
+    verdicts = {"term": ("failed", "passed"), "one-rank": ("failed", "failed"), "two-jobs": ("passed", "not seen")}
+    cells = {}
+    for row, (before, after) in verdicts.items():
+        cells[row] = {"pytorch": {"verdict": before}, "pytorch-kit": {"verdict": after}}
+    cells["stalled"] = {"pytorch": {"verdict": "failed"}}  # not measured with the kit
+    lines = board["scoreboard"].kit_table(cells)
+    assert "| `pytorch-kit` | 12 | `term` | `two-jobs` | `one-rank` |" in lines
+    assert "| `accelerate-kit` | 9 | not run | | |" in lines
+
+
 def test_the_page_keeps_what_is_written_around_the_tables(board: dict[str, Any], tmp_path: Path) -> None:
     script = board["scoreboard"]
     page = tmp_path / "page.md"
@@ -111,7 +125,7 @@ def test_the_page_keeps_what_is_written_around_the_tables(board: dict[str, Any],
     cells = {"verdict": "passed", "seen": "a | b", **found}, {"verdict": "not run", "seen": "no <reason>", **found}
     measured = script.table({"term": {"pytorch": cells[0]}, "rank-killed": {"pytorch": cells[0], "ray": cells[1]}})
     assert "| `--row` | `pytorch` | `ray` |\n|---|---|---|\n| `rank-killed` | passed | not run |\n" in measured
-    assert "| `term` | passed |  |\n" in measured
+    assert "| `term` | passed | not run |\n" in measured
     assert measured.index("--row rank-killed") < measured.index("--row term")
     assert measured.count("| `--only pytorch` | passed | a / b |") == 2
     assert "| `--only ray` | not run | no &lt;reason> |" in measured

@@ -262,7 +262,7 @@ def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
 
 def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The C thread that writes them reads frames which a program at its end may free."""
-    calls = []
+    calls: list[str] = []
     dog = watchdog.Watchdog()
 
     def stop_and_arm(*arguments: Any, **options: Any) -> None:

@@ -1,7 +1,6 @@
 """Unsound: the moving average of the weights, which is evaluated, restarts at a resume."""
 
 import sys
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +45,8 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": average}
-                save(step, **{name: part.state_dict() for name, part in parts.items()})
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(step, average=average.state_dict(), **states)
             if asked:
                 sys.exit(STOPPED)
         evaluate(average)

@@ -1,7 +1,6 @@
 """Sound: parameter groups, clipped gradients, and a schedule that sets rates and momenta."""
 
 import sys
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -48,8 +47,8 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-                save(step, **{name: part.state_dict() for name, part in parts.items()})
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(step, schedule=schedule.state_dict(), **states)
             if asked:
                 sys.exit(STOPPED)
         evaluate(model)

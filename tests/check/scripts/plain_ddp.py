@@ -1,7 +1,6 @@
 """Sound: DistributedDataParallel, momentum, and a scheduler whose state is restored."""
 
 import sys
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +45,8 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-                save(step, **{name: part.state_dict() for name, part in parts.items()})
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(step, scheduler=scheduler.state_dict(), **states)
             if asked:
                 sys.exit(STOPPED)
         evaluate(model)

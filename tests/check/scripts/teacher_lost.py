@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -49,8 +48,8 @@ def main() -> None:
             report(step, loss)
             asked = stop.agreed()
             if asked or step % EVERY == 0:
-                parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "teacher": teacher}
-                save(step, **{name: part.state_dict() for name, part in parts.items()})
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(step, teacher=teacher.state_dict(), **states)
             if asked:
                 sys.exit(STOPPED)
         evaluate(model)

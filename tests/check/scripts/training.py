@@ -168,7 +168,7 @@ def evaluate(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
 def report(step: int, loss: torch.Tensor) -> None:
     """Print the loss of rank 0."""
     if dist.get_rank() == 0:
-        print(f"step {step} loss {float(loss):.4f}", flush=True)
+        print(f"step {step} loss {float(loss.detach()):.4f}", flush=True)
 
 
 # --- stop requests ---------------------------------------------------------------------------------------------------
