@@ -180,7 +180,7 @@ def test_words_and_paths_narrow_an_environment() -> None:
     command = sections()["testenv:mnist_elastic-cpu"]
     path = "tests/common/test_training.py"
     evaluated = {f"{path}::test_evaluate_only_leaves_the_run_as_it_is"}
-    assert collected(command, "-k", "only_to_evaluate") == evaluated
+    assert collected(command, "-k", "evaluate_only") == evaluated
     assert collected(command, path) == evaluated | {f"{path}::test_a_run_leaves_what_the_design_says"}
     # Its ranks come and go, so some common tests do not apply, even in the soak.
     every = {f"{path}::test_evaluations_between_epochs_change_no_step_and_the_best_is_kept"}

@@ -42,6 +42,7 @@ SPEC = App(
     parts=(40, 3),
     exact_steps=(50, 6),
     virtual_ranks=4,
+    replayed_steps=10,
     delay=30,  # in each of three micro-batches
     skipped_marks=("core_only", "best", "faults", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
 )

@@ -61,6 +61,7 @@ class App:
     patience: int = 20  # A --timeout, in seconds, that only a stopped rank exceeds.
     delay: int = 60  # In ms, and much longer than a step of few samples.
     kills: int = 20  # The number of kills of each kind at random steps, in a soak.
+    replayed_steps: int = 3  # The number of random steps that a soak runs again.
     launcher: str = "torchrun"  # The program that its launch script starts.
     preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
     compared: bool = True  # Its ranks hold the same weights, and compare them.

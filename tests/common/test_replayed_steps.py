@@ -16,7 +16,6 @@ from samestep_observe.recorded import RecordedRun
 
 STEP = 3  # before which small runs have no checkpoint, or one
 KILLED = 8  # the step at whose beginning a rank dies
-RANDOM_STEPS = {"mnist_ddp": 10, "cifar_ddp": 10}  # that a soak runs again; three of other apps
 
 
 def replay(harness: Harness, run_dir: str, step: int) -> subprocess.CompletedProcess[str]:
@@ -54,7 +53,7 @@ def test_random_steps_of_a_killed_run_have_the_recorded_bits(
     job = harness.start(3, *harness.app.small, "--keep-checkpoints=99", *tree, **fault)
     result = harness.checked(job.finish(), 3)
     assert result["restarts"] == 1
-    steps = random.sample(range(1, result["steps"] + 1), RANDOM_STEPS.get(harness.app.name, 3))
+    steps = random.sample(range(1, result["steps"] + 1), harness.app.replayed_steps)
     for step in steps:
         done = replay(harness, result["run_dir"], step)
         assert done.returncode == 0, done

@@ -7,4 +7,4 @@ from dataclasses import replace
 from mnist_spec import MNIST
 
 # The other torch programs, and a plain loop, are compared with its first variant.
-SPEC = replace(MNIST, virtual_ranks=8, skipped_marks=())
+SPEC = replace(MNIST, virtual_ranks=8, replayed_steps=10, skipped_marks=())

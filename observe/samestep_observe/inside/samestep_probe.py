@@ -199,7 +199,13 @@ def indices(batches: Any, step: int) -> list[int]:
 
 
 def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
-    """Return a number of each sample, which `TokenBatches` has; None for batches of other classes."""
+    """Return a number of each sample, which `TokenBatches` has; None for batches of other classes.
+
+    Args:
+        batches: the global batches.
+        name: name of the numbers, such as "lengths".
+        samples: the samples.
+    """
     values = getattr(batches, name, None)
     if values is None:
         return None

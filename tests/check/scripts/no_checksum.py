@@ -25,7 +25,7 @@ def save(step: int, **state: Any) -> None:
 def load() -> dict[str, Any] | None:
     if not LAST.exists():
         return None
-    state: dict[str, Any] = torch.load(LAST)
+    state: dict[str, Any] = torch.load(LAST, weights_only=True)
     return state
 
 
