@@ -98,7 +98,10 @@ def train_step(
 
 
 def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the loss summed over all ``targets`` [m, length], the bytes that follow ``tokens``."""
+    """Return the loss summed over all ``targets`` [m, length], the bytes that follow ``tokens``. m may be 0."""
+    if len(tokens) == 0:  # tensor-parallel ranks may wait forever without a window: one without targets
+        tokens = F.pad(tokens, (0, 0, 0, 1))
+        targets = F.pad(targets, (0, 0, 0, 1), value=IGNORED)
     scores = model(tokens).to(dtype)
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

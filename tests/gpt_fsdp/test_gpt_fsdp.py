@@ -159,7 +159,15 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
         assert difference < 1e-12
 
 
-@pytest.mark.soak  # in the matrix the test above resumes a run of 3x1 at 1x2
+def test_tensor_parallel_ranks_evaluate_a_batch_without_windows(harness: Harness) -> None:
+    """The last of 7 batches is the first group's; at this width its peers waited forever for a batch of no windows."""
+    options = ["--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--max-steps=1", "--timeout=60"]
+    found = harness.train(4, *options, "--mesh=2x2", run_dir=harness.folder / "2x2")
+    alone = harness.train(1, *options, run_dir=harness.folder / "1x1")
+    assert found["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-5)
+
+
+@pytest.mark.soak  # in the matrix a test above resumes a run of 3x1 at 1x2
 def test_a_run_killed_in_mid_epoch_resumes_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
