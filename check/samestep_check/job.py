@@ -19,7 +19,9 @@ from samestep import ConfigError
 from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
-LEFT_GRACE = 5.0  # seconds from a launcher's end until its processes must have ended too
+# Seconds from a launcher's end until its processes must have ended too. Workers of a torch DataLoader notice the end of
+# their rank after up to 5.
+LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
 MOST_CHARACTERS = 120  # of an error's line
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+from samestep_check.job import LEFT_GRACE
 from samestep_check.records import Records
 from samestep_check.rows_resume import restarted, resumed_at, saved_at
 from samestep_check.runner import PATIENCE, Faulted, ScriptRunner, kill_all
@@ -85,8 +86,8 @@ def leftovers(runner: ScriptRunner) -> str:
         if run.code is None:
             raise Failed(f"the job has not ended {run.duration:.0f} s after a fault")
     if runner.left_behind:
-        raise Failed(f"{runner.left_behind} processes outlive their launcher by 5 s")
-    return "no process outlives its launcher by 5 s"
+        raise Failed(f"{runner.left_behind} processes outlive their launcher by {LEFT_GRACE:g} s")
+    return f"no process outlives its launcher by {LEFT_GRACE:g} s"
 
 
 def recovery_time(runner: ScriptRunner) -> str:
