@@ -28,6 +28,7 @@ from samestep_observe.replay_job import NOT_REPLAYED
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--app", choices=APPS, default="mnist_ddp", help="the app that tests/common drives")
     parser.addoption("--device", default="cpu", help="its --device")
+    parser.addoption("--start-method", choices=("fork", "exec"), help="its --start-method, if it has one")
     parser.addoption("--every-case", action="store_true", help="all cases, with the matrix's low counts")
     parser.addoption("--soak", action="store_true", help="the high counts, for hours rather than minutes")
 
@@ -99,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """Runs the app under test; at the end nothing of it may be left running."""
-    made = Harness(app_spec(request.config.getoption("--app")), request.config.getoption("--device"), tmp_path)
+    option = request.config.getoption
+    made = Harness(app_spec(option("--app")), option("--device"), tmp_path, option("--start-method"))
     yield made
     made.check_nothing_left()
 

@@ -205,8 +205,9 @@ def rank_server(modules: Sequence[str]) -> subprocess.Popen[str]:
 
 
 class Harness:
-    def __init__(self, app: App, device: str, folder: Path) -> None:
+    def __init__(self, app: App, device: str, folder: Path, start_method: str | None = None) -> None:
         self.app = app
+        self._start_words = [f"--start-method={start_method}"] if start_method else []
         self.device = device
         self.folder = folder
         self.mark = uuid.uuid4().hex
@@ -227,7 +228,8 @@ class Harness:
         """Start ``scripts/run_<app>.sh n options`` in a session of its own."""
         run_dir = run_dir or self.folder / "run"
         script = str(ROOT / "scripts" / f"run_{self.app.name}.sh")
-        command = ["bash", script, str(n), f"--run-dir={run_dir}", f"--device={self.device}", *options]
+        common = [f"--run-dir={run_dir}", f"--device={self.device}", *self._start_words]
+        command = ["bash", script, str(n), *common, *options]
         return self.start_command(command, run_dir, **environ)
 
     def start_command(self, command: Sequence[str], run_dir: Path, cwd: Path | None = None, /, **environ: str) -> Job:
