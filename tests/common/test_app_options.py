@@ -20,7 +20,7 @@ sys.path[:0] = [sys.argv[1]]
 parsed = runpy.run_path(sys.argv[2])["parse"](["--epochs", "1", "--no-resume"])
 assert parsed.epochs == 1 and parsed.resume is False
 own = {name for name in sys.modules if name.startswith("samestep")}
-small = {f"samestep.{name}" for name in ("data", "data.files", "env", "root", "untrusted")}  # need no package
+small = {f"samestep.{name}" for name in ("data", "data.files", "env", "hooks", "job_info", "root", "untrusted")}
 assert own <= {"samestep", "samestep.options", *small}, own
 others = {name.partition(".")[0] for name in sys.modules} - {"samestep", "__main__"}
 assert others <= {*sys.stdlib_module_names}, others
