@@ -37,7 +37,14 @@ CODE_OR_TARGET = re.compile(
 PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # a user's own program may be a copy of one
 KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # of the names that samestep.torch exports
 # Launchers of apps call these, or an app names them in a type. A program of a user needs none of them.
-INTERNAL = {"samestep.monitor", "samestep.root", "samestep.rundir", "samestep.step_sync", "samestep.untrusted"}
+INTERNAL = {
+    "samestep.job_info",
+    "samestep.monitor",
+    "samestep.root",
+    "samestep.rundir",
+    "samestep.step_sync",
+    "samestep.untrusted",
+}
 KIT = "samestep.torch"
 UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
 

@@ -12,7 +12,9 @@ import functools
 import importlib.abc
 import importlib.util
 import json
+import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -155,10 +157,19 @@ def _end(run: Any) -> NoReturn:
     run.storage.finish(run)
     run.collectives.broadcast(b"")  # collective: a rank that ends may make its launcher end the others
     run.monitor.stop()
+    end_workers()
     horovod = sys.modules.get("horovod.torch")
     if horovod is not None:  # its thread would report the end of another rank as an error
         horovod.shutdown()
     os._exit(0)
+
+
+def end_workers() -> None:
+    """Kill the workers of data loaders. They ignore TERM, and a forked rank would wait for their end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker ends
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
 
 
 @guarded
