@@ -278,6 +278,16 @@ def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, m
     assert calls == ["canceled", "armed", "canceled"]
 
 
+def test_a_rank_without_a_limit_writes_its_heartbeat(tmp_path: Path) -> None:
+    """faulthandler takes no infinite time, and a program of one's own may have no limit."""
+    (tmp_path / "log").mkdir()
+    dog = watchdog.Watchdog()
+    dog._world = World(0, 1)
+    dog.write_to(tmp_path / "log")
+    dog.stop()
+    assert json.loads((tmp_path / "log" / "alive-0").read_text())["rank"] == 0
+
+
 def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
     sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
     job.alive(1, lambda seen: seen["step"] == 9)
