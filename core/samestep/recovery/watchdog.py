@@ -290,8 +290,8 @@ class Watchdog(Monitor):
     def _seconds_to_stacks(self) -> float:
         """Return after how many seconds without a heartbeat a C thread, which needs no interpreter, writes stacks.
 
-        Python 3.11 reads frames that the program may free meanwhile, so a writing may end a rank that trains by SIGSEGV. A
-        busy machine delays heartbeats by seconds, so only half the limit shows that the rank hangs.
+        Python 3.11 reads frames that the program may free meanwhile, so a writing may end a rank that trains by
+        SIGSEGV. A busy machine delays heartbeats by seconds, so only half the limit shows that the rank hangs.
         """
         least, most = STALL_DUMP_AFTER
         return max(least, min(most, self._clock.limit() / 2))
