@@ -97,18 +97,25 @@ KINDS = {"kill": _kill, "stop": _stop, "block": _block, "pause": _pause, "skip":
 
 
 def _arm(faults: list[dict[str, Any]]) -> None:
-    from samestep import sharding
+    from samestep.data.token_batches import TokenBatches
+    from samestep.sharding import GlobalBatches
 
-    indices = sharding.GlobalBatches.indices
+    _strike_before(faults, GlobalBatches, "indices")
+    _strike_before(faults, TokenBatches, "plan")  # its sampler takes samples from here
 
-    def indices_with_faults(self: Any, step: int, *micro_batch: Any) -> Any:
+
+def _strike_before(faults: list[dict[str, Any]], batches: type, name: str) -> None:
+    """Let the method ``name`` of ``batches``, whose argument is a step, begin with the faults of that step."""
+    method = getattr(batches, name)
+
+    def method_with_faults(self: Any, step: int, *others: Any) -> Any:
         for fault in [fault for fault in faults if fault.get("step") == step]:
             faults.remove(fault)
             if not os.path.exists(fault["path"]):
                 KINDS[fault["kind"]](fault)
-        return indices(self, step, *micro_batch)
+        return method(self, step, *others)
 
-    sharding.GlobalBatches.indices = indices_with_faults  # type: ignore[assignment,method-assign]
+    setattr(batches, name, method_with_faults)
 
 
 # The rank itself, not the launcher that has train.py among its arguments.
