@@ -222,6 +222,12 @@ def _is_folder(leaf: str, descriptor: int) -> bool:
     return True
 
 
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of ``content`` to an open file: one call of the system may write a part."""
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
 def _is_link(part: str, descriptor: int) -> bool:
     try:
         return stat.S_ISLNK(os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode)

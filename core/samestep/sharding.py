@@ -44,7 +44,7 @@ _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # SplitMix64's first multiplier
 _SHIFT = np.uint64(32)
 
 
-def _mix(z: Any) -> Any:
+def splitmix64(z: Any) -> Any:
     """Return SplitMix64's output function of ``z``, an int or a uint64 array: a bijection on [0, 2**64).
 
     Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. The constants are
@@ -68,12 +68,12 @@ def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint6
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
     if not 0 <= epoch <= _MASK:
         raise ValueError(f"epoch must be in [0, 2**64), got {epoch}")
-    state = _mix((seed + _GAMMA) & _MASK)
-    state = _mix((state + epoch) & _MASK)
+    state = splitmix64((seed + _GAMMA) & _MASK)
+    state = splitmix64((state + epoch) & _MASK)
     keys = []
     for i in range(1, 2 * rounds, 2):
-        multiplier = _mix((state + i * _GAMMA) & _MASK)
-        offset = _mix((state + (i + 1) * _GAMMA) & _MASK)
+        multiplier = splitmix64((state + i * _GAMMA) & _MASK)
+        offset = splitmix64((state + (i + 1) * _GAMMA) & _MASK)
         keys.append((np.uint64(multiplier | 1), np.uint64(offset)))
     return tuple(keys)
 
@@ -346,8 +346,8 @@ def step_seed(seed: int, step: int) -> int:
     The seed is derived, so it is never saved. A rank that draws for the whole global batch and takes its own rows drops
     the same units at any world size.
     """
-    state = _mix((seed + _GAMMA) & _MASK)
-    return int(_mix((state ^ step) & _MASK))
+    state = splitmix64((seed + _GAMMA) & _MASK)
+    return int(splitmix64((state ^ step) & _MASK))
 
 
 def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -362,4 +362,4 @@ def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
     """
     counters = indices.astype(np.uint64) + np.uint64(1)
     states = counters * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
-    return np.asarray(_mix(states), np.uint64)
+    return np.asarray(splitmix64(states), np.uint64)

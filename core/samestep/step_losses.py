@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep import checkpoint, untrusted
-from samestep.root import Root
+from samestep.root import Root, write_all
 
 NAME = "log/losses.bin"  # in a run dir
 RECORD = np.dtype([("step", "<i8"), ("loss", "<f8")])
@@ -44,8 +44,7 @@ class StepLosses:
         """Append (step, loss) of some steps, in order. Raises NonRetryableError if the disk is full."""
         content = np.array(list(records), RECORD).tobytes()
         with checkpoint.writing(self._path):
-            while content:
-                content = content[os.write(self._descriptor, content) :]
+            write_all(self._descriptor, content)
 
     def sync(self) -> None:
         """Make the records survive a crash of the machine. A checkpoint relies on them, so call this before it."""

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep import RetryableError, checkpoint, untrusted
-from samestep.root import Root
+from samestep.root import Root, write_all
+from samestep.sharding import splitmix64
 
 NAME = "log/trace.jsonl"  # in a run dir
 Digests = Mapping[str, int]  # 64 bits by a tensor's name
@@ -73,10 +74,8 @@ def digest(values: NDArray[Any], offset: Sequence[int] = (), shape: Sequence[int
 def _keys(salt: int, first: int, end: int) -> NDArray[np.uint64]:
     """Return the odd keys of the places [first, end), which SplitMix64 makes."""
     places = np.arange(first, end, dtype=np.uint64) + np.uint64(salt << 48)
-    mixed = places * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    mixed: NDArray[np.uint64] = splitmix64(places * np.uint64(0x9E3779B97F4A7C15))
+    return mixed | np.uint64(1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -243,8 +242,7 @@ class TraceFile:
         with checkpoint.writing(self._path):
             if self._descriptor is None:
                 self._descriptor = self._open()
-            while content:
-                content = content[os.write(self._descriptor, content) :]
+            write_all(self._descriptor, content)
 
     def sync(self) -> None:
         """Make the lines survive a crash of the machine."""

@@ -84,15 +84,17 @@ def _run(options: Options) -> int:
     one = RecordedRun(options.one)
     other = RecordedRun(options.other)
     comparison = compare(one.losses, other.losses)
+    first = first_step(one, other)
     lines = []
     for line in describe(options, one, other, comparison):
         print(printable(line), flush=True)
         lines.append(line)
     if options.html:
-        diff_page.write(options.html, (one, other), lines=lines, first=first_step(one, other))
+        diff_page.write(options.html, (one, other), lines=lines, first=first)
     if comparison.count == 0:
         return 2
-    return 1 if first_step(one, other) is not None or lines[-1].startswith("different: ") else 0
+    is_different = first is not None or lines[-1].startswith("different: ")
+    return int(is_different)
 
 
 def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:

@@ -105,7 +105,7 @@ def _process_of(run_dir: Path, rank: int) -> int:
 
 
 def _exists(pid: int) -> bool:
-    """Return whether this user may send a signal to a process. 0 and 1 are no rank's, whatever a file says."""
+    """Return whether this user may send a signal to a process. Processes 0 and 1 are never ranks."""
     if not 1 < pid < 2**31:
         return False
     try:

@@ -100,8 +100,8 @@ def reference(position: int, n: int, seed: int, epoch: int) -> int:
     """The same order in Python's own integers, one position at a time: no NumPy, so no platform can bend it."""
     rounds = 8 if n >= 1024 else 32
     mask = 2**64 - 1
-    state = sharding._mix((sharding._mix((seed + 0x9E3779B97F4A7C15) & mask) + epoch) & mask)
-    stream = [sharding._mix((state + i * 0x9E3779B97F4A7C15) & mask) for i in range(1, 2 * rounds + 1)]
+    state = sharding.splitmix64((sharding.splitmix64((seed + 0x9E3779B97F4A7C15) & mask) + epoch) & mask)
+    stream = [sharding.splitmix64((state + i * 0x9E3779B97F4A7C15) & mask) for i in range(1, 2 * rounds + 1)]
     a = math.isqrt(n - 1) + 1
     b = (n + a - 1) // a
     value = position
@@ -127,7 +127,7 @@ def test_permute_equals_the_reference(n: int, seed: int, epoch: int, data: st.Da
 
 def test_mixer_is_splitmix64() -> None:
     """First outputs of the published generator for seed 1234567."""
-    outputs = [sharding._mix((1234567 + i * sharding._GAMMA) % 2**64) for i in (1, 2, 3)]
+    outputs = [sharding.splitmix64((1234567 + i * sharding._GAMMA) % 2**64) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
@@ -138,7 +138,7 @@ def test_mixer_is_splitmix64() -> None:
 @given(SEEDS, st.integers(0, 1000), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20))
 def test_the_bits_of_samples_are_a_splitmix64_stream_at_their_places(seed: int, epoch: int, indices: list[int]) -> None:
     start = step_seed(seed, epoch)
-    expected = [sharding._mix((start + (index + 1) * sharding._GAMMA) % 2**64) for index in indices]
+    expected = [sharding.splitmix64((start + (index + 1) * sharding._GAMMA) % 2**64) for index in indices]
     bits = sample_bits(seed, epoch, np.array(indices, np.int64))
     assert bits.dtype == np.uint64
     assert bits.tolist() == expected

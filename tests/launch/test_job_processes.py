@@ -33,7 +33,7 @@ def shows(pid: int, info: JobInfo) -> bool:
 
 
 def test_a_process_of_the_job_is_found_whatever_else_its_document_has() -> None:
-    """Apps start processes with other fields. Those of other jobs and launch scripts are not the job's."""
+    """Apps start processes with other fields. Processes of other jobs and launch scripts are left out."""
     mine = JobInfo(job="mine", launcher=this_launcher())
     with ExitStack() as stack:
         same = stack.enter_context(sleeping(mine))

@@ -52,5 +52,5 @@ def train_with_kill(row: Row, ranks: int) -> dict[str, Any]:
     run_ranks(row, [*words, str(KILLED_AT)], ranks, killed=ranks - 1)
     found = printed(run_ranks(row, words, ranks))
     if len(found["losses"]) >= STEPS:
-        raise RuntimeError(f"the run started anew: it took {len(found['losses'])} steps after the kill")
+        raise RuntimeError(f"the run started from the beginning: it took {len(found['losses'])} steps after the kill")
     return found

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 EXAMPLES = 200
-BATCH = 37  # no number of ranks divides it, and the last batch of an epoch is smaller
+BATCH = 37  # not a multiple of 2 or 3, and the last batch of an epoch is smaller
 TIMEOUT = 30.0  # seconds
 
 

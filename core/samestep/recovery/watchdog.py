@@ -41,7 +41,9 @@ from samestep.untrusted import write_json
 _TICK = 1.0  # seconds
 _MIN_TICK = 0.05  # seconds, shortly before the limit
 _SILENT = 5.0  # seconds without a tick after which this process itself was stopped
-STALL_DUMP_AFTER = 2.5, 150.0  # least and most seconds without a heartbeat, see `_seconds_to_stacks`
+# Seconds without a heartbeat, see `_seconds_to_stacks`.
+STALL_DUMP_AFTER = 2.5
+STALL_DUMP_LATEST = 150.0
 ORPHAN_GRACE = 3.0  # seconds in which a rank without its launcher may save a step
 _DIAGNOSIS_TIMEOUT = 1.7  # seconds
 _NO_FOLDER = Path(os.devnull)  # until the run dir is known; writes into it fail silently
@@ -293,8 +295,7 @@ class Watchdog(Monitor):
         Python 3.11 reads frames that the program may free meanwhile, so a writing may end a rank that trains by
         SIGSEGV. A busy machine delays heartbeats by seconds, so only half the limit shows that the rank hangs.
         """
-        least, most = STALL_DUMP_AFTER
-        return max(least, min(most, self._clock.limit() / 2))
+        return max(STALL_DUMP_AFTER, min(STALL_DUMP_LATEST, self._clock.limit() / 2))
 
     def values(self) -> dict[str, Any]:
         """Return a heartbeat's values. ``at`` is the main thread's file, line and function in the program."""
