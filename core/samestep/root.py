@@ -94,6 +94,10 @@ class Root:
                 raise
             return file
 
+    def append(self, name: str) -> IO[bytes]:
+        """Open or make a file to append to, without a buffer. Raises as `open`."""
+        return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
+
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
         """Open a new file to write; a file or a link that has its place is deleted."""
         with self._parent(name) as (descriptor, leaf):

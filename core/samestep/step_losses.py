@@ -36,19 +36,19 @@ class StepLosses:
         self._path = run_dir / NAME
         with checkpoint.writing(self._path):
             Root(run_dir).make_folder("log")
-            self._descriptor = Root(run_dir).open(NAME, os.O_RDWR | os.O_APPEND)
+            self._file = Root(run_dir).append(NAME)
             size = count_until(read(run_dir), resumed_from or 0) * RECORD.itemsize
-            os.ftruncate(self._descriptor, size)
+            self._file.truncate(size)
 
     def write(self, records: Iterable[tuple[int, float]]) -> None:
         """Append (step, loss) of some steps, in order. Raises NonRetryableError if the disk is full."""
         content = np.array(list(records), RECORD).tobytes()
         with checkpoint.writing(self._path):
-            write_all(self._descriptor, content)
+            write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
         """Make the records survive a crash of the machine. A checkpoint relies on them, so call this before it."""
-        os.fsync(self._descriptor)
+        os.fsync(self._file.fileno())
 
 
 def read(run_dir: Path) -> NDArray[np.void]:

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,14 +225,11 @@ class TraceFile:
         """
         self._root = Root(run_dir)
         self._path = run_dir / NAME
-        self._descriptor: int | None = None
+        self._file: IO[bytes] | None = None
         if self._path.exists():
             length = length_until(untrusted.read_bytes(self._path), resumed_from or 0)
-            self._descriptor = self._open()
-            os.ftruncate(self._descriptor, length)
-
-    def _open(self) -> int:
-        return self._root.open(NAME, os.O_RDWR | os.O_APPEND)
+            self._file = self._root.append(NAME)
+            self._file.truncate(length)
 
     def write(self, records: Iterable[Record]) -> None:
         """Append records, in order. Raises NonRetryableError if the disk is full."""
@@ -240,14 +237,14 @@ class TraceFile:
         if not content:
             return
         with checkpoint.writing(self._path):
-            if self._descriptor is None:
-                self._descriptor = self._open()
-            write_all(self._descriptor, content)
+            if self._file is None:
+                self._file = self._root.append(NAME)
+            write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
         """Make the lines survive a crash of the machine."""
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
 
 def _encode(record: Record) -> bytes:

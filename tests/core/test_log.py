@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import LIMIT, child, rank_log, running, start, verdict
-from samestep import NonRetryableError
+from samestep import NonRetryableError, trace
 from samestep.metrics import Metrics
 
 
@@ -50,6 +50,14 @@ def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, {"app": "toy"}, None)
     metrics.write(step=1, loss=0.5)
     assert lines_of(tmp_path)[-1] == {"step": 1, "loss": 0.5}
+
+
+def test_files_are_closed_with_the_run_that_opened_them(tmp_path: Path) -> None:
+    write_steps(tmp_path, None, 1)
+    (tmp_path / trace.NAME).touch()  # as of a run with --trace-every
+    before = len(os.listdir("/proc/self/fd"))
+    write_steps(tmp_path, 1, 2)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_resume_cuts_later_steps_and_says_so(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from samestep.root import Root, try_lock
 # Each method, called for a file or a folder below "log".
 METHODS: dict[str, Callable[[Root], object]] = {
     "open": lambda root: os.close(root.open("log/x", os.O_WRONLY | os.O_APPEND)),
+    "append": lambda root: root.append("log/x").close(),
     "create": lambda root: root.create("log/x").close(),
     "make_folder": lambda root: root.make_folder("log/x"),
     "rename from": lambda root: root.rename("log/x", "y"),
