@@ -89,7 +89,7 @@ def test_each_concept_names_the_tests_that_prove_it() -> None:
     }
     for section in sections:
         claims = re.findall(r"^- .*?(?=^- |^$|\Z)", section, re.MULTILINE | re.DOTALL)
-        unproved = [claim for claim in claims if "tests/" not in claim]
+        unproved = [claim for claim in claims if "tests/" not in claim and not re.search(r"\[\^\d+\]", claim)]
         assert len(claims) >= 3
         assert not unproved
 

@@ -46,6 +46,7 @@ EXTRA = ("long", "colons")
 EXEMPT = re.compile(r"(<!--|#) prose: \w")
 NO_PROSE = re.compile(r"#!|# *(noqa|type:|mypy:|fmt:|ruff:)")
 END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<! vs\.)[)*]*\s+(?=[A-Za-z*(])")
+NO_TEXT = re.compile(r"\s*(\||#|<|>|!\[|\[\^|---)")  # tables, headings, HTML, quotations, pictures, footnotes
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -75,6 +76,7 @@ def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
 
     text = re.sub(r"``.+?``|`[^`]+`", lambda match: word("CODE", match), paragraph, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", lambda match: word(match[1], match), text)
+    text = re.sub(r"\[\^\d+\]", "", text)  # a footnote's number
     text = re.sub(r'"[^"]*"|“[^”]*”', lambda match: word("QUOTE", match), text)
     name, _, start = place.rpartition(":")
     begin = 0
@@ -96,7 +98,7 @@ def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
     fenced = False
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
-        skipped = fenced or fence or not line.strip() or re.match(r"\s*(\||#|<|>|!\[|---)", line) or EXEMPT.search(line)
+        skipped = fenced or fence or not line.strip() or NO_TEXT.match(line) or EXEMPT.search(line)
         item = ITEM.match(line)
         if (skipped or item) and block:
             yield f"{name}:{start}", "\n".join(block)

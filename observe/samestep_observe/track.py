@@ -271,7 +271,11 @@ def _check_installed(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
-    """Keep other processes from copying the same steps. If one does, wait while the run lasts, then FINISH_SECONDS."""
+    """Prevent other processes from copying the same steps.
+
+    If another process holds the lock, wait while the run lasts, and at least FINISH_SECONDS + 5, in which the other one
+    finishes. Raises ConfigError after that.
+    """
     try:
         Root(run_dir).make_folder("track")
         file = Root(run_dir).open("track/.lock", os.O_WRONLY)

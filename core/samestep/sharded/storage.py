@@ -358,11 +358,12 @@ def _wait_for_reports(
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file of a folder that ranks write to; those that cannot be read are left out."""
+    """Return the size of each file of a folder to which ranks write; none if the folder is missing."""
     sizes = {}
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # a file may be renamed meanwhile
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+            with contextlib.suppress(OSError):  # a rank renamed the file
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
     return sizes
 
 
