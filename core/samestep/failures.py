@@ -42,6 +42,11 @@ class Failure(NamedTuple):
         return self.step, self.error, re.sub(r"\brank \d+", "", _CHANGING.sub("", self.text))
 
 
+def is_lost_connection(problem: BaseException) -> bool:
+    """Return whether the message of an exception reports a lost connection to another rank."""
+    return re.search(LOST_CONNECTION, str(problem), re.IGNORECASE) is not None
+
+
 def record(folder: Path, job: str, rank: int, step: int, problem: BaseException, line: str) -> None:
     """Write the file, unless a rank of this job has done so, or the problem follows from another rank's end.
 
@@ -54,7 +59,7 @@ def record(folder: Path, job: str, rank: int, step: int, problem: BaseException,
         line: describes it in one line.
     """
     is_first = read_object(folder / FILE_NAME).get("job") != job
-    if is_first and not re.search(LOST_CONNECTION, str(problem), re.IGNORECASE):
+    if is_first and not is_lost_connection(problem):
         values = {"job": job, "step": step, "error": type(problem).__name__, "text": line[:MAX_TEXT]}
         write_json(folder, FILE_NAME, values, rank)
 

@@ -116,18 +116,19 @@ def warning(text: str, kind: str = "") -> None:
     _to_console(_console_errors, f"warning: {line}")
 
 
-def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
+def error(text: str, kind: str = events.FAILURE, event_text: str = "", **fields: Any) -> None:
     """Report a failure in one line on the console's standard error, in the file, and as an event of this kind.
 
     Args:
         text: one line.
         kind: one of `events.KINDS`.
-        **fields: JSON values of the event.
+        event_text: the event's text; by default ``text``.
+        **fields: further JSON values of the event.
     """
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
     _to_file(f"error: {line}")
-    _monitor.record_event(kind, text=line, **fields)
+    _monitor.record_event(kind, text=event_text or line, **fields)
 
 
 def first_line(message: str) -> str:
@@ -186,7 +187,10 @@ def _report_unknown(problem: Exception, summarize_error: Callable[[str], str]) -
     summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
     summary += "".join(remedy(str(problem)) for remedy in remedies)
     _record_failure(problem, f"rank {_rank}: {summary}")
-    error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
+    event_text = ""
+    if failures.is_lost_connection(problem):  # a framework's message names files of its own source
+        event_text = f"rank {_rank}: lost the connection to another rank{where}"
+    error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}", event_text=event_text)
     _flush(sys.stderr)
 
 

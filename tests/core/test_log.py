@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import LIMIT, child, rank_log, running, start, verdict
-from samestep import NonRetryableError, trace
+from samestep import NonRetryableError, events, trace
 from samestep.metrics import Metrics
 
 
@@ -314,6 +314,25 @@ def test_an_unknown_failure_is_one_line_and_its_traceback_is_in_the_log(tmp_path
     assert str(tmp_path / "log" / "rank-0.log") in done.stderr
     assert "Traceback (most recent call last)" in rank_log(tmp_path)
     assert verdict(tmp_path) is None  # starting again may help
+
+
+RECORDING = """
+from samestep.monitor import Monitor
+class Recording(Monitor):
+    def record_event(self, kind, **fields):
+        (run_dir / "event").write_text(kind + ": " + fields["text"])
+def main():
+    log.start(run_dir, 0, False, Recording())
+    raise RuntimeError("[/gloo/pair.cc:553] Connection closed by peer")
+log.run(main)
+"""
+
+
+def test_the_event_of_a_lost_connection_has_no_words_of_a_framework(tmp_path: Path) -> None:
+    done = child(RECORDING, tmp_path)
+    rest = f"lost the connection to another rank; more in {tmp_path / 'log' / 'rank-0.log'}"
+    assert (tmp_path / "event").read_text() == f"{events.FAILURE}: rank 0: {rest}"
+    assert "pair.cc:553" in done.stderr  # for a search
 
 
 @pytest.mark.parametrize(
