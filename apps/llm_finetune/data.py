@@ -22,6 +22,7 @@ from torch import Tensor
 
 HELD_OUT = 10  # 1 / HELD_OUT of the samples are the test set
 IGNORED = -100  # the label of a token that is not a target
+PADDING = -101  # the label of a position after the end of a sample
 COUNTED_STEPS = 100  # of `idle_share`
 
 
@@ -160,16 +161,20 @@ class Samples:
         return len(self._samples)
 
     def __getitems__(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels int64 [m, longest], padded on the right. A label is the next token, or IGNORED."""
+        """Return tokens and labels int64 [m, longest], padded on the right.
+
+        A label is the next token, or IGNORED, or PADDING after the end of a sample.
+        """
         longest = int(self.lengths[indices].max(initial=1))
         tokens = torch.zeros(len(indices), longest, dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORED)
+        labels = torch.full_like(tokens, PADDING)
         for row, i in enumerate(indices):
             sample = self._samples[i]
             length = len(sample.tokens)
             tokens[row, :length] = torch.from_numpy(sample.tokens)
             next_tokens = np.where(sample.is_target[1:], sample.tokens[1:], IGNORED)
             labels[row, : length - 1] = torch.from_numpy(next_tokens)
+            labels[row, length - 1] = IGNORED
         return tokens, labels
 
 

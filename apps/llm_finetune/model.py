@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not s
 
 import torch
 import torch.nn.functional as F
-from data import IGNORED, ByteTokenizer, ChatTokenizer, Tokenizer
+from data import IGNORED, PADDING, ByteTokenizer, ChatTokenizer, Tokenizer
 from options import model_folder
 from peft import LoraConfig, PeftModel, get_peft_model
 from samestep import ConfigError, log
@@ -34,13 +34,14 @@ class TokenLoss(nn.Module):
     0.2 MB per token in float32.
     """
 
-    def __init__(self, model: nn.Module, autocast: bool) -> None:
+    def __init__(self, model: nn.Module, autocast: bool = False, pack: bool = False) -> None:
         super().__init__()
         self.model = model
         self._autocast = autocast
+        self._pack = pack
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed loss of tokens int64 [m, length], whose labels are the next tokens or IGNORED.
+        """Return the summed loss of tokens and labels int64 [m, length] of `data.Samples`.
 
         m may be 0. The model needs no attention mask: attention is causal and padding is on the right, so no target
         sees padding.
@@ -48,9 +49,12 @@ class TokenLoss(nn.Module):
         if len(tokens) == 0:
             return self._loss_of_nothing()
         causal = causal_model(self.model)
-        is_target = labels != IGNORED
+        positions = None
+        if self._pack:
+            tokens, labels, positions = pack(tokens, labels)
+        is_target = labels >= 0
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
-            hidden = causal.model(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden = causal.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
             scores = causal.lm_head(hidden[is_target])
         # The model's own loss rounds the scores of a float64 model to float32.
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
@@ -59,6 +63,32 @@ class TokenLoss(nn.Module):
         """Return 0 with a gradient for each trained weight, because DDP waits for all; transformers needs a row."""
         sums = [weight.sum() for weight in self.parameters() if weight.requires_grad]
         return torch.stack(sums).sum() * 0
+
+
+def pack(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, labels and positions int64 [1, tokens of all samples] of padded tokens and labels [m, length].
+
+    The samples share a row, without padding. Positions restart at 0 with each sample: without an attention mask,
+    transformers then hides the samples from each other.
+    """
+    is_token = labels != PADDING
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return tokens[is_token][None], labels[is_token][None], positions[is_token][None]
+
+
+@torch.inference_mode()
+def check_packing(model: nn.Module) -> None:
+    """Raise ConfigError if samples that share a row change each other's losses."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]], device=device)
+    labels = torch.tensor([[2, 3, 4, 5, IGNORED], [7, 8, IGNORED, PADDING, PADDING]], device=device)
+    was_training = model.training
+    model.eval()
+    packed = TokenLoss(model, pack=True)(tokens, labels)
+    padded = TokenLoss(model)(tokens, labels)
+    model.train(was_training)
+    if not torch.allclose(packed, padded, rtol=1e-4, atol=0):
+        raise ConfigError(f"--pack: {type(model).__name__} lets samples that share a row see each other: leave it out")
 
 
 def causal_model(model: nn.Module) -> Any:

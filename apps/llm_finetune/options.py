@@ -96,6 +96,7 @@ class Options(CommonOptions):
     )
     step_tokens: int = option(512, "tokens per step, over all ranks", type=count, metavar="T")
     micro_tokens: int = option(256, "tokens per micro-batch with padding; bounds the memory", type=count, metavar="M")
+    pack: bool = option(False, "compute the samples of a micro-batch in one row, without padding")
     clip_norm: float = option(1.0, "maximum norm of the gradient", type=positive, metavar="C")
     weight_decay: float = option(0.0, "AdamW's weight decay, except for norms", type=bounded_float(0.0), metavar="W")
     schedule: str = option("cosine", "schedule of the learning rate over --epochs", choices=("cosine", "constant"))

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import weights
 from data import Samples, Tokenizer, idle_share, load, make_sampler
-from model import TokenLoss, build_model, describe, is_tiny, load_tokenizer, write
+from model import TokenLoss, build_model, check_packing, describe, is_tiny, load_tokenizer, write
 from options import parse
 from peft import PeftModel
 from samestep import env, log, schedules
@@ -129,7 +129,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     model = build_model(options, tokenizer).to(device)
     optimizer = build_optimizer(options, model)
     parts = Parts(
-        load=partial(weights.load, model, optimizer),
+        load=partial(weights.load, options, model, optimizer),
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, weights.trained_parameters(model)),
     )
@@ -142,7 +142,9 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     metadata = distributed.run_metadata(device)
     run.start(sampler.batches, len(test_set), describe(options, model), device.type, metadata)
 
-    loss_model = TokenLoss(model, options.autocast == "bfloat16")
+    if options.pack:
+        check_packing(model)
+    loss_model = TokenLoss(model, options.autocast == "bfloat16", options.pack)
     device_ids = [device] if device.type == "cuda" else None
     # All ranks have read the same weights, and DDP would broadcast all of them, also those that are not trained.
     ddp = DistributedDataParallel(loss_model, device_ids, init_sync=False)  # collective

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from samestep import untrusted
 from samestep.checkpoint import Arrays, state_dict_diff
+from samestep.options import Options
 from samestep.run import Groups
 from samestep.torch.weights import load_optimizer, optimizer_arrays
 from torch import nn
@@ -39,7 +41,28 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
         parameter.copy_(torch.from_numpy(arrays[name]))
 
 
-def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or weights alone. Raises ValueError if they do not fit."""
+def check_base(options: Options) -> None:
+    """Raise ValueError if --init-from has LoRA's matrices of a run with another base model.
+
+    The base model is known if the file lies in its run dir, beside metrics.jsonl.
+    """
+    if not options.lora:
+        return
+    try:
+        first_line = untrusted.read_bytes(options.init_from.parent / "metrics.jsonl").partition(b"\n")[0]
+        recorded = untrusted.parse_object(first_line)["options"]
+        base = (recorded["model"], recorded["model_sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if base != (options.model, options.model_sha256):
+        raise ValueError(
+            f"it was trained on {untrusted.shown(base[0])}, whose weights are not those of --model {options.model}"
+        )
+
+
+def load(options: Options, model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
+    """Load the arrays of `groups`, or the weights of --init-from. Raises ValueError if they do not fit."""
+    if "optimizer" not in groups:
+        check_base(options)
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))

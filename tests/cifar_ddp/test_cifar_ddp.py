@@ -461,7 +461,7 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     assert max(reported["group"].values()) < 1e-9
     assert reported["frozen"] < 1e-9
     assert reported["does nothing"] == []
-    assert 1e-4 < reported["bfloat16"] < 0.1
+    assert 1e-5 < reported["bfloat16"] < 0.1  # float32 rounds by 1e-7
     assert reported["more than samples"] < 1e-9
     assert min(reported["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
 

@@ -22,6 +22,7 @@ SPEC = App(
         "--lora-targets=q_proj",
         "--step-tokens=1201",
         "--micro-tokens=401",
+        "--pack",
         "--max-length=201",
         "--seed=7",
         "--dtype=float64",

@@ -183,3 +183,30 @@ def test_weights_of_another_kind_are_refused(harness: Harness, options: tuple[st
     assert outcome.code == 2, outcome
     assert len(outcome.errors) == 1
     assert words in outcome.errors[0]
+
+
+BASE = """
+import json
+from pathlib import Path
+import weights
+from options import parse
+
+run_dir = Path({folder!r})
+options = parse(["--model=tiny", f"--init-from={{run_dir / 'model.safetensors'}}"])
+told = []
+for model in (None, ["tiny", None], ["x", "ab"]):
+    header = dict(options=dict(model=model[0], model_sha256=model[1])) if model else []
+    (run_dir / "metrics.jsonl").write_text(json.dumps(header))
+    try:
+        weights.check_base(options)
+        told.append("")
+    except ValueError as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+def test_an_adapter_of_another_base_model_is_refused(tmp_path: Path) -> None:
+    unknown, same, other = told_by("llm_finetune", BASE.format(folder=str(tmp_path)))
+    assert (unknown, same) == ("", "")
+    assert other == "it was trained on x, whose weights are not those of --model tiny"

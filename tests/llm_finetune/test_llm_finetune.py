@@ -73,14 +73,39 @@ print(json.dumps([losses, test_loss]))
 
 @pytest.mark.parametrize("variant", [ALL_WEIGHTS, LORA], ids=["all weights", "lora"])
 def test_the_steps_are_those_of_a_plain_loop(harness: Harness, variant: tuple[str, ...]) -> None:
-    """At 1 and 3 ranks, and with micro-batches that are fewer than the ranks."""
+    """At 1 and 3 ranks, with samples that share a row, and with micro-batches that are fewer than the ranks."""
     expected, test_loss = told_by("llm_finetune", PLAIN.format(options=[*EXACT, *variant]))
-    for n, cut in ((1, ()), (3, ()), (3, ("--micro-tokens=5000",))):
-        run_dir = harness.folder / f"{n}-{len(cut)}"
+    for n, cut in ((1, ()), (3, ()), (2, ("--pack",)), (3, ("--micro-tokens=5000",))):
+        run_dir = harness.folder / "-".join((str(n), *cut))
         result = harness.train(n, *EXACT, *variant, *cut, run_dir=run_dir)
         assert relative_difference(expected, losses(run_dir)) < 1e-12
         assert result["test_loss"] == pytest.approx(test_loss, rel=1e-12)
     assert expected[-1] < expected[0]
+
+
+PACKING = """
+import json
+import torch
+from model import check_packing, tiny_model
+from samestep import ConfigError
+
+model = tiny_model()
+check_packing(model)
+was_training = model.training
+forward = model.model.forward
+model.model.forward = lambda input_ids, **rest: forward(input_ids, attention_mask=torch.ones_like(input_ids), **rest)
+try:
+    check_packing(model)
+except ConfigError as error:
+    print(json.dumps([was_training, str(error)]))
+"""
+
+
+def test_a_model_that_mixes_the_samples_of_a_row_is_refused() -> None:
+    """As transformers' models do if they get an attention mask."""
+    was_training, message = told_by("llm_finetune", PACKING)
+    assert was_training
+    assert message == "--pack: LlamaForCausalLM lets samples that share a row see each other: leave it out"
 
 
 def test_ranks_that_are_killed_end_with_the_bits_of_one(harness: Harness) -> None:
@@ -131,7 +156,8 @@ def test_targets_are_the_completions_and_their_ends() -> None:
     second = [*b"S\na\n", *b"bc", 256, *b"d\n", *b"e", 256]
     none = -100
     assert counts[4] == [first + [0] * (len(second) - len(first)), second]
-    assert counts[5][0] == [none, *b"bc", 256, *[none] * (len(second) - 4)]
+    padding = len(second) - len(first)
+    assert counts[5][0] == [none, *b"bc", 256, none, *[-101] * padding]
     alone, three, most = counts[6]  # of whose time ranks wait: a step has a few micro-batches
     assert (alone, most > 0.9) == (0, True)
     assert 0 < three < 0.5
