@@ -1,4 +1,4 @@
-"""Random images of eight classes, and a small CNN with batch norm and dropout."""
+"""Create random images of eight classes, and define a small CNN with batch norm and dropout."""
 
 import random
 
