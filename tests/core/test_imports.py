@@ -39,9 +39,11 @@ def imported_modules(app: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, str | None]:
-    """Return all modules, and their files, of a process that has imported what mnist_ddp imports of the package.
+    """Return the modules of a process that imported the modules of the package that mnist_ddp imports.
 
-    samestep.torch imports the framework, which this environment lacks: tests/common counts it.
+    `samestep.torch` is left out, because this environment lacks torch; a test in tests/common counts its modules.
+
+    Returns: ``{module: its file, or None}``.
     """
     names = sorted(name for name in imported_modules("mnist_ddp") if not name.startswith("samestep.torch"))
     assert {"samestep.run", "samestep.options", "samestep.env"} <= set(names)

@@ -1,4 +1,4 @@
-"""`Root` opens, makes, renames and deletes what lies below a folder, and never what a link names."""
+"""Test that `Root` changes only files and folders below its own folder, and follows no link."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_create_replaces_links_and_delete_removes_them(tmp_path: Path) -> None:
     root.make_folder("deep/er")
     (root.path / "deep" / "link").symlink_to(outside)
     root.delete("deep")
-    root.delete("deep")  # it is gone
+    root.delete("deep")  # the second call does nothing
     assert content(root.path) == {"log": None, "log/a": b"new", "log/b": b"new"}
     assert content(outside) == {"file": b"kept"}
 
