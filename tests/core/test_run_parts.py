@@ -205,7 +205,7 @@ def test_best_evaluation_keeps_the_first_of_equals_and_ignores_null() -> None:
 
 
 def test_best_evaluation_of_a_metric_that_the_user_names() -> None:
-    """A new metric starts without a best value, and without --keep-best the state stays. An unknown metric is an error."""
+    """A new metric starts without a best value. Without --keep-best the state stays. An unknown name is an error."""
     best = BestEvaluation({"step": 1, "test_accuracy": 0.75}, "min:bits_per_byte")
     for step, value in ((2, 3.0), (3, 2.5), (4, 2.5), (5, None), (6, 2.75)):
         best.update(step, {"test_accuracy": 1.0, "bits_per_byte": value})
