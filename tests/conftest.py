@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     check_paths(config)
     config.pluginmanager.register(Interrupts(config))
-    gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but cycles of a passed test hold open files
+    gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but garbage of passed tests holds open files
     for mark in (
         "soak: not in the matrix; runs with --soak or --every-case",
         "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def environments() -> dict[int, dict[str, str]]:
-    """Return the environments of all processes that this user may read, by process ID; a zombie's is empty."""
+    """Return ``{process ID: environment}`` of all readable processes; the environment of a zombie is empty."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ CALLS = {
     "ms.load_checkpoint",
 }
 COLLECTIVES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list"}
-COLLECTIVES |= {"broadcast_object", "allgather_object", "broadcast_optimizer_state"}  # Horovod's
+COLLECTIVES |= {"broadcast_object", "allgather_object", "broadcast_optimizer_state"}  # functions of Horovod
 
 
 def findings(source: str) -> list[str]:

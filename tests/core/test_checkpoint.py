@@ -673,7 +673,7 @@ def test_a_disk_that_fails_later_is_reported_by_the_next_call(tmp_path: Path) ->
     with pytest.raises(NonRetryableError, match=r"cannot write checkpoint .*step-00000002"):
         checkpoint.save(tmp_path, "toy", 3, values(), {}, {}, keep=3)
     in_the_way.unlink()
-    save(tmp_path, 3)  # the failure was reported once
+    save(tmp_path, 3)  # the failure is not reported again
     assert steps(tmp_path) == [1, 3]
     in_the_way.write_text("again")
     checkpoint.save(tmp_path, "toy", 2, values(), {}, {}, keep=3)
@@ -812,7 +812,7 @@ def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
             try:
                 assert process.stdout is not None
                 assert select.select([process.stdout], [], [], 30)[0], "the process saves nothing"
-                assert process.stdout.readline().strip(), "the process failed"  # the last step of the process before
+                assert process.stdout.readline().strip(), "the process failed"  # this line repeats the newest step
                 assert process.stdout.readline().strip(), "the process failed"
                 time.sleep(chance.uniform(0, 0.06))
             finally:

@@ -621,7 +621,7 @@ ELSEWHERE = {
     "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch also passes the local rank as an option
     "launch/samestep_launch/elastic_agent.py": {"RANK"},  # read in a forked rank, for its process title
     "launch/samestep_launch/job.py": {"RANK"},  # named in a message about machines
-    "observe/samestep_observe/watch.py": {"RANK"},  # the value of --pid in its help
+    "observe/samestep_observe/watch.py": {"RANK"},  # the metavar of --pid
     # The recorder runs inside other programs, whose Python may lack samestep.
     "check/samestep_check/inside/samestep_record.py": set(
         "RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PADDLE_TRAINER_ID RANK_ID SLURM_PROCID".split()

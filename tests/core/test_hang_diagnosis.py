@@ -243,7 +243,7 @@ TORCH = rank_files.CodeLocation("/x/site-packages/torch/distributed/distributed_
 @pytest.mark.parametrize(
     ("calls", "expected", "waits"),
     [
-        ([TORCH, REDUCE, TRAIN], TRAIN, True),  # the program's line, not the package's
+        ([TORCH, REDUCE, TRAIN], TRAIN, True),  # the location is in the program, not in the package
         ([REDUCE, TRAIN], TRAIN, False),
         ([NUMPY, TRAIN], TRAIN, False),  # numpy lies below the program's folder, but is not part of the program
         ([TORCH, REDUCE, NUMPY], REDUCE, True),

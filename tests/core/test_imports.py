@@ -78,7 +78,7 @@ def test_an_app_imports_no_framework_no_launcher_and_no_downloads_by_the_package
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(CORE)))
 def test_no_module_of_the_package_names_a_framework(path: Path) -> None:
-    """Not even within a function. `lint-imports` checks the layers; samestep.torch and trackers are for frameworks."""
+    """Imports within functions count, too. Frameworks belong in samestep.torch; `lint-imports` checks the layers."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):

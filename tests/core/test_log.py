@@ -1,4 +1,4 @@
-"""A run logs metrics without gaps or repeats, keeps the console clean, and reports exit codes and verdicts."""
+"""Test the log: metrics without gaps or repeats, a clean console, and exit codes that the launch script reads."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_after_any_crashes_each_step_is_there_once(crashes: list[tuple[int, int,
         for lost, more, torn in crashes:
             resumed_from = max(0, done - lost)
             content = path.read_bytes()
-            synced = content.find(b'"step": %d, "loss"' % (resumed_from + 1))  # only later lines may be torn
+            synced = content.find(b'"step": %d, "loss"' % (resumed_from + 1))  # only lines after the resume may be torn
             keep = len(content) if synced < 0 else max(synced - 1, len(content) - torn)
             path.write_bytes(content[:keep])
             done = resumed_from + more
@@ -334,7 +334,7 @@ def test_an_unknown_failure_with_an_odd_message_is_one_line(tmp_path: Path, mess
 
 
 def test_an_app_may_choose_what_is_shown_of_an_unknown_failures_message(tmp_path: Path) -> None:
-    """MindSpore's messages begin with titles."""
+    """MindSpore's messages begin with a title line, so its app shows another line."""
     code = """
 def main():
     log.start(run_dir, 0, False)

@@ -308,7 +308,7 @@ def test_options_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
 def test_arrays_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bfloat16 array is of dtype V2 for numpy."""
+    """NumPy gives a bfloat16 array the dtype V2."""
     run = new_run(tmp_path, monkeypatch)
     with pytest.raises(NonRetryableError, match=r"w is .*, which no safetensors file can hold: convert it"):
         run.restore(OneRank(), Parts(lambda groups: None, lambda: {"model": {"w": np.zeros(2, dtype)}}))

@@ -156,7 +156,7 @@ def test_options_that_lack_what_every_result_repeats_fail_before_training(run_di
 
 
 def test_what_fails_before_training_leaves_its_verdict_for_the_launch_script(run_dir: Path) -> None:
-    """Without the verdict, the launch script would restart the program. `log.run` ends its process."""
+    """Without the file log/no-restart, the launch script would restart the program."""
     code = """
 import sys
 from pathlib import Path
@@ -273,7 +273,7 @@ def refused(ranks: list[Rank], kind: type[Exception], code: int) -> str:
         assert rank.error.exit_code == code
         assert rank.loaded == []
     text = str(ranks[0].error)
-    assert text.isprintable()  # one line
+    assert text.isprintable()  # printable text is one line
     return text
 
 
@@ -792,7 +792,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Batch normalization can overflow twice, but a flipped bit does not. The weights equal the undisturbed run's."""
+    """Batch normalization can overflow twice, but a flipped bit does not. The result has null and the same weights."""
     last = 6 if "--max-steps=6" in options else STEPS
     all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
@@ -913,7 +913,7 @@ def test_the_time_between_steps_is_in_no_phase(spend: Callable[..., Faults], mon
     with timer.phase(INPUT):
         pass
     timer.mark(COMPUTE)
-    timer.mark(COMPUTE)  # another gradient
+    timer.mark(COMPUTE)  # a second gradient
     timer.mark(COMMUNICATION)
     with timer.phase(OPTIMIZER):
         pass

@@ -51,7 +51,7 @@ def test_cadence_needs_no_run() -> None:
 
 
 def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test makes the row of the other of two ranks, whose stop signal reaches this rank."""
+    """The test makes the row of the second rank, whose stop signal reaches this rank."""
     sync = new_sync()
     sync.start(4)
     sync.add(1.5, {"correct": 2})
@@ -68,7 +68,7 @@ def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch:
     assert totals is sync.totals
     assert (totals.loss, totals.running_loss, dict(totals.counts)) == (12.5, 24.0, {"correct": 7.0})
     assert (totals.stop_signal, totals.launcher_died) == (stop.STOP_SIGNALS[1], False)
-    assert totals.seconds_per_step < 99.0  # the time of rank 0 counts
+    assert totals.seconds_per_step < 99.0  # rank 0's time counts
     assert totals.phase_seconds == (0.0,) * len(PHASES) + (0.25,) * len(PHASES)
     assert totals.step_losses == (9.5, 12.5)
 

@@ -126,7 +126,7 @@ def test_permute_equals_the_reference(n: int, seed: int, epoch: int, data: st.Da
 
 
 def test_mixer_is_splitmix64() -> None:
-    """First outputs of the published generator for seed 1234567."""
+    """The expected values are the first outputs of the published SplitMix64 for the seed 1234567."""
     outputs = [sharding.splitmix64((1234567 + i * sharding._GAMMA) % 2**64) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
@@ -205,7 +205,7 @@ def test_orders_are_uniform(n: int) -> None:
 def test_seeds_and_epochs_are_unrelated() -> None:
     orders = [order(5000, seed, epoch) for seed in (0, 1, 2**63, 2**64 - 1) for epoch in (0, 1, 2)]
     for one, other in itertools.combinations(orders, 2):
-        assert np.sum(one == other) < 10  # Poisson of mean 1
+        assert np.sum(one == other) < 10  # Poisson-distributed with mean 1
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / math.sqrt(5000)
 
 
@@ -435,4 +435,4 @@ def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="length must be"):
         shard(-1, 0, 1)
     with pytest.raises(TypeError):
-        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type, unused-ignore]  # by NumPy's version
+        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type, unused-ignore]  # depends on NumPy's version

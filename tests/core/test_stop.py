@@ -14,7 +14,8 @@ import pytest
 from programs import LIMIT, rank_log, running, verdict
 from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS, Stopped, StopRequest, decode
 
-# RANK prints "here" and then waits in C, as in a framework's collective, where no Python signal handler runs.
+# RANK is a rank. Its function wait() prints "here" and then waits in C, as in a collective, where no Python signal
+# handler runs.
 RANK = """
 import ctypes
 from samestep import stop

@@ -66,7 +66,7 @@ def test_file_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_a_sharded_weight_is_compared_between_the_update_that_is_traced_and_the_next() -> None:
-    """A checkpoint compares the weights too. A change between two updates without a trace is not detected."""
+    """A save compares the weights, too. A change between two updates without a trace is not detected."""
     weights = {"a": 1, "b": 2}
     traced = Trace(2, 0, rank=3, is_sharded=True)
     traced.weights = lambda: dict(weights)

@@ -80,7 +80,7 @@ def test_wheel_and_sdist_hold_the_package_alone(built: Built) -> None:
 def test_the_wheels_metadata_has_version_licenses_and_readme(built: Built) -> None:
     found = metadata(built.wheel)
     assert (found["Name"], found["Version"]) == ("samestep", samestep.__version__)
-    assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # of the code, and of the MNIST digits
+    assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # the licenses of the code and the MNIST digits
     assert found.get_all("License-File") == LICENSES
     assert found["Requires-Python"] == ">=3.10"
     assert found["Summary"]

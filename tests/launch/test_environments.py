@@ -356,7 +356,7 @@ def test_a_signal_ends_a_set_up_and_all_that_it_started(street: Street, step: st
             lines = f"bash -c {child} &\ntouch {waits}\nwait\n"
             (street.root / "apps" / "toy" / "setup.sh").write_text(lines)
         else:
-            street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # the real pip
+            street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # removes the fake pip
             url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
             street.environ |= {"PIP_INDEX_URL": url, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
             street.environ |= {"PIP_CONFIG_FILE": os.devnull}

@@ -293,7 +293,7 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
     (root / "apps" / "toy" / "requirements.in").write_text("numpy==0.0.1\nno-such-package-anywhere==1.0\n")
     done = ScratchProject(root, project.work).run("note()")
     assert done.returncode == 2
-    assert "warning: numpy " in done.stderr  # its version is untested
+    assert "warning: numpy " in done.stderr  # numpy's version is untested
     assert f"error: {sys.executable} lacks no-such-package-anywhere: " in done.stderr
     assert project.notes() == []
 
@@ -812,7 +812,7 @@ def saved(project: ScratchProject) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_the_ranks_alone_get_the_signal_and_have_time_to_save(project: ScratchProject, number: int) -> None:
-    """A launcher that got the signal would end, and its ranks with it, as some launchers do."""
+    """A launcher that got the signal would end with its ranks before they save, as some launchers do."""
     process = project.start(RANKS + "note()\nsys.exit(max(each.wait() for each in ranks))")
     wait_for(project.notes)
     process.send_signal(number)
@@ -901,7 +901,7 @@ def test_an_app_without_resume_has_its_run_dir_resolved_and_nothing_else(project
 
 
 def test_what_measures_may_leave_its_stacks(project: ScratchProject) -> None:
-    """The ranks of such an app do not stop their watchdogs, which would remove the files."""
+    """An app that measures does not stop its watchdogs, so their stack files stay."""
     code = "from pathlib import Path; Path(sys.argv[-1].partition('=')[2], 'log', 'stack-0.txt').write_text('')"
     assert bench(project, code, "2", "count", f"--run-dir={project.run_dir}").returncode == 0
 

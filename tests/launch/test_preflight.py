@@ -340,11 +340,11 @@ def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: 
     infos = [JobInfo.from_environ(each["environ"]) for each in (first, second)]
     assert infos[0].job == infos[1].job != ""
     for note, info in zip((first, second), infos, strict=True):
-        assert (info.ranks, info.machines) == (None, 2)  # no machine has the number of ranks of the job
+        assert (info.ranks, info.machines) == (None, 2)  # the total number of ranks is left out
         assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
         assert f"--run-dir={project.run_dir}" in note["options"]
     assert "--resume" in first["options"]
-    assert "--resume" not in second["options"]  # machine 0 resolves it
+    assert "--resume" not in second["options"]  # only machine 0 resolves it
 
 
 def test_the_second_machine_takes_the_run_dir_that_the_first_chose(project: ScratchProject) -> None:

@@ -230,7 +230,7 @@ def test_a_signal_is_forwarded_and_nothing_is_left(command: Command, number: int
     ],
 )
 def test_a_programs_own_handler_gets_the_signal_that_arrived_once(command: Command, number: int, ranks: int) -> None:
-    """One rank needs no launcher, and two have torchrun. Children of a rank get no signal while the rank saves."""
+    """One rank needs no launcher; two ranks have torchrun. Children of a rank get no signal while the rank saves."""
     if ranks > 1:
         command.add_torch()
     code = f"""
