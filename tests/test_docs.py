@@ -33,7 +33,7 @@ PASSED_ON = {
     "core/samestep/log.py",  # log.py prints all other errors
     "launch/samestep_launch/app.py",
     "launch/samestep_launch/preflight.py",
-    "launch/samestep_launch/supervise.py",  # the text is in its watch
+    "launch/samestep_launch/supervise.py",  # the text is in HeartbeatWatch
     "observe/samestep_observe/replay_job.py",  # the error of the program that it runs
 }
 

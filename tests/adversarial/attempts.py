@@ -45,7 +45,7 @@ class Attempt:
 
 
 def check(project: ScratchProject, attempt: Attempt) -> None:
-    """Run an attempt, and check its exit code, output and starts. The scratch project checks for left processes."""
+    """Run an attempt and check its exit code, output and starts. The scratch project checks that no process is left."""
     environ = {**attempt.environ, **attempt.prepare(project)}
     done = project.run(attempt.launcher, *attempt.arguments, environ=environ)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr

@@ -76,7 +76,7 @@ class FileCollectives:
 
 
 def part(name: str, rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset and the shape of a rank's shard of an array. As in torch.chunk, the first shards are larger."""
+    """Return the offset and shape of a rank's shard of an array. As in torch.chunk, the last shards may be smaller."""
     shape, _, axis = LAYOUT[name]
     if axis is None:
         return (0,) * len(shape), shape
