@@ -1,4 +1,4 @@
-"""How much a test does: little in the matrix, much in a soak."""
+"""Choose how many cases a test runs: few in the matrix, many in a soak."""
 
 from __future__ import annotations
 

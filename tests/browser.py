@@ -1,4 +1,4 @@
-"""A browser without a window, for tests of pages: Chromium, driven by its DevTools protocol through two pipes.
+"""Run headless Chromium for tests of pages, through its DevTools protocol on two pipes.
 
 The browser is the machine's own, or comes from Debian's packages, unpacked in a cache folder (`debian`).
 """
@@ -19,11 +19,11 @@ from typing import Any
 
 import debian
 
-LIMIT = 60.0  # seconds that no answer needs
+LIMIT = 60.0  # seconds; every response comes sooner
 
 
 def chromium() -> tuple[str, dict[str, str]]:
-    """The program, and the environment that it needs."""
+    """Return the path of Chromium, and the environment that it needs."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         found = shutil.which(name)
         if found:
@@ -36,7 +36,7 @@ def chromium() -> tuple[str, dict[str, str]]:
 
 
 class Tab:
-    """One page: the messages of its console, its requests, and a way to evaluate JavaScript in it."""
+    """Control one page: collect its console errors and its requests, and evaluate JavaScript."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands = commands
@@ -53,14 +53,14 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def open(self, path: Path) -> None:
-        """Show a file, and wait until it is there."""
+        """Open a file, and wait until the page is loaded."""
         self._loaded = False
         self.call("Page.navigate", url=path.resolve().as_uri())
         while not self._loaded:
             self._take()
 
     def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript, which may be a JSON value."""
+        """Return the value of a JavaScript expression, which must be JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -74,7 +74,7 @@ class Tab:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command's answer."""
+        """Send a command, and return its result."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
         message |= {"sessionId": self._session} if self._session else {}
@@ -111,7 +111,7 @@ class Tab:
 
 @contextlib.contextmanager
 def tab(profile: Path) -> Iterator[Tab]:
-    """A tab of a browser that ends with the block; ``profile`` is a folder of its own."""
+    """Start a browser, and yield a tab; the end of the block ends the browser. ``profile`` is a new folder."""
     program, environ = chromium()
     commands = os.pipe()
     answers = os.pipe()
@@ -132,7 +132,7 @@ def tab(profile: Path) -> Iterator[Tab]:
     try:
         yield Tab(commands[1], answers[0])
     finally:
-        os.close(commands[1])  # at its end the browser ends, and with it its children
+        os.close(commands[1])  # closing the pipe ends the browser and its children
         try:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,9 @@
-"""Find the commands in the pages, the check that runs each, and the rows of docs/commands.md for the others.
+"""Find the commands in the pages, the check of each command, and the rows of docs/commands.md for the others.
 
-A block without a language, or of bash or sh, holds commands if its first line is one. In a block that also shows
-output, a command begins with `$ `. Inline code is a command if it is a program of `PROGRAMS` and at least one word for
-it. A comment in the page, in the line above a block or in the line of inline code, makes the tests start an app:
+A block without a language, or with bash or sh, holds commands if its first line is a command. In a block that also
+shows output, a command begins with `$ `. Inline code is a command if it has a program of `PROGRAMS` and an argument. A
+comment in the page makes the tests start an app. The comment is in the line above a block, or in the line of inline
+code:
 
     <!-- run in mnist_ddp: --max-steps=2 --dataset=mnist-5k -->
 
@@ -43,19 +44,19 @@ PLACEHOLDERS = {
     r"(?<=\.sh )N\b": "2",
     r" (\[options\]|\.\.\.)": "",
     r"\bRUN_DIR\b": "runs/x",
-    r"(?<=new_app\.sh )my_app\b": "one_more",  # an app with the pages' name may exist
+    r"(?<=new_app\.sh )my_app\b": "one_more",  # an app my_app may exist
     r"(?<=run_)my_app(?=\.sh)|(?<=-e )my_app(?=-cpu)": "cifar_ddp",  # the app that my_app is a copy of
     r"(?<![/\w])own_loop\.py|\bPROGRAM\b": "docs/own_loop.py",
     r"(?<=samestep run -n )N\b": "2",
 }
-# Checks that the core environment can make without a framework, by a pattern of the whole command.
+# Checks that need no framework: their name, and a pattern of the whole command.
 RULES = {
-    # With --dry-run.
+    # The command runs with --dry-run.
     "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
     "as it stands": r"(diff|bash docs/\w+\.sh|python3 docs/\w+\.py|python apps/\w+/make_rank_table\.py)( .*)?",
-    # On a run dir that has just begun.
+    # The command runs on a run dir that has just begun.
     "seen": r"samestep (report|watch) \S.*",
-    # With --dry-run.
+    # The command runs with --dry-run.
     "planned": r"bash scripts/new_app\.sh .*",
     # The environments exist, and the words after -- select a test.
     "collected": r"bash scripts/test\.sh( .*)?",
@@ -73,7 +74,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page. ``app`` and ``added`` are the app and the options in the page's comment; "" without one."""
+    """A command of a page. ``app`` and ``added`` are the app and the options in the page's comment, or ""."""
 
     page: str
     line: int
@@ -95,7 +96,7 @@ class Command:
 
     @property
     def started(self) -> str | None:
-        """Return the command that the page's comment has run; None without one, or if it names another machine."""
+        """Return the command that tests start; None without a comment, or if the command names another machine."""
         if not self.app or "MASTER_ADDR=" in self.text or not re.search(rf"\brun_{self.app}\.sh \d|\.py\b", self.text):
             return None
         return f"{self.filled} {self.added}".strip()
@@ -116,11 +117,11 @@ def of_any_app(text: str) -> str:
 def pages() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     found = [page for page in listed.stdout.split() if page not in LEFT_OUT and (ROOT / page).exists()]
-    return [page for page in found if not page.endswith(".zh.md")]  # the same commands: test_translations.py
+    return [page for page in found if not page.endswith(".zh.md")]  # test_translations.py checks these
 
 
 def commands(page: str, text: str) -> Iterator[Command]:
-    """Yield the commands of a page: those in blocks first, then those in lines, each in order."""
+    """Yield the commands of a page: first from code blocks, then from inline code, each in order."""
     for block in FENCE.finditer(text):
         above = text[: block.start()].rstrip("\n").rpartition("\n")[2]
         note = NOTE.fullmatch(above.strip())
@@ -145,7 +146,7 @@ def _of_block(block: str) -> Iterator[tuple[int, str]]:
     prompted = [(number, line[2:]) for number, line in lines if line.startswith("$ ")]
     if prompted:
         lines = prompted
-    elif block.startswith("#!"):  # a script: what it starts last
+    elif block.startswith("#!"):  # a script: only its last command
         lines = [(0, re.sub(r" *\\\n *", " ", block).strip().rpartition("\n")[2])]
         yield lines[0]
         return
@@ -171,7 +172,7 @@ def found() -> list[Command]:
 
 
 def not_run() -> dict[str, tuple[set[str], str]]:
-    """Return the rows of docs/commands.md: a command's pages, each `of_any_app`, and why no test runs it."""
+    """Return ``{command: (its pages, why no test runs it)}`` of docs/commands.md, with pages as `of_any_app`."""
     rows = re.findall(r"^\| `+ ?(.+?) ?`+ \| (.+?) \| (.+?) \|$", (ROOT / NOT_RUN).read_text(), re.MULTILINE)
     assert len(rows) == len({text for text, _, _ in rows}), "a command stands twice in docs/commands.md"
     return {text.replace("\\|", "|"): ({*re.findall(r"`(.+?)`", where)}, why) for text, where, why in rows}

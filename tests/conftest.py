@@ -1,4 +1,4 @@
-"""Options of the test run: which app, on which device, and whether the high counts are wanted."""
+"""Define the options of a test run: its app, its device, and its number of cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     check_paths(config)
     config.pluginmanager.register(Interrupts(config))
-    gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but cycles of a passed test hold open files
+    gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but garbage of passed tests holds open files
     for mark in (
         "soak: not in the matrix; runs with --soak or --every-case",
         "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    """Runs the app under test; at the end nothing of it may be left running."""
+    """Yield a harness that runs the app under test, and check at the end that none of its processes is left."""
     option = request.config.getoption
     made = Harness(app_spec(option("--app")), option("--device"), tmp_path, option("--start-method"))
     yield made
@@ -109,7 +109,7 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--soak"):
-        faulthandler.cancel_dump_traceback_later()  # of pytest.ini
+        faulthandler.cancel_dump_traceback_later()  # the timeout of pytest.ini
 
 
 @pytest.fixture
@@ -119,21 +119,21 @@ def soak(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def table() -> Iterator[list[str]]:
-    """Lines of a soak's results: app, ranks, fault, runs, number of good runs. tools/soak.py shows them."""
+    """Yield a list for lines of a soak's results: app, ranks, fault, runs, good runs. tools/soak.py shows the lines."""
     lines: list[str] = []
     yield lines
     path = os.environ.get("MATRIX_SOAK_TABLE")
     if path:
-        with open(path, "a") as file:  # also of other workers
+        with open(path, "a") as file:  # other workers append to it, too
             file.write("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture
 def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Return the result of a small undisturbed run, by number of ranks and options; each is run once for all tests."""
+    """Return a function of world size and options, which returns the result of an undisturbed run made once."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # of all workers
+        shared = shared.parent  # the folder of all workers
 
     def reference(n: int, *options: str) -> dict[str, Any]:
         key = hashlib.sha256(repr((harness.app.name, n, options)).encode()).hexdigest()[:8]
@@ -144,7 +144,7 @@ def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> C
             done = folder / "done.json"
             if not done.exists():
                 shutil.rmtree(folder / "run", ignore_errors=True)
-                modules = faulty({"modules": str(folder / "modules")})  # no fault: it lists what ranks have imported
+                modules = faulty({"modules": str(folder / "modules")})  # no fault; it lists the imports of ranks
                 modules["PYTHONWARNINGS"] = "always"
                 outcome = harness.run(n, *harness.app.small, *options, run_dir=folder / "run", **modules)
                 result = harness.checked(outcome, n)
@@ -159,7 +159,7 @@ def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 def beside(harness: Harness, app: str) -> Iterator[Harness]:
-    """Runs another app beside the one under test, in the same Python."""
+    """Yield a harness for another app than the app under test, in the same Python."""
     folder = harness.folder / app
     folder.mkdir()
     made = Harness(app_spec(app), harness.device, folder)

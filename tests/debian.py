@@ -1,4 +1,4 @@
-"""Programs of Debian's packages, for tests: unpacked in a cache folder, and nothing is installed."""
+"""Unpack programs of Debian's packages for tests into a cache folder, without installing them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "same
 
 
 def unpacked(*packages: str) -> Path:
-    """Return the folder with these packages and their missing dependencies, downloaded once.
+    """Return the folder of these packages and their missing dependencies, which are downloaded once.
 
-    Fails with the remedy where they cannot be had.
+    Raises:
+        RuntimeError: the packages cannot be downloaded; the message has the remedy.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = CACHE / hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
@@ -34,7 +35,7 @@ def unpacked(*packages: str) -> Path:
 
 
 def libraries(root: Path) -> Path:
-    """Where the unpacked packages have their libraries: for LD_LIBRARY_PATH."""
+    """Return the folder of the unpacked packages' libraries, for LD_LIBRARY_PATH."""
     return next((root / "usr" / "lib").glob("*-linux-gnu"))
 
 
@@ -43,11 +44,11 @@ def _fetch(work: Path, packages: Sequence[str]) -> None:
     archives = work / "archives"
     (archives / "partial").mkdir(parents=True)
     settings = [f"Dir::Cache::archives={archives}", "Debug::NoLocking=1", "APT::Sandbox::User=root"]
-    # --reinstall: a package that this machine has is unpacked as well, as another machine's may be of another version.
+    # --reinstall downloads a package even if this machine has it.
     command = ["apt-get", "install", "--download-only", "--reinstall", "--yes", "--no-install-recommends", *packages]
     command += [word for setting in settings for word in ("-o", setting)]
     try:
-        if subprocess.run(command, capture_output=True, timeout=600, check=False).returncode:  # lists missing, or old
+        if subprocess.run(command, capture_output=True, timeout=600, check=False).returncode:  # missing or old lists
             subprocess.run(["apt-get", "update"], capture_output=True, timeout=600, check=True)
             subprocess.run(command, capture_output=True, timeout=600, check=True)
         for package in archives.glob("*.deb"):

@@ -1,7 +1,7 @@
 """End the processes of tests when their test run is interrupted, or when the process that started it ends.
 
-pytest's worker processes have no terminal, and a killed tox or pytest cannot end them. Their tests wait for up to
-minutes, for launchers and ranks in sessions of their own, which would disturb the next test run.
+pytest's workers have no terminal, and a killed tox or pytest cannot end them. Their tests may wait minutes for
+launchers and ranks in other sessions, which would disturb the next test run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NoReturn
 import pytest
 from processes import is_running, marked, parent
 
-MARK = "PYTEST_PROCESS"  # in the environment of all processes that this one starts
-EVERY = 0.5  # seconds between two looks at the parent
+MARK = "PYTEST_PROCESS"  # variable in the environment of all processes that tests start
+EVERY = 0.5  # seconds between two checks of the parent
 LIMIT = 10.0  # seconds for the fixtures to end
 KILL_LIMIT = 3.0
 
@@ -34,7 +34,7 @@ def children() -> dict[int, list[int]]:
 
 
 def descendants() -> set[int]:
-    """Return the processes that this one and its descendants have started."""
+    """Return the IDs of the running descendants of this process."""
     known = children()
     found = set[int]()
     waiting = [os.getpid()]
@@ -46,13 +46,13 @@ def descendants() -> set[int]:
 
 
 def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Interrupt pytest, which a second signal must not disturb: the terminal and tox both send one."""
+    """Interrupt pytest, and ignore further SIGINT, because the terminal and tox both send one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 class Interrupts:
-    """A plugin of one pytest process: the main one or a worker."""
+    """A plugin of one pytest process, which is the main process or a worker."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.manager = config.pluginmanager
@@ -77,7 +77,7 @@ class Interrupts:
         os._exit(1)
 
     def end_processes(self) -> None:
-        """Kill all processes of this one's tests."""
+        """Kill all processes that the tests of this process have started."""
         deadline = time.monotonic() + KILL_LIMIT
         while (left := descendants() | {*marked(MARK, self.mark)} - {os.getpid()}) and time.monotonic() < deadline:
             for pid in left:

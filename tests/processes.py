@@ -1,4 +1,4 @@
-"""Find processes by /proc, even if their parents have changed, and ports for them to listen on."""
+"""Find processes in /proc, even if their parents have changed, and find free ports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def environments() -> dict[int, dict[str, str]]:
-    """All processes that can be looked into, by process id, with their environment; zombies have none."""
+    """Return ``{process ID: environment}`` of all readable processes; the environment of a zombie is empty."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -24,7 +24,7 @@ def environments() -> dict[int, dict[str, str]]:
 
 
 def marked(name: str, value: str) -> list[int]:
-    """The processes that carry this variable in their environment."""
+    """Return the IDs of the processes with this variable in their environment."""
     return [pid for pid, environ in environments().items() if environ.get(name) == value]
 
 
@@ -47,7 +47,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for(what: Callable[[], Any], limit: float) -> Any:
-    """Return what ``what`` finds, as soon as it finds something; fail after ``limit`` seconds."""
+    """Call ``what`` until it returns a true value, and return this value; fail after ``limit`` seconds."""
     deadline = time.monotonic() + limit
     while not (found := what()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -60,7 +60,7 @@ def parent(pid: int) -> int:
 
 
 def free_port(address: str = "127.0.0.1") -> str:
-    """A port on which nothing listens now, and none that the kernel gives to a connection before it is listened on."""
+    """Return a free port below the ports that the kernel chooses for connections."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -69,12 +69,12 @@ def free_port(address: str = "127.0.0.1") -> str:
 
 
 def listening(pids: Iterable[int]) -> set[str]:
-    """The addresses on which these processes listen, as /proc/net/tcp and tcp6 write them: 0100007F is 127.0.0.1."""
+    """Return the addresses on which these processes listen, as in /proc/net/tcp and tcp6: 0100007F is 127.0.0.1."""
     return {address for address, _ in _listening_sockets(pids)}
 
 
 def listening_ports(pids: Iterable[int]) -> list[int]:
-    """The ports on which these processes listen."""
+    """Return the ports on which these processes listen, in order."""
     return sorted({int(port, 16) for _, port in _listening_sockets(pids)})
 
 
@@ -95,7 +95,7 @@ def _listening_sockets(pids: Iterable[int]) -> set[tuple[str, str]]:
 
 
 def connect(port: int, timeout: float = 10.0) -> socket.socket:
-    """A connection to what listens on this machine, as soon as it does."""
+    """Connect to a port of this machine; retry for 10 s until a program listens."""
     deadline = time.monotonic() + 10
     while True:
         try:

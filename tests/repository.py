@@ -1,4 +1,4 @@
-"""A copy of the repository in its present state, for tests that write into it."""
+"""Copy the repository in its present state, for tests that write into the copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = {  # by their folders, which are entries of Python's path
+PACKAGES = {  # by folder; the folders are on Python's path
     "core": "samestep",
     "launch": "samestep_launch",
     "observe": "samestep_observe",
@@ -26,7 +26,7 @@ def without_git() -> dict[str, str]:
 
 
 def clone(root: Path) -> Path:
-    """The files that git lists, and those that are new, copied to ``root``, where git lists them all."""
+    """Copy the tracked and the new files to ``root``, add them to a new git repository there, and return ``root``."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -61,7 +61,7 @@ def run_fresh(folder: Path, output: Path, limit: float, *command: str, **added: 
     prefixes = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | added
     with output.open("w") as log:
-        # In a session of its own, to end all of it; an app's own tests end the processes that they start.
+        # A new session lets killpg end the command's children; an app's own tests end the processes that they start.
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
             code = process.wait(timeout=limit)

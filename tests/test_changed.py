@@ -1,4 +1,4 @@
-"""`bash scripts/test.sh --changed`: every tracked file has a rule, and the rules and CI know every environment."""
+"""Test `bash scripts/test.sh --changed`: rules cover every tracked file, and rules and CI cover every environment."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ci_has_a_job_for_each_environment() -> None:
 
 
 class Repository:
-    """A repository with a commit on the branch ``main``, and this tool."""
+    """A git repository with tools/changed.py in one commit on the branch ``main``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class Repository:
         self.git("commit", "--quiet", "--message=a change")
 
     def changed(self, *words: str) -> tuple[int, str, str]:
-        """Return the tool's exit code, its output and its messages."""
+        """Run the tool, and return its exit code, its stdout and its stderr."""
         program = [sys.executable, str(self.folder / "tools" / "changed.py"), *words]
         done = ran(self.folder, *program, environ=without_git())
         return done.returncode, done.stdout.strip(), done.stderr

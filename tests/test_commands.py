@@ -1,6 +1,6 @@
-"""Every command of the pages works, as far as tests without a framework show, or has its reason in docs/commands.md.
+"""Test each command of the pages without a framework; docs/commands.md lists the commands that no test runs.
 
-test_commands_started.py has real starts, made small by a page's comment.
+test_commands_started.py starts apps, with the options in a page's comment.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def shell(repository: Path, text: str) -> Ended:
 
 @cache  # pages repeat commands
 def repeated(repository: Path, text: str) -> Ended:
-    """Return how a command ends that leaves nothing behind."""
+    """Run a command that leaves nothing behind, once for all pages."""
     return shell(repository, text)
 
 
@@ -81,7 +81,7 @@ def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Each check yields the problems, in words.
+# Each check yields its problems as text.
 
 
 def _ends(
@@ -93,7 +93,7 @@ def _ends(
 
 
 def as_it_stands(repository: Path, text: str) -> Iterator[str]:
-    # Without an Ascend, its addresses come from a file.
+    # Without an Ascend device, the addresses of devices come from a file.
     server = re.search(r"make_rank_table\.py make .*\b(\d+)\b --out", text)
     if server and "--device-ips" not in text:
         addresses = [f"address_{i}=192.168.{server[1]}.{i + 1}\n" for i in range(8)]
@@ -103,7 +103,7 @@ def as_it_stands(repository: Path, text: str) -> Iterator[str]:
 
 
 def shown(repository: Path, text: str) -> Iterator[str]:
-    """Run the script with --dry-run: it installs nothing, and checks N, the options and the machines."""
+    """Run the script with --dry-run, which installs nothing and checks N, the options and the machines."""
     text = re.sub(r"PYTHON=\S+ ", "PYTHON=python ", text)
     if text.endswith(" FILE"):
         save_weights(repository / "FILE", {"fc.weight": np.zeros((10, 4), np.float32)})
@@ -127,7 +127,7 @@ def collected(repository: Path, text: str) -> Iterator[str]:
     if "--" in words:
         own = words[: words.index("--")]
         selected = words[words.index("--") + 1 :]
-    if own in (["--changed"], ["--fast"]):  # tests/test_changed.py, tests/test_matrix.py
+    if own in (["--changed"], ["--fast"]):  # tested in tests/test_changed.py and tests/test_matrix.py
         return
     if own and (len(own) != 2 or own[0] != "-e"):
         yield "give scripts/test.sh -e and names alone"
@@ -136,7 +136,7 @@ def collected(repository: Path, text: str) -> Iterator[str]:
     yield from (f"tox.ini has no environment {name}" for name in names if name not in environments())
     command = environments().get(names[0], "") if names else ""
     program = re.match(r"python (\S+)", command)
-    if program:  # it runs no tests
+    if program:  # the environment runs no tests
         yield from _unknown(Path(program[1]), " ".join(["", *selected]))
     elif selected:
         app = next((app for app in APPS if names[0].startswith(f"{app}-")), "mnist_ddp")
@@ -160,7 +160,7 @@ def tox() -> configparser.ConfigParser:
 
 
 def environments() -> dict[str, str]:
-    """Return the commands of tox.ini's environments, by their names: `a-{b,c}` is two."""
+    """Return the commands of tox.ini's environments by name; `a-{b,c}` gives two names."""
     found: dict[str, str] = {}
     for section in tox().sections():
         if section.startswith("testenv:"):
@@ -191,7 +191,7 @@ def parsed(repository: Path, text: str) -> Iterator[str]:
 
 def samestep(repository: Path, text: str) -> Iterator[str]:
     words = shlex.split(text)[1:]
-    if len(words) == 1 and words[0] in PROGRAMS:  # names the command
+    if len(words) == 1 and words[0] in PROGRAMS:  # the page only names the command
         return
     try:
         if words[0] == "check":

@@ -37,7 +37,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_start_that_a_page_shows_works(harness: Harness, repository: Path, soak: bool, command: str) -> None:
-    """Run it in the repository, with this Python's programs first in PATH; 4 ranks are 2 but in a soak."""
+    """Run the command with this Python's programs first in PATH; outside a soak, 2 ranks replace 4 ranks."""
     command = amount(soak, few=re.sub(r"(/run_\w+\.sh) 4\b", r"\1 2", command), many=command)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = harness.start_command(["bash", "-c", command], harness.folder / "run", repository, PATH=path)

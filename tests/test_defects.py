@@ -1,4 +1,4 @@
-"""Each defect of tests/defects still applies to the code."""
+"""Test that each defect of tests/defects still applies to the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages match the code: links lead somewhere, claims name tests, no message is missing."""
+"""Test that pages match the code: links have targets, claims name tests, and no message is missing."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from samestep.data import datasets
 from samestep.options import Parser, add_common
 
 ROOT = Path(__file__).resolve().parents[1]
-# The text of a link, its target and its title, which of a link "test" is a function; and whether the soak has it.
+# A link's text, target and title (with the text "test", the title names a function), and a note that the soak has the
+# test.
 LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak|\W慢测试)?')
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-# Errors without words of their own: they pass on a message of another machine or file, which is listed there.
+# Files whose errors have no text of their own, because they repeat a message of another machine or file.
 PASSED_ON = {
     "apps/*/data.py",  # a row's line and problem, which rows.py and this file find
     "apps/*/rows.py",
-    "apps/*/placement.py",  # make_rank_table.py has the words
-    "apps/*/distributed.py",  # Horovod's options.py has the words
-    "core/samestep/log.py",  # it prints all others
+    "apps/*/placement.py",  # the text is in make_rank_table.py
+    "apps/*/distributed.py",  # the text is in Horovod's options.py
+    "core/samestep/log.py",  # log.py prints all other errors
     "launch/samestep_launch/app.py",
     "launch/samestep_launch/preflight.py",
-    "launch/samestep_launch/supervise.py",  # its watch has the words
+    "launch/samestep_launch/supervise.py",  # the text is in HeartbeatWatch
     "observe/samestep_observe/replay_job.py",  # the error of the program that it runs
 }
 
@@ -43,7 +44,7 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -101,7 +102,7 @@ def test_the_page_of_options_lists_those_of_the_parsers() -> None:
 
 
 def test_the_changes_of_own_loop_lead_to_the_finished_program(tmp_path: Path) -> None:
-    """The README's diff leads there too; it only leaves a function that is no longer called."""
+    """The README's diff gives the same program, except for a function that is no longer called."""
     usual = ROOT / "docs" / "usual_loop.py"
     program = tmp_path / "docs" / "usual_loop.py"
     program.parent.mkdir()

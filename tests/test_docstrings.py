@@ -14,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
-    """Yield the public functions and methods of a module or class. ``__init__`` is its class's to describe."""
+    """Yield the public functions and methods of a module or class. The class describes its ``__init__``."""
     for node in body:
         if isinstance(node, Function) and not node.name.startswith("_"):
             yield node

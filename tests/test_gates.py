@@ -1,4 +1,4 @@
-"""There is one way into a checkpoint, one into a run dir, and one for text of others to a message."""
+"""Test that checkpoints, run dirs and messages with foreign text are written only through their own modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FUNCTIONS = set(
     "open mkdir makedirs rename replace unlink remove rmdir utime truncate link symlink rmtree move".split()
 )
 METHODS = set("open write_text write_bytes mkdir touch unlink rename rmdir symlink_to hardlink_to".split())
-# Functions that change files which no run dir holds, and the reason.
+# Functions that change files outside run dirs, and the reason.
 OUTSIDE = {
     "core/samestep/child_signals.py _is_pending": "a file of /proc",
     "core/samestep/data/download.py": "caches of datasets",
@@ -90,7 +90,7 @@ def test_only_root_changes_files_below_a_run_dir() -> None:
 
 
 def callers(function: str) -> set[str]:
-    """Return the functions that call a function, by its last name."""
+    """Return the functions that call ``function``, compared by the last part of its name."""
     return {
         f"{path.removeprefix('core/samestep/')} {caller}"
         for path, tree in sources(*PACKAGES)
@@ -104,7 +104,7 @@ def test_each_manifest_is_sealed_before_it_is_written() -> None:
     saves = {"checkpoint.py save", "sharded/storage.py save"}
     assert callers("commit") == saves
     assert callers("_seal") == {"sharded/storage.py save"}
-    earlier = {"run.py start", "sharded/storage.py __init__"}  # for the same values
+    earlier = {"run.py start", "sharded/storage.py __init__"}  # these seal the same values before a save
     assert callers("seal") == {"checkpoint.py save", "sharded/storage.py _seal", *earlier}
     assert callers("verify") == {"manifest.py seal", "checkpoint.py _read_manifest"}
     assert callers("encode") >= {"manifest.py seal", "checkpoint.py commit", "checkpoint.py _read_manifest"}

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
 APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # The apps that train.
 FOLDERS = "apps benchmarks check core deploy docs launch observe scripts tools".split()  # without tests
-MOST_VARIABLES = 10  # whose names begin with SAMESTEP_
+MOST_VARIABLES = 10  # environment variables named SAMESTEP_*
 FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
-FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's.
+FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning use torch
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
 COLLECTIVE = re.compile(
     r"\b(dist|hvd|fleet|distributed)\.(all_reduce|all_gather|allreduce|allgather|broadcast|broadcast_parameters)$"
@@ -45,7 +45,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def test_programs_know_few_variables_of_this_project() -> None:
-    """A launch script passes one document to its ranks; the others are for users."""
+    """A launch script passes one document to its ranks; the other variables are for users."""
     names: set[str] = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.*"):
@@ -71,7 +71,7 @@ def test_each_collective_of_a_train_py_is_marked(app: str) -> None:
     lines = source.splitlines()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     collectives = [node for node in calls if COLLECTIVE.search(ast.unparse(node.func))]
-    if "hvd." not in source:  # Horovod reduces in a call of its own, after backward()
+    if "hvd." not in source:  # Horovod reduces after backward(), in a separate call
         backward = [node for node in calls if ast.unparse(node.func).endswith(".backward")]
         # If a tree collects the gradients, ranks communicate after the backward pass.
         collectives += [node for node in backward if not lines[node.end_lineno or 0].lstrip().startswith("tree.add(")]
@@ -133,7 +133,7 @@ def test_each_app_has_its_specification_its_script_and_its_environment() -> None
 
 
 def test_the_pythons_of_each_app_follow_from_the_record_of_its_pins() -> None:
-    """`tox -e pythons` makes the record; it needs a package index."""
+    """`tox -e pythons` makes the record, for which it needs a package index."""
     tool = runpy.run_path(str(ROOT / "tools" / "python_versions.py"))
     differences = tool["differences"]
     recorded = json.loads(tool["RECORD"].read_text())
@@ -142,12 +142,12 @@ def test_the_pythons_of_each_app_follow_from_the_record_of_its_pins() -> None:
         text = path.read_text()
         record = recorded[tool["app_of"](path)]
         assert differences(text, record) == [], path
-        assert differences(text + "numpy==2.4.7\n", record)  # another pin was not resolved
+        assert differences(text + "numpy==2.4.7\n", record)  # the record lacks this pin
         assert differences(text.replace("# python: 3.11", "# python: 3.10 3.11"), record)
 
 
 def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> None:
-    """`tox -e locks -- --check` compares with PyPI."""
+    """`tox -e locks -- --check` compares the locks with PyPI."""
     tool, pythons = (runpy.run_path(str(ROOT / "tools" / f"{name}.py")) for name in ("lock", "python_versions"))
     line = re.compile(
         r"[a-z0-9-]+==[\w.+]+( ; [\w.'() =<>!]+)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?|"
@@ -172,7 +172,7 @@ def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> Non
             assert bool(gpu) == lock.name.endswith("-cuda.txt"), lock
             for entry in entries:
                 listed = {*tool["CPU_INDEX"].get((entry.name, entry.version), "").split()[::2]}
-                if entry.name == "torch":  # the one build, or the other
+                if entry.name == "torch":  # the build for CPUs, or the build for GPUs
                     assert ("+cpu " in f"{entry.requirement} ", listed == {*entry.hashes}) == (not gpu, not gpu), lock
                 elif entry.name == "torchvision" and not gpu:
                     assert listed < {*entry.hashes}, lock

@@ -1,4 +1,4 @@
-"""`bash scripts/test.sh`: green means that tests ran, words select tests, and an interrupt leaves no process."""
+"""Test `bash scripts/test.sh`: success means that tests ran, words select tests, and an interrupt leaves no process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOX = ROOT / ".venvs" / "tox" / "bin" / "python"
 LIMIT = 120.0
 MARK = "MATRIX_MARK"
 NO_TESTS = 5  # pytest's exit code
-# A small matrix: its environments run pytest of this environment in the folder `tests`.
+# A small matrix: its environments run this environment's pytest with tests/conftest.py.
 SMALL = """
 [tox]
 env_list = one, two
@@ -61,7 +61,7 @@ def test_long(harness, n):
 
 
 def environ(**more: str) -> dict[str, str]:
-    """Return the environment of a shell: without the variables of this test run."""
+    """Return the environment without the variables of this test run, as in a shell."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SAMESTEP_", "TOX_"))}
     return {**kept, **more}
 
@@ -80,7 +80,7 @@ def sections() -> Mapping[str, str]:
 
 @pytest.fixture
 def run_tox() -> ModuleType:
-    """Return tools/run_tox.py."""
+    """Return tools/run_tox.py as a module."""
     spec = importlib.util.spec_from_file_location("run_tox", ROOT / "tools" / "run_tox.py")
     assert spec is not None
     assert spec.loader is not None
@@ -90,7 +90,7 @@ def run_tox() -> ModuleType:
 
 
 def small_matrix(folder: Path, **tests: str) -> Path:
-    """Write a matrix whose environments have these tests."""
+    """Write a small matrix with these files of tests, and return its folder."""
     (folder / "tox.ini").write_text(SMALL.format(tests=ROOT / "tests", python=sys.executable))
     for name, text in tests.items():
         (folder / f"test_{name}.py").write_text(text)
@@ -149,7 +149,7 @@ def test_the_fast_environments_run_each_app_of_pytorch() -> None:
     requirements = {path.parent.name: path.read_text() for path in ROOT.glob("apps/*/requirements.in")}
     apps = {app for app, text in requirements.items() if re.search(r"^torch(ft)?==", text, re.MULTILINE)}
     listed = re.findall(r"short_runs\.sh \{env_tmp_dir\} (.*?)(?: bash|$)", commands, re.MULTILINE)
-    assert {app for line in listed for app in line.split()} == apps - {"mnist_horovod"}  # it is built from source
+    assert {app for line in listed for app in line.split()} == apps - {"mnist_horovod"}  # built from source
     assert "-e fast,fast-cifar" in (ROOT / "scripts" / "test.sh").read_text()
 
 
@@ -182,7 +182,7 @@ def test_words_and_paths_narrow_an_environment() -> None:
     evaluated = {f"{path}::test_evaluate_only_leaves_the_run_as_it_is"}
     assert collected(command, "-k", "evaluate_only") == evaluated
     assert collected(command, path) == evaluated | {f"{path}::test_a_run_leaves_what_the_design_says"}
-    # Its ranks come and go, so some common tests do not apply, even in the soak.
+    # Its world size changes during a run, so some common tests do not apply, even in the soak.
     every = {f"{path}::test_evaluations_between_epochs_change_no_step_and_the_best_is_kept"}
     assert collected(command, path, "--every-case") == collected(command, path) | every
 

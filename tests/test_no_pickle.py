@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-# Functions that unpickle, as they are called; COLLECTIVES are torch's of Python objects, which pickle.
+# CALLS are functions that unpickle. COLLECTIVES send Python objects as pickles.
 CALLS = {
     "pickle.load",
     "pickle.loads",
@@ -21,7 +21,7 @@ CALLS = {
     "ms.load_checkpoint",
 }
 COLLECTIVES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list"}
-COLLECTIVES |= {"broadcast_object", "allgather_object", "broadcast_optimizer_state"}  # Horovod's
+COLLECTIVES |= {"broadcast_object", "allgather_object", "broadcast_optimizer_state"}  # functions of Horovod
 
 
 def findings(source: str) -> list[str]:
@@ -51,12 +51,12 @@ def test_no_file_loads_a_pickle() -> None:
     files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
     assert len(files) > 10
     found = {str(file.relative_to(ROOT)): findings(file.read_text()) for file in files}
-    found.pop("docs/usual_loop.py")  # a loop as tutorials have it, with weights_only
-    found.pop("tests/check/program/train.py")  # as other people write it, with weights_only
+    found.pop("docs/usual_loop.py")  # a tutorial's loop, which loads with weights_only
+    found.pop("tests/check/program/train.py")  # a typical script, which loads with weights_only
     found.pop("tests/check/scripts/training.py")  # the same
     found.pop("tests/check/scripts/no_checksum.py")  # the same
-    found.pop("tests/kit/test_own_loop.py")  # it reads the file of a loop as other people write it, with weights_only
+    found.pop("tests/kit/test_own_loop.py")  # the test reads a loop's file with weights_only
     found.pop("tests/recipes/test_recipes.py")  # the same
-    found.pop("tests/kit/test_samplers.py")  # it sends batches as torch sends them to workers
-    found.pop("tests/core/test_checkpoint.py")  # it writes a harmful pickle, to show that nothing loads it
+    found.pop("tests/kit/test_samplers.py")  # the test sends batches as torch sends them to workers
+    found.pop("tests/core/test_checkpoint.py")  # the test writes a harmful pickle, to show that nothing loads it
     assert {file: names for file, names in found.items() if names} == {}

@@ -1,4 +1,4 @@
-"""tools/quick_imports.py compiles equal modules once, and lets Python collect less garbage."""
+"""Test that tools/quick_imports.py compiles equal modules once, and reduces garbage collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statements of the pages that were wrong once agree with the code, with the results of runs, and with each other."""
+"""Test that statements of the pages that were wrong once agree with the code, with results, and with each other."""
 
 from __future__ import annotations
 

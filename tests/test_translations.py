@@ -1,4 +1,4 @@
-"""Each Chinese page has the commands, blocks, headings, tables and links of the English one."""
+"""Test that each Chinese page has the commands, blocks, headings, tables and links of its English page."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_english_readme_is_short_enough_for_the_first_minute() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_chinese_text_has_chinese_punctuation(page: str) -> None:
-    """Next to a Chinese character or punctuation mark. Code, the targets of links and their brackets are left out."""
+    """Check punctuation beside Chinese characters. Code, the targets of links and their brackets do not count."""
     text = prose(pair(page)[1])
     assert re.findall(rf"[{HAN}][,;:()!?]|[,;:()!?][{HAN}]|`[;:]`", text) == []
     assert re.findall(r"[，。；：、（] +\S", text) == []

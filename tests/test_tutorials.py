@@ -1,4 +1,4 @@
-"""Statements for the readers of the five tutorials that were wrong once: a test runs each."""
+"""Test that a test runs each statement of the tutorial pages that was wrong once."""
 
 from __future__ import annotations
 

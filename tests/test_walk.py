@@ -1,4 +1,4 @@
-"""docs/make_it_yours.md: its patches fit a copy of the app, its table counts them, and the layout tests still pass.
+"""Test docs/make_it_yours.md: patches apply to a copy of the app, the table counts them, and layout tests pass.
 
 tests/cifar_ddp/test_make_it_yours.py trains the changed copy.
 """

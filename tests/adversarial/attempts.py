@@ -1,4 +1,4 @@
-"""Attempts from outside on a launch script, as data: the attempt, its place, and the required result."""
+"""Describe attempts to break a launch script as data: the attempt and the required result."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 
 from scratch_project import ScratchProject
 
-DONE = "note(started=True)"  # a launcher that does nothing and ends well
+DONE = "note(started=True)"  # a launcher that only writes a note
 Prepare = Callable[[ScratchProject], Mapping[str, str]]  # returns further variables of the environment
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt.
+    """One attempt to break a launch script.
 
     Attributes:
-        number: its target's number in the list of former defects.
-        what: the attempt, in words; the name of the test.
-        code: the exit code of the script.
-        error: a regular expression for the one line ``error: ...`` on stderr; "" if there must be none.
-        warning: the same for ``warning: ...``.
+        number: number of the former defect.
+        what: the attempt in words, which name the test.
+        code: expected exit code of the script.
+        error: regular expression for the only line ``error: ...`` on stderr; "" if there must be none.
+        warning: the same for the line ``warning: ...``.
         arguments: words after the script's name.
-        environ: variables of its environment.
-        prepare: creates the obstacle.
-        launcher: the source of the launcher that the script starts, see `scratch_project.LAUNCHER`.
-        starts: how often the launcher must have been started.
+        environ: variables to add to the script's environment.
+        prepare: changes the project, and returns more variables.
+        launcher: source of the launcher that the script starts, see `scratch_project.LAUNCHER`.
+        starts: expected number of starts of the launcher.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Attempt:
 
 
 def check(project: ScratchProject, attempt: Attempt) -> None:
-    """Try it, and assert what must follow. The scratch project asserts that no process is left behind."""
+    """Run an attempt and check its exit code, output and starts. The scratch project checks that no process is left."""
     environ = {**attempt.environ, **attempt.prepare(project)}
     done = project.run(attempt.launcher, *attempt.arguments, environ=environ)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""The scratch project of tests/launch, for attempts from outside on the launch scripts."""
+"""Provide the scratch project of tests/launch for attempts to break launch scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each attempt ends with one line and its exit code, and leaves nothing behind."""
+"""Test that each attempt ends with one line and its exit code, and leaves nothing behind."""
 
 from __future__ import annotations
 

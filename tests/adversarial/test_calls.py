@@ -1,6 +1,6 @@
-"""Calls of a launch script that once caused a traceback, a hang, or exit code 0 without a job.
+"""Test calls of a launch script that once caused a traceback, a hang, or exit code 0 without a job.
 
-Paths, names, streams, and variables of the environment that bash and Python obey themselves.
+They have unusual paths, names and streams, and environment variables that bash and Python themselves use.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LONG = "x" * 300
 
 
 def loop(project: ScratchProject) -> Mapping[str, str]:
-    """A link that leads to itself."""
+    """Make a link to itself."""
     (project.work / "loop").symlink_to("loop")
     return {}
 
 
 def neighbor(project: ScratchProject) -> Mapping[str, str]:
-    """A module beside the launcher, as an app's model.py is beside its train.py."""
+    """Write a module beside the launcher, as an app's model.py is beside its train.py."""
     (project.work / "model.py").write_text("")
     return {}
 
@@ -84,7 +84,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def call(root: Path, cwd: Path, *words: str, bash: str = 'exec "$@"', **settings: Any) -> Done:
-    """Run the launch script of a project; ``bash`` calls it."""
+    """Run the launch script of a project; the bash code ``bash`` calls it as ``"$@"``."""
     launcher = cwd / "launcher.py"
     environ = environment(**{"PYTHON": sys.executable, **settings.pop("environ", {})})
     template = ["{python}", str(launcher), "{nproc}", "{master_port}", "{options}"]
@@ -103,14 +103,14 @@ def one_error(done: Done) -> str:
 
 
 class Stranger:
-    """Return a copy of the project, and a folder that the other user (nobody, or the user of the tests) cannot read."""
+    """A copy of the project for another user (nobody if tests run as root), and a folder that this user cannot read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "project"
         self.work = root / "work"
         self.private = root / "private"
         self.is_root = os.geteuid() == 0
-        self.python = "/usr/bin/python3" if self.is_root else sys.executable  # root's own is out of others' reach
+        self.python = "/usr/bin/python3" if self.is_root else sys.executable  # other users cannot run root's Python
 
     def call(self, *words: str, **environ: str) -> Done:
         user: Any = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if self.is_root else {}
@@ -119,7 +119,7 @@ class Stranger:
 
 @pytest.fixture
 def stranger(project_root: Path) -> Iterator[Stranger]:
-    folder = Path(tempfile.mkdtemp(prefix="samestep-test-", dir="/tmp"))  # pytest's is for its user alone
+    folder = Path(tempfile.mkdtemp(prefix="samestep-test-", dir="/tmp"))  # pytest's folder is private to its user
     try:
         made = Stranger(folder)
         shutil.copytree(project_root, made.root, symlinks=True)
@@ -167,7 +167,7 @@ def test_a_project_in_a_folder_that_no_line_can_hold_is_refused(project_root: Pa
 
 
 def test_a_working_directory_that_no_line_can_hold_is_refused(project_root: Path, tmp_path: Path) -> None:
-    """The default run dir would be in it."""
+    """The default run dir would be in the working directory."""
     folder = tmp_path / "new\nline"
     folder.mkdir()
     assert one_error(call(project_root, folder, "2")).startswith("error: --run-dir '/")
@@ -177,7 +177,7 @@ def test_a_deleted_working_directory_is_refused(project_root: Path, tmp_path: Pa
     folder = tmp_path / "gone"
     folder.mkdir()
     done = call(project_root, folder, "2", bash=f'rmdir "{folder}"; exec "$@"')
-    lines = [line for line in done.stderr.splitlines() if "getcwd" not in line]  # bash's own
+    lines = [line for line in done.stderr.splitlines() if "getcwd" not in line]  # bash prints these
     assert (done.returncode, lines) == (2, ["error: the working directory is gone: change to another one"])
 
 
@@ -217,7 +217,7 @@ def test_a_closed_stream_is_no_file_of_the_job(project_root: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (REPOSITORY / "scripts").glob("run_*.sh")))
 def test_cdpath_leads_no_launch_script_elsewhere(tmp_path: Path, script: str) -> None:
-    """cd looks there first, and prints the folder that it found."""
+    """cd searches the folders of CDPATH first, and prints the folder that it finds."""
     (tmp_path / "scripts").mkdir()
     words = ["2", *(["all"] if "lab" in script else []), "--dry-run"]
     done = cdpath(tmp_path, f"scripts/{script}.sh", *words, PYTHON=sys.executable)

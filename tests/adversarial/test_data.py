@@ -1,4 +1,4 @@
-"""A blocked data file, or one with false content, costs one line, no wait, and little memory."""
+"""Test that a blocked or false data file gives one error line, without a wait and with little memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import samestep
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 IMAGES, LABELS = FILES[:2]
-ROOM = 200 * 2**20  # bytes of memory that a process gets besides what it has after its imports
+ROOM = 200 * 2**20  # bytes that a process may allocate after its imports
 CHILD = f"""
 import os, resource, sys
 from pathlib import Path
@@ -38,7 +38,7 @@ except ConfigError as error:
 
 
 def resolve(name: str, data_dir: Path | str, user: str = "", **environ: str) -> str:
-    """Resolve a dataset in a process of little memory, with a ``user`` as one that is not root; return its line."""
+    """Resolve a dataset in a process with little memory, not as root if ``user`` is set; return its output line."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, name, str(data_dir), user],
         env={**os.environ, "PYTHONPATH": str(Path(samestep.__file__).parents[1]), "no_proxy": "*", **environ},
@@ -55,7 +55,7 @@ def resolve(name: str, data_dir: Path | str, user: str = "", **environ: str) -> 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that other users reach, with an empty cache and MNIST in few images."""
+    """Yield a folder that other users can read, with an empty cache and a tiny MNIST."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         place.chmod(0o755)
@@ -73,7 +73,7 @@ def header(*shape: int) -> bytes:
 
 
 def bomb(start: bytes) -> bytes:
-    """A gzip file of 400 kB that holds 400 MiB of zeros after ``start``."""
+    """Return a gzip file of 400 kB with ``start`` and 400 MiB of zeros."""
     return gzip.compress(start) + 400 * gzip.compress(bytes(2**20), 1)
 
 
@@ -110,7 +110,7 @@ def test_a_cifar_file_is_read_no_further_than_its_images(place: Path) -> None:
 
 
 def write(path: Path, content: bytes | int) -> None:
-    """Write bytes, or so many zeros that take no room on the disk."""
+    """Write bytes, or a sparse file of ``content`` zero bytes."""
     path.touch()
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -214,7 +214,7 @@ def test_a_cache_that_cannot_be_made_is_among_temporary_files(place: Path, make:
 
 
 def cache(place: Path) -> Path:
-    """The folder of the cache that a download fills."""
+    """Make the cache folder of synthetic-cifar10, and return it."""
     folder = place / "cache" / "samestep" / "synthetic-cifar10"
     folder.mkdir(parents=True)
     return folder
@@ -254,7 +254,7 @@ def test_a_lock_that_nobody_gives_back_is_named(place: Path) -> None:
 
 @pytest.mark.parametrize("what", ["a link", "a folder that all may write to"])
 def test_a_cache_among_temporary_files_that_others_made_is_not_used(place: Path, what: str) -> None:
-    """A link to a folder of the user's own would have files put into that."""
+    """Through the link, files would be written into another folder of the user."""
     own = place / "own"
     taken = place / "tmp" / f"samestep-{os.getuid()}"
     own.mkdir()

@@ -1,4 +1,4 @@
-"""Strangers at MASTER_PORT, and false machines: they end no job with a secret, and no job by an invalid message."""
+"""Test other programs at MASTER_PORT: without the secret, or by an invalid message, they cannot end a job."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def call(port: int, message: Any, secret: bytes = b"") -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def machine_0(secret: bytes = b"", limit: float = LIMIT) -> Iterator[tuple[int, Future_]]:
-    """Machine 0 of two in a thread, and its port."""
+    """Run machine 0 of 2 in a thread; yield its port and the future of its result."""
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         yield port, pool.submit(join, NODE, port, secret, limit)
@@ -94,7 +94,7 @@ def test_idle_connections_do_not_use_up_the_file_descriptors() -> None:
 
 
 def test_a_process_without_file_descriptors_continues_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers may not be what uses them up, so dropping those does not always help."""
+    """Other code may hold the descriptors, so closing the connections of strangers does not always help."""
     accept = socket.socket.accept
     failures = iter(range(3))
 
@@ -114,7 +114,7 @@ def test_a_connection_without_a_first_message_is_closed(words: bytes, monkeypatc
     with machine_0() as (port, host):
         stranger = connect(port)
         stranger.sendall(words)
-        assert stranger.recv(100) == b""  # the end, in less than the connection's 10 s
+        assert stranger.recv(100) == b""  # closed before the connection's timeout of 10 s
         stranger.close()
         assert join(OTHER, port) == host.result(LIMIT)
 
@@ -135,7 +135,7 @@ CARD = asdict(replace(OTHER, nonce="n"))
 INVALID: dict[str, Any] = {
     "no object": [1],
     "a number": 7,
-    "deep JSON": None,  # see below
+    "deep JSON": None,  # the test sends its bytes
     "a field is missing": {"app": "toy"},
     "an unknown field": {**CARD, "rank": 1},
     "a negative machine": {**CARD, "machine": -1},
@@ -247,7 +247,7 @@ Serve = Callable[[JsonConnection], object]
 
 @contextlib.contextmanager
 def served(serve: Serve) -> Iterator[int]:
-    """A program that listens on a port and treats each connection so."""
+    """Run a server that calls ``serve`` for each connection; yield its port."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def run() -> None:
@@ -328,7 +328,7 @@ def test_what_listens_there_does_not_extend_the_time(
 
 @contextlib.contextmanager
 def on_the_way(port: int, change: Callable[[list[bytes]], bytes]) -> Iterator[int]:
-    """Forward a port to another one, and let ``change`` replace the lines that machine 0 has sent so far."""
+    """Forward connections to ``port``; ``change`` maps all lines that machine 0 has sent to the line to forward."""
     listener = socket.create_server(("127.0.0.1", 0))
     lines = list[bytes]()
 
@@ -456,7 +456,7 @@ def test_any_first_message_is_answered_and_machine_0_lives_or_ends_in_order(soak
             if has_proof:
                 reply = call(port, message)
                 assert reply.keys() <= {"here", "problem", "fatal", "plan"}
-                if reply:  # it described a machine, which does not fit, or is lost before the start
+                if reply:  # the message described a machine that does not fit, or that is lost before the start
                     assert isinstance(host.exception(LIMIT), (ConfigError, NonRetryableError))
             else:
                 stranger = connect(port)

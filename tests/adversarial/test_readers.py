@@ -1,4 +1,4 @@
-"""samestep hang, watch and report of run dirs that others wrote: one line or a report, and no escape sequence."""
+"""Test samestep hang, watch and report on damaged run dirs: one line or a report, and no escape sequence."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make(run_dir: Path, changes: dict[str, Any] | None = None) -> Path:
 
 
 def escaped(content: Any) -> Any:
-    """The same with ESCAPE in every text."""
+    """Return ``content`` with ESCAPE appended to every string, except the field kind."""
     if isinstance(content, dict):
         values = {name: escaped(value) for name, value in content.items()}
         return values | {name: value for name, value in content.items() if name == "kind"}
@@ -96,7 +96,7 @@ def escaped(content: Any) -> Any:
 
 
 def escaped_file(content: Any) -> Any:
-    """The content of a file with ESCAPE in every text, or in every line."""
+    """Return a file's content with ESCAPE appended to every string, or to every line."""
     if isinstance(content, str):
         return "".join(f"{line}{ESCAPE[:-1]}\n" for line in content.splitlines())
     return escaped(content)
@@ -104,7 +104,7 @@ def escaped_file(content: Any) -> Any:
 
 @contextlib.contextmanager
 def limited(seconds: int = 20) -> Iterator[None]:
-    """Raise an error in place of every call that would block."""
+    """Raise an error if the block takes longer than ``seconds``."""
 
     def end(number: int, frame: object) -> None:
         raise AssertionError("it took too long")
@@ -119,7 +119,7 @@ def limited(seconds: int = 20) -> Iterator[None]:
 
 
 def read_by_all(run_dir: Path, output: Path) -> None:
-    """Run the three programs in this process. `test_no_escape_...` tests for escape sequences in their output."""
+    """Run the three programs in this process, and check their exit codes."""
     with limited():
         for main, words in (
             (hang_report.main, ["--threads"]),
@@ -130,7 +130,7 @@ def read_by_all(run_dir: Path, output: Path) -> None:
 
 
 def start(program: str, *words: str | bytes | Path, cwd: Path, **environ: str) -> subprocess.CompletedProcess[bytes]:
-    """One of the programs as a user starts it."""
+    """Run one of the programs as a user does, and check its output for tracebacks and control characters."""
     done = subprocess.run(
         [sys.executable, "-m", "samestep", program, *words],
         cwd=cwd,
@@ -218,7 +218,7 @@ WRONG: list[Any] = [None, True, -1, 2**63, 10**400, 1e308, float("nan"), "text",
 
 
 def changed(content: Any, value: Any) -> Iterator[Any]:
-    """The same with each of its values replaced, one at a time."""
+    """Yield copies of ``content`` with one of its values replaced by ``value``."""
     yield value
     pairs: list[tuple[Any, Any]] = []
     if isinstance(content, dict):
@@ -290,7 +290,7 @@ VALUES = st.recursive(
 
 
 def objects(examples: list[dict[str, Any]]) -> st.SearchStrategy[Any]:
-    """Objects like these, with some values replaced."""
+    """Return a strategy for objects like the examples with up to 3 fields replaced, and for any other value."""
     names = st.sampled_from(sorted({name for example in examples for name in example}))
     changes = st.dictionaries(names, VALUES, max_size=3)
     return st.tuples(st.sampled_from(examples), changes).map(lambda pair: {**pair[0], **pair[1]}) | VALUES

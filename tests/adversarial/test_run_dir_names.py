@@ -1,4 +1,4 @@
-"""Each name of a run dir as a link, a hard link, a FIFO, a folder or a long name: nothing outside of it changes."""
+"""Replace each name of a run dir by a link, hard link, FIFO, folder or long name: nothing outside must change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for line in sys.stdin:
 """
 )
 KINDS = ("link", "hard link", "FIFO", "folder", "long name")
-# All that a run of the launch script and its ranks may have in its run dir, beside the names that the toy's run leaves.
+# Other names that a launch script and its ranks may create in a run dir, in addition to the names of the toy's run.
 OTHERS = """
 .metrics.jsonl.tmp .model.safetensors.tmp .result.json.tmp checkpoints/.step-00000006.tmp checkpoints/step-00000006
 checkpoints/damaged-step-00000006 checkpoints/unequal-step-00000006 evaluation.json log/.alive-0.0.tmp log/hang-0.json
@@ -44,7 +44,7 @@ model-ema.safetensors model.safetensors result.json
 
 
 class Toy:
-    """Runs the toy in forks of one process."""
+    """Run the toy in forks of one process."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
@@ -52,7 +52,7 @@ class Toy:
         self._numbers = itertools.count()
 
     def run(self, run_dir: Path, *options: str) -> tuple[int, list[str]]:
-        """Return the exit code and the lines of output; fail if the run does not end."""
+        """Run the toy, and return its exit code and the lines of its output; fail if the run does not end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         output = self._folder / f"output-{next(self._numbers)}"
@@ -83,7 +83,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
 
 @pytest.fixture(scope="module")
 def killed(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run dir with checkpoints of the steps 2 and 4, as a kill leaves it."""
+    """Return a run dir with checkpoints of the steps 2 and 4, as after a kill."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     code, lines = toy.run(run_dir, "--max-steps=4", "--keep-best")
     assert code == 0, lines
@@ -93,7 +93,7 @@ def killed(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def put(kind: str, path: Path, outside: Path) -> bool:
-    """Put a thing of this kind in place of ``path``, and its content outside; return whether that is possible."""
+    """Replace ``path`` by a file of ``kind`` and move its content to ``outside``; return False if impossible."""
     is_folder = path.is_dir() or path.name.lstrip(".").startswith(("step-", "damaged-", "unequal-"))
     if kind == "long name":
         fill = "9" if is_folder and "step" in path.name else "x"
@@ -123,7 +123,7 @@ def put(kind: str, path: Path, outside: Path) -> bool:
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the content and the time of all files in a folder."""
+    """Return the content and the modification time (ns) of all files in a folder, by path."""
     return {
         str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.lstat().st_mtime_ns)
         for path in (folder, *folder.rglob("*"))
@@ -134,7 +134,7 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
 def test_no_name_of_a_run_dir_changes_anything_outside(
     toy: Toy, killed: Path, tmp_path: Path, kind: str, soak: bool
 ) -> None:
-    """A run trains or evaluates, or ends with one line, without a traceback."""
+    """A run trains or evaluates, or ends with one error line; it never prints a traceback."""
     options = amount(soak, few=["--resume"], many=["--resume", "--no-resume", "--evaluate-only"])
     names = sorted({str(path.relative_to(killed)) for path in killed.rglob("*")} | {*OTHERS})
     assert {"log", "checkpoints", ".lock", "checkpoints/step-00000004/manifest.json", "log/rank-0.log"} <= {*names}

@@ -1,4 +1,4 @@
-"""A run dir as another program, another user or a crash may have left it: a run resumes, or ends with one line."""
+"""Test run dirs that another program, another user or a crash changed: a run resumes, or ends with one error line."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from samestep.sharded import storage
 from scratch_project import ScratchProject, environment
 
 CORE = Path(samestep.__file__).parents[1]
-LIMIT = 60  # seconds that no child process needs
+LIMIT = 60  # seconds; every child process ends sooner
 
-# A run of one rank without a framework; its weights depend on all updates, and on the optimizer's state.
+# PROGRAM is a run of one rank without a framework. Its weights depend on all updates and on the optimizer's state.
 PROGRAM = """
 import os
 import sys
@@ -117,7 +117,7 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to its last step, 6; checkpoints of the steps 2, 4 and 6."""
+    """Return the run dir of a finished run of 6 steps, with checkpoints of the steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert run_toy(folder).returncode == 0
     return folder
@@ -125,7 +125,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(finished: Path, tmp_path: Path) -> Path:
-    """The same run as a kill after step 4 leaves it."""
+    """Return a copy of the finished run, as a kill after step 4 would leave it."""
     folder = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
     for path in (folder / "result.json", folder / "model.safetensors"):
@@ -134,7 +134,7 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a manifest, and let it match its own checksum again."""
+    """Change a manifest, and update its checksum."""
     path = folder / "manifest.json"
     body = json.loads(path.read_text())["manifest"]
     change(body)
@@ -259,7 +259,7 @@ def test_a_manifest_with_a_field_of_another_kind_is_corrupt(
         place = body[where] if where else body
         (place["model.safetensors"] if where == "files" else place)[name] = value
 
-    sys.set_int_max_str_digits(0)  # to write such a number; a rank does not
+    sys.set_int_max_str_digits(0)  # removes the limit of digits, which a rank keeps
     try:
         reseal(folder, change)
     finally:
@@ -288,7 +288,7 @@ def test_a_manifest_of_a_gigabyte_or_of_brackets_is_corrupt(finished: Path, tmp_
     [("2", "2", False), ("2", "1", True), ("", "1", True), ("2", "", True), ("", "", False), (None, "1", False)],
 )
 def test_another_number_of_threads_is_one_warning(tmp_path: Path, before: str | None, now: str, warns: bool) -> None:
-    """None: a checkpoint of a version that did not record it."""
+    """``before`` is None for a checkpoint of a version that did not record the number of threads."""
     assert run_toy(tmp_path / "run", "--max-steps=2", OMP_NUM_THREADS=before or "").returncode == 0
     if before is None:
         reseal(tmp_path / "run" / "checkpoints" / "step-00000002", lambda body: body["state"].pop("threads"))
@@ -321,7 +321,7 @@ def test_other_random_numbers_than_of_samestep_0_2_are_one_warning(tmp_path: Pat
         return [line for line in errors(done, "warning") if "random numbers" in line]
 
     assert warnings(2, draws=False) == []
-    assert warnings(2, draws=True) == []  # it does not train on
+    assert warnings(2, draws=True) == []  # the run has no step left
     assert warnings(4, draws=False) == []
     (line,) = warnings(6, draws=True)
     assert "random numbers of dropout differ from samestep 0.2's" in line
@@ -397,7 +397,7 @@ def put_in_the_way(path: Path, kind: str, outside: Path) -> None:
         path.symlink_to(outside)
 
 
-# For a resumed run: the path, the thing in its place, the exit code, and the one error.
+# For a resumed run: the path, the kind of file in its place, the exit code, and the only error.
 IN_THE_WAY = [
     ("log", "file", 2, r"cannot make \S+/log: Not a directory: name another place"),
     ("log/rank-0.log", "folder", 1, r"cannot write \S+rank-0.log: not a regular file"),
@@ -409,7 +409,7 @@ IN_THE_WAY = [
     ("result.json", "folder", 1, r"cannot write \S+result.json: Is a directory"),
     ("model.safetensors", "folder", 1, r"cannot write \S+model.safetensors: Is a directory"),
 ]
-# Things that are replaced, skipped or left out, so that the run continues; all of a kind at once.
+# Files that a run replaces or skips, so that it continues; the test creates all files of a kind at once.
 HARMLESS = {
     "FIFO": "log/.alive-0.0.tmp log/events.jsonl log/stack-0.txt checkpoints/.step-00000002.tmp metrics.jsonl "
     "checkpoints/step-00000007/manifest.json .metrics.jsonl.tmp",
@@ -440,7 +440,7 @@ def test_what_is_in_the_way_is_named_or_replaced_and_nothing_outside_changes(
     assert re.search(error, "\n".join(errors(done))), done.stderr
     assert {path.name: path.read_text() for path in outside.iterdir()} == {"kept": "kept"}
     if code and names != "log":
-        assert json.loads((run_dir / "log" / "no-restart").read_text())["code"] == code  # no restart
+        assert json.loads((run_dir / "log" / "no-restart").read_text())["code"] == code  # no restart follows
 
 
 def test_a_file_in_place_of_the_checkpoints_is_named_at_the_start(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""If something blocks a start, or stops ranks that cannot report it, the user gets one line, and no job hangs."""
+"""Test that a blocked start or stopped ranks give one error line, and that no job hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from samestep import NonRetryableError, events, untrusted
 from samestep_launch import job, supervise, user_folder
 from scratch_project import LIMIT, ScratchProject, end_of, wait_for
 
-# A rank that core's own watchdog watches; ``alive`` waits for its first heartbeat.
+# RANK starts ranks with core's watchdog. ``alive`` waits for a rank's heartbeat at a step, and returns its process ID.
 RANK = """
 code = '''
 import os, sys, time
@@ -91,7 +91,7 @@ if attempt == 0:
 
 
 def test_a_launch_script_that_was_stopped_itself_gives_ranks_a_new_period(project: ScratchProject) -> None:
-    """As on a machine that slept, everything stops and resumes at the same time."""
+    """A machine that sleeps stops and continues all processes at the same time."""
     code = (
         "ranks = [watched(0, 3)]\nnote(pid=alive(0, 3))\nwhile not (run_dir / 'go').exists(): time.sleep(0.02)\nend()"
     )
@@ -116,7 +116,7 @@ def test_a_rank_that_has_ended_is_not_taken_for_a_stopped_one(project: ScratchPr
 
 
 def test_a_heartbeat_that_cannot_be_written_still_changes_its_file(tmp_path: Path) -> None:
-    """On a full disk, say: the launch script must not take that for a stopped rank."""
+    """On a full disk, for example, the launch script must not report the rank as stopped."""
     path = tmp_path / "alive-0"
     path.write_text("{}")
     (tmp_path / ".alive-0.0.tmp").mkdir()
@@ -231,7 +231,7 @@ def test_a_verdict_with_a_wrong_type_is_none(tmp_path: Path, code: object) -> No
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in place of /tmp. Its name is short because names of Unix sockets must be."""
+    """Yield a folder that replaces /tmp, with a short name, because the names of Unix sockets are limited."""
     user_folder._warn_once.cache_clear()
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(user_folder, "BASE", Path(name))
@@ -239,7 +239,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def taken(base: Path, what: str) -> None:
-    """Put something in the place of the user's folder, or of its file of locks."""
+    """Block the user's folder or its lock file, as ``what`` describes."""
     folder = base / f"samestep-{os.getuid()}"
     if what == "file":
         folder.touch()
@@ -346,8 +346,8 @@ def test_the_tmpdir_of_a_killed_launch_script_is_removed_by_the_next_and_no_othe
     killed = other.start(waits, environ=environ)
     wait_for(other.notes)
     killed.kill()
-    for pid in other.processes():  # both scripts have this mark
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+    for pid in other.processes():  # processes of both scripts have this mark
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a process may end meanwhile
             if os.path.samefile(f"/proc/{pid}/cwd", other.work):
                 os.kill(pid, signal.SIGKILL)
     killed.communicate(timeout=LIMIT)
@@ -368,7 +368,7 @@ def test_a_tmpdir_that_cannot_hold_the_jobs_stays(tmpdir: str, monkeypatch: pyte
 
 # --- loopback ------------------------------------------------------------------------------------------------------
 
-# Where no network namespace can be made: as the kernel answers in one.
+# NO_LOOPBACK makes bind fail as in a network namespace without loopback, if no namespace can be made.
 NO_LOOPBACK = """
 import socket
 class Socket(socket.socket):

@@ -1,4 +1,4 @@
-"""Input that another program may have written is read within limits, or refused by ValueError."""
+"""Test that input from other programs is read within limits, or refused by ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for all tests of core. Their ranks are threads in pytest's own process."""
+"""Stop each watchdog after its test. The ranks of core's tests are threads in pytest's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samestep.recovery.watchdog import Watchdog
 
 @pytest.fixture(autouse=True)
 def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """None outlives its test: after --timeout it would end the process without a word."""
+    """Stop each test's watchdogs. A watchdog that outlives its test would end pytest after ``--timeout``."""
     started: list[Watchdog] = []
     begin = Watchdog.__init__
 

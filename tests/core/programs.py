@@ -16,7 +16,7 @@ from typing import Any
 import samestep
 
 CORE = str(Path(samestep.__file__).parents[1])
-LIMIT = 30  # seconds that no child process needs
+LIMIT = 30  # seconds; every child process ends sooner
 
 PRELUDE = """
 import os, sys, time
@@ -29,11 +29,11 @@ run_dir = Path(sys.argv[1])
 
 
 def default_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore SIGINT
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what would change how a program prints."""
+    """Return this process's environment without PYTHONUNBUFFERED, and with PYTHONPATH set to the package's folder."""
     return {**{name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}, "PYTHONPATH": CORE}
 
 
@@ -60,7 +60,7 @@ def start(
 def child(
     code: str, run_dir: Path, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that uses the package, to its end."""
+    """Run a program that uses the package until it ends."""
     with start(code, run_dir, stdout=stdout, stderr=stderr) as process:
         try:
             out, err = process.communicate(timeout=LIMIT)
@@ -74,7 +74,7 @@ def rank_log(run_dir: Path, rank: int = 0) -> str:
 
 
 def verdict(run_dir: Path) -> Any:
-    """Return the final exit code that a rank left for the launch script, or None."""
+    """Return ``{"code": exit code}`` from the file ``log/no-restart`` of a rank, or None if the file is missing."""
     path = run_dir / "log" / "no-restart"
     if path.exists():
         return {"code": json.loads(path.read_text())["code"]}
@@ -83,7 +83,10 @@ def verdict(run_dir: Path) -> Any:
 
 @contextlib.contextmanager
 def running(code: str, run_dir: Path, *arguments: str, until: str) -> Iterator[subprocess.Popen[str]]:
-    """A program in the background that has printed ``until``; gone when the block ends."""
+    """Run a program in the background until the block ends.
+
+    Yields: the process, after it has printed ``until``.
+    """
     with start(code, run_dir, *arguments, stdin=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -94,7 +97,7 @@ def running(code: str, run_dir: Path, *arguments: str, until: str) -> Iterator[s
             process.kill()
 
 
-# Holds a byte of a run dir's lock until its stdin ends, and tries to get one within some seconds.
+# HOLD locks one byte of a run dir's lock file until its stdin closes. TRY waits some seconds for another lock.
 HOLD = "rundir.Lock(run_dir, 'the first job').acquire(rundir.{})\nprint('held', flush=True)\nsys.stdin.read()\n"
 TRY = """
 def main():

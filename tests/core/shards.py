@@ -1,9 +1,9 @@
-"""A toy app whose ranks are processes and hold a part of its model each: what `samestep.sharded` does for an app.
+"""Run a toy app whose ranks are processes that each hold a shard of the model, as apps of `samestep.sharded` do.
 
     python shards.py RANK WORLD_SIZE FOLDER [options]
 
-Ranks communicate by files in FOLDER. All numbers are sums of few powers of two, the same at any number of ranks.
-SAMESTEP_KILL=n ends the process, as a kill does, at its n-th change of the checkpoints' files and folders.
+Ranks communicate by files in FOLDER. All values are sums of a few powers of two, so they are exact at any world size.
+SAMESTEP_KILL=n sends SIGKILL to the process before its n-th change of the checkpoints' files and folders.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from samestep.sharded.tensors import StoredGroups, TensorShard
 from samestep.sharding import GlobalBatches
 from threads import LIMIT, loss_of, parse
 
-# Name: whole shape, dtype, and the axis along which ranks cut it. With None each rank has all of it, and rank 0 writes.
+# Name: global shape, dtype, and the axis along which ranks shard the array. If the axis is None, each rank holds the
+# whole array and rank 0 saves it.
 LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
     "tall": ((7, 5), "float32", 0),
     "wide": ((4, 6), "float32", 1),
-    "few": ((2,), "float32", 0),  # from three ranks on some have none of it
+    "few": ((2,), "float32", 0),  # with three or more ranks, some ranks hold no rows
     "count": ((), "float32", None),
     "scale": ((3,), "float32", None),
     "nothing": ((0, 3), "float32", 0),
@@ -42,7 +43,7 @@ LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
 
 
 class FileCollectives:
-    """Implement the collectives that `Run` needs, by files in a folder."""
+    """Implement the collectives that `Run` needs, through files in a folder."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder = folder
@@ -75,7 +76,7 @@ class FileCollectives:
 
 
 def part(name: str, rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a rank's part of an array begins, and its shape: as torch cuts, the first ones larger."""
+    """Return the offset and shape of a rank's shard of an array. As in torch.chunk, the last shards may be smaller."""
     shape, _, axis = LAYOUT[name]
     if axis is None:
         return (0,) * len(shape), shape
@@ -87,20 +88,20 @@ def part(name: str, rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[
 
 
 def whole_array(name: str, first: float = 0.0) -> NDArray[Any]:
-    """An array's initial values, each another."""
+    """Return the initial values of an array, all different, in its global shape and dtype."""
     shape, dtype, _ = LAYOUT[name]
     return (np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape) + len(name) * 100 + first).astype(dtype)
 
 
 def cut(array: NDArray[Any], name: str, rank: int, world_size: int) -> TensorShard:
-    """A rank's piece of a whole array."""
+    """Return a rank's shard of a whole array."""
     offset, extent = part(name, rank, world_size)
     values = np.array(array[tuple(slice(a, a + b) for a, b in zip(offset, extent))])
     return TensorShard(values, offset, array.shape, copy=LAYOUT[name][2] is None and rank > 0)
 
 
 class Model:
-    """Weights and momentum; a rank holds its part of each."""
+    """The weights and momentum of the toy model, sharded over the ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.groups = {
@@ -135,7 +136,7 @@ def main() -> None:
     batches = GlobalBatches(n, options.global_batch_size, options.seed, rank, world_size)
     run.start(batches, 6, "toy", "cpu", {"numpy": np.__version__})
     for step in range(run.first_step, run.last_step):
-        loss_sum = sum((loss_of(int(sample), step) for sample in batches.indices(step)), 0.0)  # a rank may have none
+        loss_sum = sum((loss_of(int(sample), step) for sample in batches.indices(step)), 0.0)  # possibly an empty sum
         model.update(float(np.round(ranks.all_gather(np.array([loss_sum])).sum())))
         actions = run.after_step(loss_sum)
         if actions.sync:
@@ -149,7 +150,7 @@ def main() -> None:
 
 
 def kill_at(count: int) -> None:
-    """End this process before its ``count``-th change of the checkpoints' files and folders, from 1."""
+    """Kill this process before its ``count``-th change of the checkpoints' files and folders, counted from 1."""
     seen = 0
 
     def note() -> None:
@@ -176,7 +177,7 @@ def kill_at(count: int) -> None:
 def start(
     world_size: int, folder: Path, *options: str, environ: Mapping[int, Mapping[str, str]] | None = None
 ) -> list[subprocess.Popen[str]]:
-    """The toy's ranks, which communicate in the new folder ``folder``; ``environ`` is what some have of their own."""
+    """Start one process per rank. ``folder`` must be new; ``environ`` adds variables to the environment of a rank."""
     folder.mkdir()
     paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
     return [
@@ -192,7 +193,7 @@ def start(
 
 
 def end(processes: Sequence[subprocess.Popen[str]], limit: float = LIMIT) -> list[tuple[int, str, str]]:
-    """Return exit code, stdout and stderr of each rank. If one was killed, the others are killed too."""
+    """Return exit code, stdout and stderr of each rank. Kill all if one was killed, or after ``limit`` seconds."""
     until = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if any(process.poll() == -signal.SIGKILL for process in processes):

@@ -1,4 +1,4 @@
-"""Checkpoints are atomic, every damage is noticed, and weights hash alike everywhere."""
+"""Test that checkpoints are atomic, that any damage is detected, and that equal weights have equal hashes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ARITHMETIC = {"lr": 0.1, "seed": 1, "dataset": "mnist-5k"}
 
 
 def values() -> dict[str, Arrays]:
-    """Two groups with all that a framework may hand over: dtypes, 0-d, empty, strided, not-a-number."""
+    """Return two groups of arrays: several dtypes, 0-d, empty, strided and Fortran-order arrays, NaN and infinity."""
     grid = np.arange(12, dtype=np.float32).reshape(3, 4) / 7
     special = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324, 1 / 3])
     return {
@@ -79,7 +79,7 @@ def no_warning(text: str) -> None:
 
 
 def sealed(body: Any) -> bytes:
-    """Return a manifest with any content and a correct checksum of it."""
+    """Return a manifest with this body and the correct checksum."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({"manifest": body, "sha256": hashlib.sha256(canonical).hexdigest()}).encode()
 
@@ -90,7 +90,7 @@ def body_of(folder: Path) -> dict[str, Any]:
 
 
 def printable(problem: Exception) -> None:
-    """A message is part of one line that the user reads, on a console and in a log file."""
+    """Assert that a message has no control characters, because it is part of one line of a console or log file."""
     assert str(problem).isprintable(), str(problem)
 
 
@@ -135,7 +135,7 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
 
 
 def test_each_file_is_what_the_safetensors_library_writes(tmp_path: Path) -> None:
-    """This holds for any memory order of an array; the library's own writer ignores the order."""
+    """The comparison passes arrays in C order, because the library's writer ignores the memory order."""
     for step in range(1, 5):
         folder = save(tmp_path, step, keep=2)
         assert_same(checkpoint.read(folder).arrays("model"), values()["model"])
@@ -201,7 +201,7 @@ def test_a_bit_flipped_in_any_byte_is_noticed(tmp_path: Path, name: str) -> None
             found = checkpoint.read(folder)
         except CorruptCheckpoint:
             pass
-        else:  # 1e-07 and 1E-07 are the same number
+        else:  # a flip may keep the value: 1e-07 and 1E-07 are the same number
             assert name == "manifest.json", f"{name}: the flipped bit of byte {at} went unnoticed"
             assert found == good, f"{name}: the flipped bit of byte {at} went unnoticed"
         content[at] ^= 1 << at % 8
@@ -336,7 +336,7 @@ def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> bytes:
-    """Any JSON; or any JSON in any place of a manifest that is else right, with the right checksum."""
+    """Draw a manifest: any JSON, or a valid manifest with any JSON in one place and the correct checksum."""
     shape = draw(st.sampled_from(["any", "sealed", "field", "file", "fact"]))
     value = draw(JSON)
     if shape == "any":
@@ -401,7 +401,7 @@ def test_another_format_says_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"format 2\b.* 1$"):
         checkpoint.read(folder)
     with pytest.raises(ConfigError, match=r"of another version of samestep: .*: use that version, or start a new run"):
-        checkpoint.newest(tmp_path, no_warning)  # and not the older one
+        checkpoint.newest(tmp_path, no_warning)  # the older checkpoint is not used instead
 
 
 GARBAGE = {
@@ -439,7 +439,7 @@ def test_arrays_trusts_no_file_however_well_vouched_for(tmp_path: Path, content:
     (folder / "model.safetensors").write_bytes(content)
     files = {**body_of(folder)["files"], "model.safetensors": facts(content)}
     (folder / "manifest.json").write_bytes(sealed({**body_of(folder), "files": files}))
-    found = checkpoint.read(folder)  # the bytes are those that the manifest promises
+    found = checkpoint.read(folder)  # the bytes match the manifest's checksums
     with pytest.raises(NonRetryableError, match=r"model\.safetensors cannot be read") as caught:
         found.arrays("model")
     printable(caught.value)
@@ -465,7 +465,7 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
 def test_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    spoil(tmp_path / "checkpoints" / "step-00000001")  # older than the one used: of no interest
+    spoil(tmp_path / "checkpoints" / "step-00000001")  # not read, because a newer checkpoint is used
     (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     spoil(tmp_path / "checkpoints" / "step-00000004")
     warnings: list[str] = []
@@ -488,11 +488,11 @@ def test_with_none_good_the_run_stops_and_lists_all(tmp_path: Path) -> None:
     assert all(f"step-0000000{step}" in text for step in (1, 2, 3))
     assert "--no-resume" in text
     assert "\n" not in text
-    assert steps(tmp_path) == [1, 2, 3]  # kept for the user to look at
+    assert steps(tmp_path) == [1, 2, 3]  # the damaged checkpoints stay in place
 
 
 def test_retired_ones_are_kept_but_no_longer_counted(tmp_path: Path) -> None:
-    for _ in range(2):  # the second time their names are taken
+    for _ in range(2):  # the second time, the folders' new names already exist
         for step in (1, 2, 3, 4):
             save(tmp_path, step)
         for step in (3, 4):
@@ -523,7 +523,7 @@ def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
     others.mkdir()
     folder.with_name(".step-00000007.tmp").symlink_to(others)
     folder.with_name(".step-00000008.tmp").touch()
-    folder.with_name("notes.tmp").touch()  # of the user
+    folder.with_name("notes.tmp").touch()  # a file of the user
     found = checkpoint.newest(tmp_path, no_warning)
     assert found is not None
     assert found.step == 3
@@ -533,8 +533,8 @@ def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
 
 
 def test_the_newest_in_which_ranks_differed_is_kept_but_no_longer_counted(tmp_path: Path) -> None:
-    replica_check.quarantine_newest(tmp_path)  # there is none
-    for _ in range(2):  # the second time its name is taken
+    replica_check.quarantine_newest(tmp_path)  # no checkpoint exists yet
+    for _ in range(2):  # the second time, the folder's new name already exists
         for step in (1, 2, 3):
             save(tmp_path, step)
         replica_check.quarantine_newest(tmp_path)
@@ -551,7 +551,7 @@ def test_the_newest_in_which_ranks_differed_is_kept_but_no_longer_counted(tmp_pa
 
 
 def test_by_its_manifest_alone_no_array_is_read(tmp_path: Path) -> None:
-    """A launch script must not wait for a terabyte that rank 0 reads again."""
+    """The launch script reads only the manifest. Rank 0 reads and verifies the arrays, which may be a terabyte."""
     folder = save(tmp_path, 3)
     verified = checkpoint.read(folder)
     for name in FILES[1:]:
@@ -567,7 +567,7 @@ def test_by_its_manifest_alone_arrays_that_cannot_be_read_are_not_missed(tmp_pat
     folder = save(tmp_path, 3)
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(b"")
-    size = 1 << 42  # 4 TiB of nothing: no memory holds them
+    size = 1 << 42  # a sparse file of 4 TiB, larger than the memory
     os.truncate(folder / "model.safetensors", size)
     files = {**body_of(folder)["files"], "model.safetensors": {**facts(content), "size": size}}
     (folder / "manifest.json").write_bytes(sealed({**body_of(folder), "files": files}))
@@ -673,7 +673,7 @@ def test_a_disk_that_fails_later_is_reported_by_the_next_call(tmp_path: Path) ->
     with pytest.raises(NonRetryableError, match=r"cannot write checkpoint .*step-00000002"):
         checkpoint.save(tmp_path, "toy", 3, values(), {}, {}, keep=3)
     in_the_way.unlink()
-    save(tmp_path, 3)  # told once
+    save(tmp_path, 3)  # the failure is not reported again
     assert steps(tmp_path) == [1, 3]
     in_the_way.write_text("again")
     checkpoint.save(tmp_path, "toy", 2, values(), {}, {}, keep=3)
@@ -686,7 +686,7 @@ def test_a_disk_that_fails_later_is_reported_by_the_next_call(tmp_path: Path) ->
 def test_files_are_synced_before_their_checkpoint_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test compares the order of calls, because it cannot crash a machine, which would lose unsynced data."""
+    """Compare the order of calls, because a test cannot crash a machine to lose unsynced data."""
     save(tmp_path, 1)
     calls: list[str] = []
     open_files = len(os.listdir("/proc/self/fd"))
@@ -791,13 +791,13 @@ def python(code: str, *arguments: object, **settings: Any) -> subprocess.Complet
 def test_killed_before_any_system_call_of_a_save_only_whole_ones_are_left(tmp_path: Path) -> None:
     done = python(SAVE + KILLED_AT_EVERY_CALL, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 10  # it was killed, and many times
+    assert int(done.stdout) > 10  # the process was killed many times
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
-    """A process that saves without a pause is killed 15 times; each next one continues where the last one was."""
-    # The second save waits for the first.
+    """Kill a process that saves continuously 15 times. Each new process continues from the newest checkpoint."""
+    # A save waits for the save before it, so each printed step is on the disk.
     script = SAVE + "step = whole(0)\nwhile True:\n    step += 1\n    save(step), print(step - 1, flush=True)\n"
     chance = random.Random(1)
     last = 0
@@ -812,7 +812,7 @@ def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
             try:
                 assert process.stdout is not None
                 assert select.select([process.stdout], [], [], 30)[0], "the process saves nothing"
-                assert process.stdout.readline().strip(), "the process failed"  # of the one before
+                assert process.stdout.readline().strip(), "the process failed"  # this line repeats the newest step
                 assert process.stdout.readline().strip(), "the process failed"
                 time.sleep(chance.uniform(0, 0.06))
             finally:
@@ -860,7 +860,7 @@ assert min(ends.values()) > 0, ends
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
+    """Yield the folder of a file system of 2 MB; skip the test if mounting is not permitted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -877,7 +877,7 @@ def test_a_full_disk_is_reported_and_costs_no_earlier_checkpoint(small_disk: Pat
 
 
 def test_a_write_that_fails_is_reported_and_costs_no_earlier_checkpoint(tmp_path: Path) -> None:
-    """The same where mounting is not permitted: files beyond the limit cannot be written."""
+    """Limit the size of files to 1 MB instead of filling a disk, so that the test needs no permission to mount."""
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -988,13 +988,13 @@ def test_the_weights_hash_tells_a_scalar_from_a_row_of_one() -> None:
 
 
 def shapes_and_layouts() -> dict[str, NDArray[Any]]:
-    """Arrays of all dtypes, of every length from 0 to 25 bytes, 0-d, empty, strided and not aligned."""
+    """Return arrays of all dtypes, arrays of 0 to 25 bytes, and 0-d, empty, strided and unaligned arrays."""
     draw = np.random.default_rng(0)
     found: dict[str, NDArray[Any]] = {}
     for dtype in DTYPES:
         itemsize = np.dtype(dtype).itemsize
         for count in (0, 1, 3, 5):
-            content = draw.integers(0, 2, count * itemsize, dtype=np.uint8)  # 0 and 1 are good in any dtype
+            content = draw.integers(0, 2, count * itemsize, dtype=np.uint8)  # the bytes 0 and 1 are valid in any dtype
             found[f"{dtype} [{count}]"] = content.view(dtype)
         found[f"{dtype} []"] = draw.integers(0, 2, itemsize, dtype=np.uint8).view(dtype).reshape(())
         grid = draw.integers(0, 2, 35 * itemsize, dtype=np.uint8).view(dtype).reshape(5, 7)
@@ -1032,7 +1032,7 @@ def test_the_bit_sum_is_that_of_the_bits_and_not_of_the_numbers() -> None:
     assert replica_check.checksum(np.array(-0.0)) == 2**31
     assert replica_check.checksum(np.full(8, 2**64 - 1, np.uint64)) == 16 * (2**32 - 1)
     random = np.random.default_rng(1).standard_normal(1000)
-    assert replica_check.checksum(random) != replica_check.checksum(-random)  # the signs do not cancel
+    assert replica_check.checksum(random) != replica_check.checksum(-random)  # the sign bits do not cancel out
     assert replica_check.checksum(np.zeros(0)) == 0
 
 
@@ -1083,7 +1083,7 @@ def test_weights_cut_or_flipped_anywhere_raise_nothing_but_user_error(tmp_path: 
         for bad in (content[:at], content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]):
             path.write_bytes(bad)
             try:
-                checkpoint.load_weights(path)  # a flipped bit of a weight is another weight
+                checkpoint.load_weights(path)  # may succeed: a flipped bit of a weight gives another valid weight
             except ConfigError as problem:
                 printable(problem)
 

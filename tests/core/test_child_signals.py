@@ -1,4 +1,4 @@
-"""Stop signals to a process group: a rank's children outlive them, and the programs that these start do not."""
+"""Test stop signals to a process group: a rank's workers survive them, and other child processes end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from processes import is_running, wait_for
 from programs import LIMIT, start
 
-# Functions of a rank and its worker. A program has started when it has the name of the command.
+# TOOLS holds functions for a rank and its worker. A child has called exec when its process name is "sleep".
 TOOLS = """
 import os, signal, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -45,7 +45,7 @@ def terminate(pids):
         os.kill(pid, signal.SIGTERM)
     return ends(pids)
 """
-# A rank in a group of its own, with a worker that evaluates expressions. ``ask`` returns what the worker answers.
+# RANK is a rank in its own process group, with a worker. ``ask`` sends the worker an expression and returns its value.
 RANK = (
     f"""
 import multiprocessing
@@ -91,7 +91,10 @@ log.run(main)
 
 @contextlib.contextmanager
 def rank(tmp_path: Path, method: str, body: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A rank that is in ``wait_for_test``, and the process id of its worker. All its processes end with the block."""
+    """Start a rank that waits in ``wait_for_test``, and kill its process group when the block ends.
+
+    Yields: the rank's process and the process ID of its worker.
+    """
     lines = "".join(f"\n    {line}" for line in body.strip().splitlines())
     with start(RANK.replace("\n    BODY", lines), tmp_path, method, stdin=subprocess.PIPE) as process:
         try:
@@ -111,7 +114,7 @@ def kill(process: int) -> None:
 
 
 def result(process: subprocess.Popen[str]) -> str:
-    """Let the rank continue, and return its last line."""
+    """Let the rank continue to its end, and return its output."""
     out, err = process.communicate("\n", timeout=LIMIT)
     assert (process.returncode, err) == (0, "")
     return out.strip()
@@ -150,7 +153,7 @@ log.info(f"{answer} {worker.exitcode} {request.number}")
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_a_worker_whose_parent_ends_obeys_the_signal_to_the_group(tmp_path: Path, method: str) -> None:
-    """A launcher signals the group of a rank that has died only once, so the worker would stay for ever."""
+    """A launcher signals the group of a dead rank only once, so a worker that ignored this signal would never end."""
     with rank(tmp_path, method, "wait_for_test()") as (process, worker):
         os.killpg(process.pid, signal.SIGTERM)
         process.kill()
@@ -163,7 +166,7 @@ def test_a_worker_whose_parent_ends_obeys_the_signal_to_the_group(tmp_path: Path
     [("rank", "fork"), ("worker", "fork"), pytest.param("worker", "spawn", marks=pytest.mark.soak)],
 )
 def test_a_program_that_a_rank_or_its_worker_starts_gets_its_signals(tmp_path: Path, place: str, method: str) -> None:
-    """It inherits no blocked signal: the process that started it can terminate it, and Ctrl-C ends it."""
+    """The program inherits no blocked signals, so the process that started it can terminate it, and Ctrl-C ends it."""
     body = f"""
 call = {{"rank": eval, "worker": ask}}["{place}"]
 terminated = call("terminate(start_all())")

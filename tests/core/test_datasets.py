@@ -1,4 +1,4 @@
-"""Data sets: found where they should be, fetched once and whole, refused by name when damaged."""
+"""Test that datasets are found in each place, downloaded once, and refused by name if damaged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def idx(array: NDArray[np.uint8]) -> bytes:
 
 
 def tiny(label: int = 0) -> dict[str, bytes]:
-    """Write a dataset of 3 + 2 images, which differ in their ``label``."""
+    """Return the files of a dataset by name: 3 training and 2 test images, all of class ``label``."""
     files = {}
     for split, n in (("train", 3), ("t10k", 2)):
         files[f"{split}-images-idx3-ubyte"] = idx(np.full((n, 28, 28), 7, np.uint8))
@@ -76,7 +76,7 @@ def put(folder: Path, files: dict[str, bytes], packed: bool = True) -> Path:
 
 
 def cached(name: str = "mnist") -> list[str]:
-    """Return the names in the cache, without the lock."""
+    """Return the sorted file names in a dataset's cache folder, without the lock file."""
     folder = Path(os.environ["XDG_CACHE_HOME"], "samestep", name)
     if folder.exists():
         return sorted(set(os.listdir(folder)) - {".lock"})
@@ -84,7 +84,7 @@ def cached(name: str = "mnist") -> list[str]:
 
 
 def resolved(found: DatasetInfo) -> tuple[str, Path]:
-    """Return the name and the folder of a dataset that has no notice of a replacement."""
+    """Return the name and the folder of a dataset, and assert that it replaces no other dataset."""
     assert found.notice is None
     return found.name, found.folder
 
@@ -173,7 +173,7 @@ def test_mnist_5k_has_400_and_100_images_of_each_digit(tmp_path: Path) -> None:
     assert np.bincount(data.train_labels).tolist() == [400] * 10
     assert np.bincount(data.test_labels).tolist() == [100] * 10
     assert data.fingerprint == "30e51d25be90b874736932a6604f6e236c2d1786b735228212929cf378a6881d"
-    assert 0.12 < data.train_images.mean() / 255 < 0.14  # digits in white on black, like MNIST's own mean of 0.1307
+    assert 0.12 < data.train_images.mean() / 255 < 0.14  # white digits on black; all of MNIST has a mean of 0.1307
     assert not list(tmp_path.iterdir())
 
 
@@ -204,7 +204,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert resolve("mnist", tmp_path / "a").fingerprint == a
 
 
-# Where files are looked for
+# The order of the folders that are searched
 
 
 def test_the_data_dir_comes_before_the_system_and_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_kaggles_archive_has_each_file_twice(tmp_path: Path) -> None:
     assert load("mnist", tmp_path).train_labels.tolist() == [1] * 3
 
 
-# Files in a data folder that no search finds: where they are, and for which dataset.
+# Files in a data folder under names that the search does not find: their path, and the requested dataset.
 STRANGERS = {
     "one file of four": ("train-images-idx3-ubyte.gz", "mnist"),
     "in another folder": ("archive/train-images.idx3-ubyte", "mnist"),
@@ -331,11 +331,11 @@ def test_without_a_home_that_can_be_written_data_are_kept_with_temporary_files(
     monkeypatch.delenv("XDG_CACHE_HOME")
     temporary = tmp_path / f"samestep-{os.getuid()}" / "synthetic-cifar10"
     assert resolve("synthetic-cifar10", tmp_path / "data").folder == temporary
-    assert resolve("synthetic-cifar10", tmp_path / "data").folder == temporary  # and found again
+    assert resolve("synthetic-cifar10", tmp_path / "data").folder == temporary  # the second call finds the files
 
 
 def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may come with a container's image."""
+    """A container image may include a read-only cache."""
     put(cache := tmp_path / "cache" / "samestep" / "mnist", tiny())
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert resolve("mnist", tmp_path / "data").folder == cache
@@ -472,13 +472,13 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def www(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a server: outside of the data folder, in which its files would be found."""
+    """Return the folder of the server, outside the data folder, where the search would find its files."""
     return tmp_path_factory.mktemp("www")
 
 
 @pytest.fixture
 def server(www: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A mirror of MNIST that holds a tiny dataset with known checksums."""
+    """Yield a server that replaces MNIST's mirrors, with a tiny dataset and its checksums."""
     folder = put(www, tiny(label=4))
     with Server(folder) as server:
         monkeypatch.setattr(download, "MIRRORS", {"mnist": (server.url,)})
@@ -497,7 +497,7 @@ def test_a_dataset_is_downloaded_once_and_then_read_from_the_cache(
     assert cached() == sorted(f"{file}.gz" for file in FILES)
     assert load("mnist", tmp_path / "data").train_labels.tolist() == [4] * 3
     assert len(server.asked) == 4
-    assert capfd.readouterr() == ("", "")  # a bar on a terminal only
+    assert capfd.readouterr() == ("", "")  # the progress bar appears only on a terminal
     assert not (tmp_path / "data").exists()
 
 
@@ -569,7 +569,7 @@ except ConfigError as error:
 
 
 def start(server: Server, data_dir: Path, limit: int | None = None) -> subprocess.Popen[str]:
-    """A process that resolves mnist; `limit` is the largest file, in bytes, that it can write."""
+    """Start a process that resolves mnist and can write files of at most ``limit`` bytes."""
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, server.url, str(data_dir), *download.SHA256["mnist"]],
         env={**os.environ, "PYTHONPATH": CORE},
@@ -611,7 +611,10 @@ RECORDS = (3, 2, 2, 2, 2, 4)
 
 @pytest.fixture
 def small_cifar(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """CIFAR-10's six files, with few images: the pixel at row r, column c of plane p of image i is i + 40 p + r + c."""
+    """Return CIFAR-10's six files by name, with 2 to 4 images each.
+
+    The pixel at row r and column c of plane p is i + 40 p + r + c in image i of a file.
+    """
     monkeypatch.setattr(files, "CIFAR_RECORDS", {**files.CIFAR_RECORDS, "cifar10": RECORDS})
     contents = {}
     for file, count in zip(files.CIFAR_FILES, RECORDS):
@@ -676,7 +679,7 @@ def test_a_missing_cifar_file_is_named(tmp_path: Path, small_cifar: dict[str, by
 def test_cifar_is_downloaded_once(
     tmp_path: Path, small_cifar: dict[str, bytes], www: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a real server, as the archive that it is published as, whose checksum is known."""
+    """Download the published archive from a local server; a wrong checksum is refused."""
     put_cifar(www / "cifar-10-batches-bin", {**small_cifar, "batches.meta.txt": b"airplane\n", "readme.html": b"<p>"})
     archive = www / files.CIFAR_ARCHIVE
     with tarfile.open(archive, "w:gz") as tar:
@@ -719,7 +722,7 @@ def test_the_made_up_images_are_the_same_everywhere(tmp_path: Path, monkeypatch:
     load("synthetic-cifar10", tmp_path)
     again = {path.name: path.stat().st_mtime_ns for path in resolve("synthetic-cifar10", tmp_path).folder.iterdir()}
     assert again == kept, "it is generated once"
-    # Its classes differ: the nearest class mean of the training images is right for most test images.
+    # The classes differ: the nearest class mean of the training images predicts over 95% of the test labels.
     means = np.stack([data.train_images[data.train_labels == label].mean(0) for label in range(10)])
     distances = ((data.test_images[:, None].astype(float) - means) ** 2).sum((2, 3, 4))
     assert (distances.argmin(1) == data.test_labels).mean() > 0.95

@@ -1,4 +1,4 @@
-"""samestep.env: every launcher's environment as it really looks, combinations of them, and everything malformed."""
+"""Test `samestep.env` with the variables of each launcher, of two launchers, and with malformed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samestep.env import EnvError, World, detect
 
 ALONE = World(0, 1, 0, 1, 0, 1)
 
-TORCHRUN = {  # rank 3 of 2 x 2
+TORCHRUN = {  # rank 3 of 4, on two nodes with two ranks each
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
@@ -42,7 +42,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "0",  # a second local rank; this is node 1
+    "OMPI_COMM_WORLD_NODE_RANK": "0",  # Open MPI's node rank is a second local rank; this rank is on node 1
     "OMPI_UNIVERSE_SIZE": "4",
     "PMIX_RANK": "2",
 }
@@ -57,7 +57,7 @@ SLURM_BATCH = {  # the batch script's own environment
     "SLURM_PROCID": "0",
     "SLURM_TASKS_PER_NODE": "2(x3),1",
 }
-SLURM = {  # the last task of srun in that job
+SLURM = {  # the last task of srun in the job of SLURM_BATCH
     **SLURM_BATCH,
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "3",
@@ -194,7 +194,7 @@ LAUNCHED = {
     "sbatch's script, no step": (SLURM_BATCH, ALONE),
     "horovodrun": (HOROVOD, HOROVOD_WORLD),
     "horovodrun, elastic": ({**HOROVOD, "HOROVOD_ELASTIC": "1"}, HOROVOD_WORLD),
-    "horovodrun, hosts with 1 and 2 slots": (  # the only host with a local rank 1 is node 1, and cross rank 0
+    "horovodrun, hosts with 1 and 2 slots": (  # only node 1 has a local rank 1, so its cross rank is 0
         {**HOROVOD, "HOROVOD_RANK": "2", "HOROVOD_SIZE": "3", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"},
         World(2, 3, 1, 2, None, None, "horovodrun", "worker", "10.0.0.1", 40101),
     ),
@@ -312,9 +312,9 @@ def test_of_two_launchers_variables_the_inner_ones_give_the_place(environ: dict[
 
 
 LAUNCH_SCRIPT = "scripts/run_<app>.sh"
-NOT_NUMBERS = "1.0 1e3 +-1 +1 -1 0x1 1_0 one \u0661 \uff19 \xb2 2147483648"  # among them digits of other scripts
+NOT_NUMBERS = "1.0 1e3 +-1 +1 -1 0x1 1_0 one \u0661 \uff19 \xb2 2147483648"  # some are digits of other scripts
 REFUSED = {
-    # what counts nodes
+    # variables that count nodes, not ranks
     "dlc with processes per node": ({**DLC, "NPROC_PER_NODE": "8"}, "RANK='1' NPROC_PER_NODE='8' nodes", LAUNCH_SCRIPT),
     "dlc, word": ({**DLC, "NPROC_PER_NODE": "auto"}, "WORLD_SIZE='2' NPROC_PER_NODE='auto' nodes", LAUNCH_SCRIPT),
     "PyTorchJob": (PYTORCHJOB, "RANK='1' PET_NPROC_PER_NODE='auto' nodes", LAUNCH_SCRIPT),
@@ -322,7 +322,7 @@ REFUSED = {
     "indexed job": (INDEXED_JOB, "JOB_COMPLETION_INDEX='3' NNODES RANK WORLD_SIZE unset", LAUNCH_SCRIPT),
     "two machines": ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES='2' counts machines", LAUNCH_SCRIPT),
     "machine 1 of unknown many": ({"NODE_RANK": "1"}, "NODE_RANK='1' places no size", "unset NODE_RANK"),
-    # an index without a size
+    # an index without a world size
     "prun": (PRUN, "PMIX_RANK='1' places no size RANK WORLD_SIZE", "unset PMIX_RANK"),
     **{
         f"unknown launcher, {name}": (
@@ -334,7 +334,7 @@ REFUSED = {
     },
     "msrun's rank without its role": (without(MSRUN, "MS_ROLE", "RANK_ID", "RANK_SIZE"), "MS_NODE_ID='3'", "unset"),
     "a task of srun without its step": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID='1'", "unset"),
-    # half a pair
+    # one variable of a pair without the other
     "torchrun, no RANK": (without(TORCHRUN, "RANK"), "WORLD_SIZE='4' RANK unset", "set both"),
     "torchrun, neither": (without(TORCHRUN, "RANK", "WORLD_SIZE"), "TORCHELASTIC_RUN_ID RANK WORLD_SIZE", "set both"),
     "torchrun, no LOCAL_WORLD_SIZE": (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_RANK='1' LOCAL_WORLD_SIZE", "both"),
@@ -363,7 +363,7 @@ REFUSED = {
     "msrun on several machines, other workers": (without(MSRUN, "MS_NODE_ID", "RANK_ID"), "MS_NODE_ID", "--node_rank"),
     "ascend": (without(ASCEND, "RANK_SIZE"), "RANK_ID='5' RANK_SIZE unset", "set both"),
     "ascend, no table": (without(ASCEND, "RANK_TABLE_FILE"), "RANK_ID='5' RANK_SIZE='8' RANK_TABLE_FILE", "msrun"),
-    # not a number in range
+    # values that are not whole numbers in range
     **{
         f"RANK={value!r}": ({"RANK": value, "WORLD_SIZE": "4"}, f"RANK={value!a} whole number", "correct or unset")
         for value in [*NOT_NUMBERS.split(), "1 2", "9" * 50]
@@ -384,7 +384,7 @@ REFUSED = {
     "msrun name for a rank": ({**MSRUN, "MS_NODE_ID": "a-b"}, "MS_NODE_ID='a-b' whole number", "correct"),
     "msrun rank": ({**MSRUN, "MS_NODE_ID": "4"}, "MS_NODE_ID='4' not below MS_WORKER_NUM='4'", "count ranks from 0"),
     "slurm list": ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(3)"}, "SLURM_STEP_TASKS_PER_NODE='2(3)'", "srun"),
-    # cannot all be true
+    # values that contradict each other
     "local rank": (
         {**TORCHRUN, "LOCAL_RANK": "2"},
         "LOCAL_RANK='2' not below LOCAL_WORLD_SIZE='2'",
@@ -541,7 +541,7 @@ STALE = ["another rank", "a rank of one", "its index alone", "its first index al
 
 
 def stale(launcher: str, what: str) -> dict[str, str]:
-    """Return what an ended job of a launcher may have left in the environment."""
+    """Return variables that an ended job of a launcher may have left in the environment."""
     spec = next(spec for spec in env._LAUNCHERS if spec.name == launcher)
     index, size = (names.split("|")[0] for names in spec.rank.split())
     family = BY_LAUNCHER[launcher]
@@ -571,10 +571,10 @@ def test_the_table_of_families_has_every_launcher() -> None:
 
 @pytest.mark.parametrize("what", STALE)
 def test_no_rank_trains_alone_because_another_job_left_variables(what: str) -> None:
-    """A rank is read correctly or refused. A launcher inside this one, as mpirun in a step of srun, has priority."""
+    """Leftover variables are ignored or refused. An inner launcher, such as mpirun in a step of srun, has priority."""
     order = list(BY_LAUNCHER)
     for launcher, environ in BY_LAUNCHER.items():
-        if launcher == "indexed job":  # its pods may train alone
+        if launcher == "indexed job":  # a pod of an indexed job may train alone
             continue
         for other in BY_LAUNCHER:
             left = stale(other, what)
@@ -595,7 +595,7 @@ def test_a_launch_script_removes_what_another_job_left(what: str) -> None:
     for other in BY_LAUNCHER:
         left = {name: value for name, value in stale(other, what).items() if name not in removed}
         assert detect({**left, **TORCHRUN}) == TORCHRUN_WORLD
-        if other != "indexed job":  # its index stays
+        if other != "indexed job":  # the index of an indexed job stays
             assert detect(left) == ALONE, left
 
 
@@ -615,18 +615,18 @@ def test_a_launch_script_leaves_an_allocation_of_slurm() -> None:
 # --- one table -----------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parents[2]
-# Files that name variables of launchers, and why `samestep.env` does not do it for them.
+# Files outside `samestep.env` that name variables of launchers, and the reason.
 ELSEWHERE = {
-    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # of torchrun alone, for a warning
-    "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch passes it as an option, too
-    "launch/samestep_launch/elastic_agent.py": {"RANK"},  # in a rank that it has just forked, for the title
-    "launch/samestep_launch/job.py": {"RANK"},  # in a message about machines
-    "observe/samestep_observe/watch.py": {"RANK"},  # the value of --pid in its help
-    # It runs inside programs of other people, in whose Python samestep may be missing.
+    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # for a warning about torchrun only
+    "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch also passes the local rank as an option
+    "launch/samestep_launch/elastic_agent.py": {"RANK"},  # read in a forked rank, for its process title
+    "launch/samestep_launch/job.py": {"RANK"},  # named in a message about machines
+    "observe/samestep_observe/watch.py": {"RANK"},  # the metavar of --pid
+    # The recorder runs inside other programs, whose Python may lack samestep.
     "check/samestep_check/inside/samestep_record.py": set(
         "RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PADDLE_TRAINER_ID RANK_ID SLURM_PROCID".split()
     ),
-    # They start ranks, or join them, and so set what a launcher would set.
+    # These programs start or join ranks, so they set the variables that a launcher would set.
     "apps/collectives_lab/small_job.py": {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
     "apps/lenet_paddle/distributed.py": set(
         "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_MASTER PADDLE_CURRENT_ENDPOINT".split()
@@ -638,7 +638,7 @@ ELSEWHERE = {
 
 
 def names_in(path: Path, names: Set[str]) -> set[str]:
-    """Return the names that a program has in a string of names only, or as a keyword of a call."""
+    """Return which of ``names`` a program has in a string of names only, or as a keyword argument."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z0-9_\s|]+", str(node.value)):
@@ -660,7 +660,7 @@ def test_the_variables_of_launchers_stand_in_one_table() -> None:
 
 
 def compressed(counts: list[int]) -> str:
-    """Tasks per node as Slurm writes them."""
+    """Return the tasks per node in Slurm's notation, such as ``2(x3),1``."""
     runs: list[list[int]] = []
     for count in counts:
         if runs and runs[-1][0] == count:
@@ -671,7 +671,7 @@ def compressed(counts: list[int]) -> str:
 
 
 def launches(counts: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """Return the environment that each launcher gives every rank, if node i has counts[i] processes."""
+    """Return the variables that each launcher sets for each rank, if node i has ``counts[i]`` processes."""
     size = sum(counts)
     nodes = len(counts)
     places = [(node, local, count) for node, count in enumerate(counts) for local in range(count)]

@@ -1,4 +1,4 @@
-"""When the failures of two starts are the same: then a third start would fail too."""
+"""Test which failures of two starts count as the same, because a third start would then fail too."""
 
 from __future__ import annotations
 

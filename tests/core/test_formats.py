@@ -1,8 +1,8 @@
-"""Checkpoints stay readable: a run reads and resumes from those in stored/, which earlier versions wrote.
+"""Test that a run resumes from each checkpoint in stored/, which earlier versions wrote.
 
-`stored/format-<n>` is the run dir of the toy of threads.py: 2 ranks, stopped after step 6 of 12 by --max-steps, and all
-but that checkpoint deleted. A folder is never written again. A version that changes the format adds one, and keeps
-reading these. These folders lack later options: a test fails if a new option of all apps must not change at a resume.
+`stored/format-<n>` is a run dir of the toy in threads.py: 2 ranks, stopped after step 6 of 12 by --max-steps. Only its
+checkpoint is kept. No folder is ever rewritten; a version that changes the format adds a folder. The stored checkpoints
+lack later options, so the test fails if a new option of all apps must stay the same at a resume.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from samestep import ConfigError, checkpoint, log
 from threads import job, put
 
-STORED = Path(__file__).parent / "stored"  # "data" would hide the apps' data.py from mypy
+STORED = Path(__file__).parent / "stored"  # a folder "data" would hide the apps' data.py from mypy
 STEP = 6
 
 
@@ -63,7 +63,7 @@ def test_the_format_that_is_written_now_is_among_those_kept(tmp_path: Path) -> N
 
 
 def test_of_a_format_that_is_not_known_one_line_says_how_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A later version may have written the checkpoint. A run does not resume from an older one instead."""
+    """A later version may have written the newest checkpoint, so the run does not resume from an older checkpoint."""
     unknown = checkpoint.FORMAT + 1
     run_dir = tmp_path / "run"
     shutil.copytree(STORED / f"format-{checkpoint.FORMAT}", run_dir)
@@ -72,7 +72,7 @@ def test_of_a_format_that_is_not_known_one_line_says_how_and_nothing_is_lost(tmp
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     sealed = {"manifest": body, "sha256": hashlib.sha256(canonical).hexdigest()}
     (newer / "manifest.json").write_text(json.dumps(sealed))
-    for verify in (True, False):  # rank 0, and the launch script
+    for verify in (True, False):  # rank 0 verifies the arrays; the launch script does not
         with pytest.raises(ConfigError) as mistake:
             checkpoint.newest(run_dir, no_warning, verify)
         message = rf"format {unknown}, this program reads {checkpoint.FORMAT}: use that version, or start a new run "

@@ -1,4 +1,4 @@
-"""The diagnosis of a hang: which rank is stuck, and at which line of code. Real processes, each really stuck."""
+"""Test that the diagnosis of a hang names the stuck rank and its line of code. The ranks are processes that hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from samestep_observe import hang_report
 
 HOST = socket.gethostname()
 
-# One of two ranks. The guilty rank is stuck in the given function; the other rank waits for it.
+# PROGRAM runs one of two ranks. The guilty rank is stuck in the given function; the other rank waits for it.
 PROGRAM = """\
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
@@ -88,9 +88,7 @@ for step in range(3):
 globals()[kind]()
 """
 KINDS = ("stopped", "lock", "loader", "pipe", "disk", "heartbeats", "loop", "interpreter", "unexplained")
-TIMEOUTS = {
-    kind: 6 + i for i, kind in enumerate(KINDS)
-}  # seconds; not the same, as ranks that explain need a processor
+TIMEOUTS = {kind: 6 + i for i, kind in enumerate(KINDS)}  # seconds; different, because each diagnosis needs a processor
 
 
 def place(kind: str) -> str:
@@ -102,7 +100,7 @@ def place(kind: str) -> str:
 
 @dataclass
 class Hang:
-    """How one hang ended."""
+    """The processes and the console output of one hang that has ended."""
 
     run_dir: Path
     guilty: int
@@ -116,7 +114,7 @@ class Hang:
 
 
 class Ranks:
-    """The two ranks of a hang; none is left when the test ends."""
+    """The processes of the two ranks of one hang."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.run_dir = folder
@@ -138,7 +136,7 @@ class Ranks:
                 ],
                 env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB_INFO": json.dumps({"job": f"job-{kind}"})},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # that no process reads
+                stdout=subprocess.PIPE,  # no process reads this pipe
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -146,7 +144,7 @@ class Ranks:
         }
 
     def ended(self) -> Hang:
-        """Wait until the ranks that can end have done so: one that is stopped, or whose interpreter is held, cannot."""
+        """Wait until both ranks end. A rank that is stopped, or whose interpreter C code holds, is killed last."""
         lines = {}
         pids = {rank: process.pid for rank, process in self.processes.items()}
         for rank, process in sorted(self.processes.items(), key=lambda item: item[0] == self.guilty):
@@ -165,7 +163,7 @@ class Ranks:
 
 @pytest.fixture
 def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
-    """Start all hangs at the same time, because each mostly waits."""
+    """Start all hangs at the same time, because each hang mostly waits."""
     started = {kind: Ranks(tmp_path / kind, kind) for kind in KINDS}
     try:
         yield {kind: ranks.ended() for kind, ranks in started.items()}
@@ -178,10 +176,10 @@ def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
 def test_a_hang_is_reported_with_the_rank_and_its_line(
     hangs: dict[str, Hang], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One test, as its hangs are made at once."""
+    """Check all hangs in one test, because they run at the same time."""
     for kind, found in hangs.items():
         check_line(kind, found)
-    found = hangs["unexplained"]  # what cannot explain its hang ends with a plain line
+    found = hangs["unexplained"]  # a rank without a diagnosis ends with a short line
     who = f"rank 1 ({HOST}, pid {found.pids[1]}) last alive at step 3"
     assert found.lines[1] == f"error: no progress for {TIMEOUTS['unexplained']} s: {who}\n"
     check_hang_report(hangs, capsys)
@@ -191,7 +189,7 @@ def test_a_hang_is_reported_with_the_rank_and_its_line(
 def check_line(kind: str, found: Hang) -> None:
     other = 1 - found.guilty
     output = found.lines[other]
-    print(f"{kind}: told {found.seconds - TIMEOUTS[kind]:.2f} s over --timeout: {output}")  # measured, and shown by -rP
+    print(f"{kind}: told {found.seconds - TIMEOUTS[kind]:.2f} s over --timeout: {output}")  # pytest -rP shows it
     (line,) = output.splitlines()
     assert line.startswith(
         f"error: no progress for {TIMEOUTS[kind]} s: rank {found.guilty} ({HOST}, pid {found.pids[found.guilty]})"
@@ -203,7 +201,7 @@ def check_line(kind: str, found: Hang) -> None:
     if kind in words:
         assert re.search(rf"last alive at step \d, silent for \d+ s, .*{re.escape(words[kind])}", line)
         assert (f", last seen at {place(kind)}" in line) == (kind == "stopped")
-    elif kind not in ("heartbeats", "unexplained"):  # in these, the guilty rank may have ended or not answered
+    elif kind not in ("heartbeats", "unexplained"):  # in these kinds, the guilty rank may have ended or not responded
         assert " last alive at step 3" in line
         assert ", not in a collective; " in line
 
@@ -222,7 +220,7 @@ def check_hang_report(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]
 
 
 def check_lone_hang_report(found: Hang, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No rank reported the hang: only its last heartbeat and the stack of a C thread are left."""
+    """Check the report on a run dir that has only the last heartbeat and the stack file of one rank."""
     (folder / "log").mkdir(parents=True)
     for name in ("alive-1", "stack-1.txt"):
         (folder / "log" / name).write_bytes((found.run_dir / "log" / name).read_bytes())
@@ -245,9 +243,9 @@ TORCH = rank_files.CodeLocation("/x/site-packages/torch/distributed/distributed_
 @pytest.mark.parametrize(
     ("calls", "expected", "waits"),
     [
-        ([TORCH, REDUCE, TRAIN], TRAIN, True),  # the program's line, not the package's
+        ([TORCH, REDUCE, TRAIN], TRAIN, True),  # the location is in the program, not in the package
         ([REDUCE, TRAIN], TRAIN, False),
-        ([NUMPY, TRAIN], TRAIN, False),  # the program's folder has a collective's name, and holds its environment
+        ([NUMPY, TRAIN], TRAIN, False),  # numpy lies below the program's folder, but is not part of the program
         ([TORCH, REDUCE, NUMPY], REDUCE, True),
         ([TORCH, NUMPY], TORCH, False),
         ([NUMPY, TRAIN, TORCH], TRAIN, False),  # a hook: the framework has called the program
@@ -263,7 +261,7 @@ def test_the_location_is_the_innermost_call_of_the_program(
 
 @pytest.fixture
 def dog(tmp_path: Path) -> watchdog.Watchdog:
-    """The watchdog of rank 0 of 2, which writes into ``tmp_path``."""
+    """Return the started watchdog of rank 0 of 2, which writes into ``tmp_path``."""
     started = watchdog.Watchdog()
     started.start(World(0, 2), Options(timeout=LIMIT))
     started.write_to(tmp_path)
@@ -295,7 +293,7 @@ def test_the_frameworks_own_record_comes_first(dog: watchdog.Watchdog) -> None:
 
 
 def test_a_record_that_cannot_be_read_is_reported_once(dog: watchdog.Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a private function of torch: another version may lack it."""
+    """The record comes from a private function of torch, which another version may lack."""
     lines: list[str] = []
     monkeypatch.setattr(log, "info", lines.append)
 
@@ -319,7 +317,7 @@ NOW = {"job": "j", "time": 1001.0, "rank": 0, "pid": 100, "host": "h"}
 
 
 def left(folder: Path, rank: int, at: tuple[str, int, str, str], **more: Any) -> None:
-    """Write what a rank of 64 writes in a hang; at WAITS it waits for the others."""
+    """Write the hang file of one of 64 ranks. The rank waits for the others if ``at`` is WAITS."""
     values = {"rank": rank, "world_size": 64, "host": "h", "pid": 100 + rank, "step": 57, "time": 1000.0, "job": "j"}
     values |= {"at": at, "waiting": at == WAITS, "collective": None, "waited": 5.0}
     values |= {"threads": [{"name": "MainThread", "calls": [at]}], **more}
@@ -335,7 +333,7 @@ def diagnosed(folder: Path, world_size: int = 64) -> str:
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
 def test_another_hosts_clock_is_not_compared_with_this_ones(tmp_path: Path, ahead: float) -> None:
-    """On a shared disk: a rank's file there counts, and the times of files show how long it has been silent."""
+    """On a shared disk, the modification times of files show how long a rank has been silent."""
     left(tmp_path, 0, WAITS)
     left(tmp_path, 1, SLEEPS, host="other", time=1000.0 + ahead)
     assert diagnosed(tmp_path, 2).startswith("rank 1 (other, pid 101) last alive at step 57 is at")
@@ -363,7 +361,7 @@ def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: 
 
 
 def test_of_ranks_that_are_not_known_to_wait_the_smallest_group_is_named(tmp_path: Path) -> None:
-    """The framework records no collectives, and waits where the program reads the result, or in its own module."""
+    """The framework records no collectives, so ranks wait where the program reads a result, or inside the framework."""
     reads = ("/a/train.py", 137, "train", "float(loss)")
     for rank in range(64):
         left(tmp_path, rank, {7: SLEEPS}.get(rank, reads))
@@ -403,7 +401,7 @@ def test_the_rank_whose_last_collective_has_the_lowest_number_is_named(tmp_path:
 
 
 def test_where_all_that_are_seen_wait_those_never_seen_are_named_first(tmp_path: Path) -> None:
-    """As on one of two machines that share no disk."""
+    """One of two machines without a shared disk sees only its own ranks."""
     for rank in range(32):
         left(tmp_path, rank, WAITS)
     assert diagnosed(tmp_path) == (
@@ -416,7 +414,7 @@ def test_where_all_that_are_seen_wait_those_never_seen_are_named_first(tmp_path:
 
 def test_files_that_block_or_are_damaged_are_passed_over(tmp_path: Path) -> None:
     left(tmp_path, 0, WAITS)
-    os.mkfifo(tmp_path / "log" / "hang-1.json")  # opening it for reading would wait for a writer
+    os.mkfifo(tmp_path / "log" / "hang-1.json")  # opening a FIFO for reading would wait for a writer
     os.mkfifo(tmp_path / "log" / "alive-1")
     for rank, content in enumerate(["", "{", "[]", "7", '{"job": "j", "rank": 5, "time": 1000, "pid": 1}'], start=2):
         (tmp_path / "log" / f"hang-{rank}.json").write_text(content)
@@ -454,7 +452,7 @@ def test_hang_report_takes_the_newest_hang_of_each_machines_run_dir(
         (tmp_path / str(machine)).mkdir()
         for rank in range(32 * machine, 32 * machine + 32):
             left(tmp_path / str(machine), rank, WAITS, host=f"h{machine}", job=f"j{machine}", verdict=f"as {machine}")
-    left(tmp_path / "0", 60, SLEEPS, time=10.0)  # of an earlier hang
+    left(tmp_path / "0", 60, SLEEPS, time=10.0)  # from an earlier hang
     assert hang_report.main([str(tmp_path / "0"), str(tmp_path / "1")]) == 0
     output = capsys.readouterr().out
     assert "as seen from h0: as 0\nas seen from h1: as 1\n" in output
@@ -478,16 +476,16 @@ def test_hang_report_of_nothing_is_one_line(
     ("ranks", "second", "here"),
     [
         (2, "lives", True),
-        (2, "gone", False),  # its launcher has ended the others for it
+        (2, "gone", False),  # rank 1 has ended, so its launcher ends the other ranks
         (2, "of another job", False),
-        (2, "nowhere", False),  # it has not created its Run
+        (2, "nowhere", False),  # rank 1 has not created its Run
         (1, "nowhere", True),
     ],
 )
 def test_whether_all_ranks_of_a_job_live_is_known(
     dog: watchdog.Watchdog, tmp_path: Path, ranks: int, second: str, here: bool
 ) -> None:
-    """By which a TERM is known for a person's, and not a launcher's that has lost a rank."""
+    """While all ranks live, a SIGTERM comes from a person; otherwise it comes from a launcher that has lost a rank."""
     with subprocess.Popen(["true"]) as ended:
         ended.wait(timeout=LIMIT)
     (tmp_path / "alive-0").write_text(json.dumps(dog.values()))
@@ -499,7 +497,7 @@ def test_whether_all_ranks_of_a_job_live_is_known(
 
 
 def test_a_crash_after_other_stacks_is_still_reported(tmp_path: Path) -> None:
-    """A late heartbeat has written stacks to the file, and the next heartbeat removed them."""
+    """A late heartbeat writes stacks to the file of crashes, and the next heartbeat removes them."""
     code = f"""
 import faulthandler, os, time
 from pathlib import Path

@@ -39,9 +39,11 @@ def imported_modules(app: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, str | None]:
-    """Return all modules, and their files, of a process that has imported what mnist_ddp imports of the package.
+    """Return the modules of a process that imported the modules of the package that mnist_ddp imports.
 
-    samestep.torch imports the framework, which this environment lacks: tests/common counts it.
+    `samestep.torch` is left out, because this environment lacks torch; a test in tests/common counts its modules.
+
+    Returns: ``{module: its file, or None}``.
     """
     names = sorted(name for name in imported_modules("mnist_ddp") if not name.startswith("samestep.torch"))
     assert {"samestep.run", "samestep.options", "samestep.env"} <= set(names)
@@ -76,7 +78,7 @@ def test_an_app_imports_no_framework_no_launcher_and_no_downloads_by_the_package
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(CORE)))
 def test_no_module_of_the_package_names_a_framework(path: Path) -> None:
-    """Not even within a function. `lint-imports` checks the layers; samestep.torch and trackers are for frameworks."""
+    """Imports within functions count, too. Frameworks belong in samestep.torch; `lint-imports` checks the layers."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Values arrive from the launch script as they were, and a damaged document is the caller's mistake."""
+"""Test that ranks read the launch script's values unchanged, and that a damaged document is a ConfigError."""
 
 from __future__ import annotations
 

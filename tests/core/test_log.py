@@ -1,4 +1,4 @@
-"""A run logs metrics without gaps or repeats, keeps the console clean, and reports exit codes and verdicts."""
+"""Test the log: metrics without gaps or repeats, a clean console, and exit codes that the launch script reads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
 
 def test_files_are_closed_with_the_run_that_opened_them(tmp_path: Path) -> None:
     write_steps(tmp_path, None, 1)
-    (tmp_path / trace.NAME).touch()  # as of a run with --trace-every
+    (tmp_path / trace.NAME).touch()  # a run with --trace-every writes this file
     before = len(os.listdir("/proc/self/fd"))
     write_steps(tmp_path, 1, 2)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -107,7 +107,7 @@ def test_what_a_machines_crash_left_at_the_end_is_cut(tmp_path: Path, tail: byte
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 60)), max_size=6))
 def test_after_any_crashes_each_step_is_there_once(crashes: list[tuple[int, int, int]]) -> None:
-    """A crash: (steps lost since the checkpoint, steps done after the resume, bytes torn from the end)."""
+    """Each crash is (steps lost since the checkpoint, steps done after the resume, bytes torn off the file)."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         write_steps(run_dir, None, 10)
@@ -116,7 +116,7 @@ def test_after_any_crashes_each_step_is_there_once(crashes: list[tuple[int, int,
         for lost, more, torn in crashes:
             resumed_from = max(0, done - lost)
             content = path.read_bytes()
-            synced = content.find(b'"step": %d, "loss"' % (resumed_from + 1))  # only later lines may be torn
+            synced = content.find(b'"step": %d, "loss"' % (resumed_from + 1))  # only lines after the resume may be torn
             keep = len(content) if synced < 0 else max(synced - 1, len(content) - torn)
             path.write_bytes(content[:keep])
             done = resumed_from + more
@@ -139,7 +139,7 @@ while True:
     metrics.write(step=step, loss=1 / step, padding="x" * 5000)
 """
     with running(code, tmp_path, until="writing"):
-        pass  # killed
+        pass  # the end of the block kills the process
     write_steps(tmp_path, 1, 3)
     assert steps_of(tmp_path) == [1, 2, 3]
 
@@ -215,7 +215,7 @@ def test_before_start_all_goes_to_the_console(tmp_path: Path) -> None:
 
 
 def test_a_console_that_is_gone_stops_nothing(tmp_path: Path) -> None:
-    """As in ``bash scripts/run_mnist_ddp.sh 4 | head -1``."""
+    """A reader may close the console, as in ``bash scripts/run_mnist_ddp.sh 4 | head -1``."""
     reading, writing = os.pipe()
     os.close(reading)
     code = "log.start(run_dir, 0, False)\n[log.info(f'line {n}') for n in range(100)]\nlog.error('the end')"
@@ -276,7 +276,7 @@ def test_the_result_is_the_last_line_on_stdout(tmp_path: Path, quiet: bool) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [*([] if quiet else ["epoch 1/1"]), 'RESULT {"steps": 7}']
     assert 'RESULT {"steps": 7}' in rank_log(tmp_path)
-    assert not (tmp_path / "result.json").exists()  # a run's matter
+    assert not (tmp_path / "result.json").exists()  # only a Run writes it
 
 
 # --- exit codes --------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_known_failure_is_one_line_and_a_code(
 ) -> None:
     done = run(body, tmp_path, started)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", output)
-    assert verdict(tmp_path) == ({"code": code} if code and started else None)  # starting again cannot help
+    assert verdict(tmp_path) == ({"code": code} if code and started else None)  # a restart cannot help
     assert not started or "Traceback" not in rank_log(tmp_path)
 
 
@@ -313,7 +313,7 @@ def test_an_unknown_failure_is_one_line_and_its_traceback_is_in_the_log(tmp_path
     assert done.stderr.startswith("error: rank 0: KeyError: 'weights'")
     assert str(tmp_path / "log" / "rank-0.log") in done.stderr
     assert "Traceback (most recent call last)" in rank_log(tmp_path)
-    assert verdict(tmp_path) is None  # starting again may help
+    assert verdict(tmp_path) is None  # a restart may help
 
 
 RECORDING = """
@@ -353,7 +353,7 @@ def test_an_unknown_failure_with_an_odd_message_is_one_line(tmp_path: Path, mess
 
 
 def test_an_app_may_choose_what_is_shown_of_an_unknown_failures_message(tmp_path: Path) -> None:
-    """MindSpore's messages begin with titles."""
+    """MindSpore's messages begin with a title line, so its app shows another line."""
     code = """
 def main():
     log.start(run_dir, 0, False)
@@ -369,7 +369,7 @@ log.run(main, lambda text: text.splitlines()[-1])
 def test_a_rank_whose_rank_0_has_failed_ends_silently_with_its_code(tmp_path: Path, code: int) -> None:
     done = run(f"raise RemoteRankError({code})", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
-    assert verdict(tmp_path) == {"code": code}  # rank 0's, which may be on another machine
+    assert verdict(tmp_path) == {"code": code}  # the code of rank 0, which may be on another machine
     assert "Traceback" not in rank_log(tmp_path)
 
 

@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 class Text(str):
-    """As torch.__version__ is one."""
+    """Subclass str, as the type of ``torch.__version__`` does."""
 
 
 GIVEN: dict[str, Any] = {"app": "toy", "step": 5, "groups": {"model": {"w": np.ones(3)}}, "state": {}, "keep": 3}
@@ -81,12 +81,12 @@ SCALARS = (
     | st.sampled_from([4000, 4299, 5000]).map(lambda digits: 10**digits)
     | st.sampled_from([2**63, -(2**200), Color.RED, Point(1)])
     | st.floats()
-    | st.text(st.characters(exclude_categories=()), max_size=5)  # surrogates, too
+    | st.text(st.characters(exclude_categories=()), max_size=5)  # includes surrogates
     | st.sampled_from(["\ud83d\ude00", "\ude00\ud83d", "\0", Text("2.13"), b"", Path("x"), 1j, {1}, object()])
     | st.sampled_from([np.int64(3), np.float64(0.5), np.float32(0.1), np.bool_(True), np.zeros(2)])
 )
 KEYS = st.text(st.characters(exclude_categories=()), max_size=5) | st.integers() | st.sampled_from([None, True, 1.5])
-KNOWN = st.sampled_from([*manifest._STATE, "step", "app", "state"])  # names that mean something to a run
+KNOWN = st.sampled_from([*manifest._STATE, "step", "app", "state"])  # names that a run uses itself
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
@@ -101,7 +101,7 @@ MAPPINGS = st.dictionaries(st.text(max_size=5) | KNOWN | KEYS, VALUES, max_size=
 
 
 def test_save_raises_at_once_or_newest_returns_the_same_values(soak: bool) -> None:
-    """Any value in any place: the state, the options, the names of app and groups, the step, and arrays."""
+    """Draw any values for the state, the options, the names of app and groups, the step, and the arrays."""
     arrays = st.sampled_from(
         [np.ones(3, ">f4"), np.ones(2, "f2"), np.ones((0, 2), "?"), np.ones(2, "O"), np.ones(1, "c8")]
     )
@@ -146,7 +146,7 @@ DEEP: list[Any] = []
 for _ in range(manifest.MAX_DEPTH + 2):
     DEEP = [DEEP]
 
-# The change of a call, and the message, which names the value.
+# The changed arguments of `checkpoint.save`, and the expected message, which names the value.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "int key": ({"state": {"counts": {9: 1}}}, r"state\.counts: key 9 is int, not str: make it a str"),
     "option": ({"resume_invariants": {"milestones": {9: 0.1}}}, r"resume_invariants\.milestones: key 9 is int"),
@@ -204,7 +204,7 @@ def test_nested_values_that_change_after_the_call_are_saved_as_they_were(tmp_pat
 
 
 class OneRank:
-    """Collectives of a job of one rank."""
+    """Implement the collectives of a job with one rank."""
 
     def broadcast(self, content: bytes) -> bytes:
         return content
@@ -232,11 +232,11 @@ def test_sharded_save_refuses_the_same_values(
     }
     with pytest.raises(NonRetryableError, match=message):
         storage.save(OneRank(), 0, checkpoint.folder_of(tmp_path, 5), shards, body)
-    assert list(tmp_path.iterdir()) == []  # refused before any rank waits for another, or writes
+    assert list(tmp_path.iterdir()) == []  # refused before any rank waits or writes
 
 
 def test_any_value_that_a_parser_may_return_has_one_json_value(soak: bool) -> None:
-    """An option is compared at a resume: its JSON value is accepted by a checkpoint, and is its own JSON value."""
+    """A resume compares the JSON values of options, so a checkpoint must return these values unchanged."""
 
     @given(VALUES)
     @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=amount(soak, few=200, many=10_000))
@@ -288,7 +288,7 @@ def test_an_option_without_a_stable_text_is_refused_by_the_parser() -> None:
 
 
 def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Run:
-    monkeypatch.setattr(log, "start", lambda *arguments: None)  # it would take this process's output
+    monkeypatch.setattr(log, "start", lambda *arguments: None)  # log.start would redirect this process's output
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=4, lr="1", datasets=("none",), devices=("cpu",))
     parser.set_defaults(dtype="float64", **options)
@@ -308,7 +308,7 @@ def test_options_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
 def test_arrays_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bfloat16 array is of dtype V2 for numpy."""
+    """NumPy gives a bfloat16 array the dtype V2."""
     run = new_run(tmp_path, monkeypatch)
     with pytest.raises(NonRetryableError, match=r"w is .*, which no safetensors file can hold: convert it"):
         run.restore(OneRank(), Parts(lambda groups: None, lambda: {"model": {"w": np.zeros(2, dtype)}}))

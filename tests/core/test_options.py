@@ -1,4 +1,4 @@
-"""The options that all apps share: each mistake is one error line that names its option, before any installation."""
+"""Test the options that all apps share: each mistake is one error line that names its option."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_option_without_its_value_is_named(option: str) -> None:
     ],
 )
 def test_an_unknown_argument_is_named_with_a_guess(argument: str, message: str) -> None:
-    """Also an abbreviation, which argparse would accept: a new option must not change what an old call means."""
+    """Abbreviations are unknown too, because a new option must not change the meaning of an old command."""
     with pytest.raises(ConfigError) as caught:
         parse(argument)
     assert str(caught.value) == message
@@ -245,7 +245,7 @@ def test_an_option_counts_unless_it_may_change(name: str) -> None:
 
 
 def test_virtual_ranks_take_one_thread_and_must_not_change() -> None:
-    """0 is stored like the absence of the option, which checkpoints of earlier versions lack."""
+    """The value 0 is stored as no option, because checkpoints of earlier versions lack the option."""
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=1, lr="", datasets=("mnist",), devices=("auto",))
     add_virtual_ranks(parser)
@@ -322,7 +322,7 @@ class Color(enum.Enum):
 
 @dataclass
 class OwnOptions(options.CommonOptions):
-    """An app's options: another default of a common one, and one field of each kind."""
+    """Options of an app, with another default of a common option and one new option of each kind."""
 
     epochs: int = 7
     dataset: str = options.dataset_option("mnist")
@@ -367,7 +367,7 @@ def test_an_option_that_an_app_lacks_has_a_neutral_value_and_is_not_recorded() -
 
 @dataclass
 class TokenOptions(options.CommonOptions):
-    """An app's options without one of the common ones."""
+    """Options of an app without ``--global-batch-size``."""
 
     dataset: str = options.dataset_option("text")
     global_batch_size: int = options.absent_option(0)

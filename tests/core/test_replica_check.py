@@ -18,7 +18,7 @@ from samestep.recovery.watchdog import Watchdog
 
 
 def start(run_dir: Path, rank: int = 0, restarts: int = 0) -> Watchdog:
-    """Return the watchdog of a rank of 3."""
+    """Return the started watchdog of one of 3 ranks."""
     (run_dir / "log").mkdir(exist_ok=True)
     watchdog = Watchdog()
     watchdog.start(World(rank, 3, restart_count=restarts), Options(timeout=60.0, run_dir=run_dir, lr=0.5))

@@ -1,4 +1,4 @@
-"""`Root` opens, makes, renames and deletes what lies below a folder, and never what a link names."""
+"""Test that `Root` changes only files and folders below its own folder, and follows no link there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from samestep import ConfigError, NonRetryableError, checkpoint, log, rundir, untrusted
 from samestep.root import Root, try_lock
 
-# Each method, called for a file or a folder below "log".
+# METHODS calls each method for a file or a folder below "log".
 METHODS: dict[str, Callable[[Root], object]] = {
     "open": lambda root: os.close(root.open("log/x", os.O_WRONLY | os.O_APPEND)),
     "append": lambda root: root.append("log/x").close(),
@@ -97,7 +97,7 @@ def test_create_replaces_links_and_delete_removes_them(tmp_path: Path) -> None:
     root.make_folder("deep/er")
     (root.path / "deep" / "link").symlink_to(outside)
     root.delete("deep")
-    root.delete("deep")  # it is gone
+    root.delete("deep")  # the second call does nothing
     assert content(root.path) == {"log": None, "log/a": b"new", "log/b": b"new"}
     assert content(outside) == {"file": b"kept"}
 
@@ -147,7 +147,7 @@ def test_a_file_system_without_locks_is_one_warning(tmp_path: Path, code: int, m
     monkeypatch.setattr(fcntl, "lockf", refuse)
     monkeypatch.setattr(log, "warning", lambda text, kind="": warnings.append(text))
     monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
-    _, lock = rundir.lock_run_dir("toy", tmp_path / "run")  # locks two bytes
+    _, lock = rundir.lock_run_dir("toy", tmp_path / "run")  # lock_run_dir locks two bytes
     lock.release(rundir.WRITER_BYTE)
     assert len(warnings) == 1
     assert "has no locks, so two jobs can write to it at the same time: start only one" in warnings[0]

@@ -1,4 +1,4 @@
-"""The life of a run, without a framework: its ranks are threads, and everything else is real."""
+"""Test `Run` from start to result without a framework. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ONCE = f"unless a flipped bit caused it; {AGAIN}"
 
 @dataclasses.dataclass
 class Console:
-    """The stdout and stderr that `log.start` would take from this process, in memory, and its arguments."""
+    """The arguments of each `log.start`, and the console's stdout and stderr in memory."""
 
     started: list[tuple[Path, int, bool]]
     out: StringIO
@@ -56,7 +56,7 @@ class Console:
 
 @pytest.fixture(autouse=True)
 def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Console:
-    """A process of its own: no launcher's variables, another folder, and its output in memory."""
+    """Isolate the test: remove launcher variables, change to a new folder, and keep the output in memory."""
     found = Console([], StringIO(), StringIO())
 
     def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor) -> None:
@@ -90,7 +90,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl for steps, without their speed."""
+    """Return the step lines of metrics.jsonl, without ``samples_per_second``."""
     lines = [line for line in lines_of(run_dir) if "step" in line]
     return [{name: value for name, value in line.items() if name != "samples_per_second"} for line in lines]
 
@@ -111,7 +111,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def crash(at: int) -> Faults:
-    """All ranks are killed after the update ``at``, before it counts."""
+    """Make all ranks crash after the update ``at``, before the run records it."""
 
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == at:
@@ -121,7 +121,7 @@ def crash(at: int) -> Faults:
 
 
 def stopped_after(run_dir: Path, step: int, *options: str, ranks: int = 2, faults: Faults | None = None) -> None:
-    """A run that was killed in the update after ``step``."""
+    """Train until all ranks crash in the update after ``step``."""
     faults = dataclasses.replace(faults or Faults(), after_update=crash(step + 1).after_update)
     for rank in job(ranks, options_for(run_dir, *options), faults):
         assert isinstance(rank.error, CrashError), rank.error
@@ -132,7 +132,7 @@ def all_done(ranks: list[Rank]) -> list[Run]:
 
 
 def the_same(one: Path, other: Path) -> None:
-    """Check that two runs gave the same numbers, at any number of ranks."""
+    """Assert that two runs logged and returned the same values, at any world sizes."""
     assert steps_of(one) == steps_of(other)
     differs = {"world_size", "seconds", "samples_per_second", "resumed_from_step", "run_dir", "restarts"}
     first = result_of(one)
@@ -156,7 +156,7 @@ def test_options_that_lack_what_every_result_repeats_fail_before_training(run_di
 
 
 def test_what_fails_before_training_leaves_its_verdict_for_the_launch_script(run_dir: Path) -> None:
-    """Without it the script would start the program again. In a process of its own, as it ends."""
+    """Without the file log/no-restart, the launch script would restart the program."""
     code = """
 import sys
 from pathlib import Path
@@ -211,7 +211,7 @@ def test_under_a_bare_launcher_nothing_is_written_before_the_run_dir_is_locked(r
             time.sleep(0.01)
         assert sorted(path.name for path in run_dir.rglob("*")) == [".lock", "log"]
         assert not console.started
-        holder.communicate(timeout=threads.LIMIT)  # its stdin ends, and so does it
+        holder.communicate(timeout=threads.LIMIT)  # closes the holder's stdin, which ends the holder
         second.join(threads.LIMIT)
     all_done(ended[0])
     assert {rank for _, rank, _ in console.started} == {0, 1}
@@ -231,7 +231,7 @@ def test_a_new_run_begins_at_0_with_the_apps_own_weights(run_dir: Path) -> None:
 
 
 def test_the_start_is_recorded_before_its_line_in_the_log(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report ignores the log from that event on: with the line a second earlier, it showed a restart at step 0."""
+    """When the log shows the start, events.jsonl must already have its event."""
     recorded: list[bool] = []
     monkeypatch.setattr(
         log, "info", lambda text: recorded.append("1 rank on" in text and (run_dir / "log/events.jsonl").exists())
@@ -266,14 +266,14 @@ def test_a_resume_loads_the_same_bytes_on_every_rank(run_dir: Path, world_size: 
 
 
 def refused(ranks: list[Rank], kind: type[Exception], code: int) -> str:
-    """Check that rank 0 was refused and all others end with its code, silently; return rank 0's error."""
+    """Assert that rank 0 was refused and that all other ranks end with its code; return rank 0's message."""
     assert type(ranks[0].error) is kind, ranks[0].error
     for rank in ranks[1:]:
         assert isinstance(rank.error, RemoteRankError), rank.error
         assert rank.error.exit_code == code
         assert rank.loaded == []
     text = str(ranks[0].error)
-    assert text.isprintable()  # one line
+    assert text.isprintable()  # printable text is one line
     return text
 
 
@@ -317,7 +317,7 @@ def test_the_callers_mistake_is_reported_by_rank_0_and_loads_nothing(
     run_dir: Path, start: Callable[[Path], list[Rank]], expected: list[str]
 ) -> None:
     stopped_after(run_dir, 6)
-    (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged one
+    (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged checkpoint
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and "log" not in path.parts}
     ranks = start(run_dir)
     text = refused(ranks, ConfigError, 2)
@@ -417,7 +417,7 @@ def test_data_that_were_swapped_between_two_starts_are_refused(run_dir: Path, tm
     assert state_of(run_dir)["dataset_fingerprint"][:12] in text
     assert ranks[0].loaded == []
     assert checkpoints(run_dir) == before
-    put(tmp_path / "data")  # the former files
+    put(tmp_path / "data")  # the original files
     all_done(job(3, options_for(run_dir)))
 
 
@@ -430,7 +430,7 @@ def test_data_that_moved_but_did_not_change_are_no_other_data(run_dir: Path, tmp
 def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warning(
     run_dir: Path, console: Console
 ) -> None:
-    """As earlier versions wrote them."""
+    """Checkpoints of earlier versions have no ``dataset_fingerprint``."""
     stopped_after(run_dir, 6)
     found = checkpoint.newest(run_dir, lambda text: None)
     assert found is not None
@@ -510,7 +510,7 @@ def test_logs_evaluations_and_saves_are_due_at_their_steps_on_all_ranks(
 
 
 def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
-    """Steps of half a second and a grace of 30 s: the ranks ask for stop requests each 10 steps, and at log lines."""
+    """With steps of 0.5 s and a grace of 30 s, ranks exchange stop requests every 10 steps and at log lines."""
     ((run,), step) = all_done(job(1, options_for(run_dir, "--grace=30", "--log-every=1000"))), STEPS
     run.step_sync.apply(step, Totals(seconds_per_step=0.5))
     due = [run.actions(step + k - 1) for k in range(1, 31)]
@@ -545,7 +545,7 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
 
 
 def test_a_stop_of_ranks_without_their_launcher_is_a_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that has lost one of its own processes sends TERM to the others: the step is saved, and done again."""
+    """A launcher that lost a process sends SIGTERM to the other ranks. They save the step, and a restart may resume."""
     ranks: list[Rank] = []
 
     def asked(rank: int, done: int, model: Model) -> None:
@@ -596,7 +596,7 @@ def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path
 
 
 def test_ranks_communicate_about_the_run_at_its_restore_its_checkpoints_and_its_end_alone(run_dir: Path) -> None:
-    for _ in range(2):  # a new run, and one that is resumed
+    for _ in range(2):  # a new run, then a resumed run
         for rank in job(2, options_for(run_dir, "--max-steps=5", "--epochs=9", "--checkpoint-every=0")):
             steps = len(rank.actions)
             rank.done  # noqa: B018
@@ -611,7 +611,7 @@ def test_ranks_communicate_about_the_run_at_its_restore_its_checkpoints_and_its_
 
 
 def samples(step: int) -> list[int]:
-    """The global batch of a step, counted from 0."""
+    """Return the samples in the global batch of a step, counted from 0."""
     return [int(sample) for sample in GlobalBatches(threads.TRAINING, 6, 1).indices(step)]
 
 
@@ -640,7 +640,7 @@ def test_a_line_says_what_happened_whatever_the_number_of_ranks(run_dir: Path, w
     )
     assert all(line["samples_per_second"] > 0 for line in lines_of(run_dir)[1:])
     assert [line["test_examples"] for line in steps_of(run_dir)[EPOCH - 1 :: EPOCH]] == [threads.TEST] * 3
-    for rank in ranks:  # all ranks get the same lines, except the speed, which each measures
+    for rank in ranks:  # all ranks get the same lines, except the speed, which each rank measures
         printed = [{name: value for name, value in line.items() if name != "samples_per_second"} for line in rank.lines]
         assert printed == steps_of(run_dir)
 
@@ -662,7 +662,7 @@ def test_the_train_loss_is_the_mean_over_the_last_epochs_samples_or_those_seen(
 def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
     run_dir: Path, tmp_path: Path, kills: list[int]
 ) -> None:
-    """Each start is at another number of ranks; what was done after the last checkpoint is done again."""
+    """Each start has another world size, and repeats the updates since the last checkpoint."""
     undisturbed = tmp_path / "undisturbed"
     all_done(job(2, options_for(undisturbed, "--log-every=2", "--checkpoint-every=3")))
     for start, kill in enumerate(kills):
@@ -675,7 +675,7 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
-    """A line counts them since the last line, the console since the epoch began; the kill is within an epoch."""
+    """A log line counts since the line before, the console since the epoch began. The kill is within an epoch."""
     arguments = options_for(run_dir, "--log-every=3", "--checkpoint-every=3")
     for rank in job(2, arguments, crash(8), app=COUNTING):
         assert isinstance(rank.error, CrashError)
@@ -713,7 +713,7 @@ def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
         assert (found["app"], found["numpy"]) == ("toy", np.__version__)
         assert found["world"] == dataclasses.asdict(World(0, 2, launcher="torchrun", node_count=1))
         wanted = vars(parse(*arguments)) | {"run_dir": str(run_dir), "data_dir": "data", "dataset": "mnist"}
-        assert found["options"] == wanted  # and nothing of the parser's own
+        assert found["options"] == wanted  # without attributes of the parser
 
 
 def test_a_loss_that_is_no_number_ends_every_rank_and_names_the_learning_rate(run_dir: Path) -> None:
@@ -729,13 +729,13 @@ def test_a_loss_that_is_no_number_ends_every_rank_and_names_the_learning_rate(ru
 def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's first start and its restarts: a flipped bit does not recur, a wrong learning rate does."""
+    """Each case is one start of a job: a flipped bit does not recur, but a wrong learning rate does."""
     all_done(job(2, options_for(tmp_path / "undisturbed")))
     message = f"at step 7 the loss is nan: lower --lr, now 1.0, {ONCE}"
     for start, (step, kind, words) in enumerate(
         [
             (7, RetryableError, message),
-            (9, RetryableError, message.replace("step 7", "step 9")),  # another step: not the same mistake
+            (9, RetryableError, message.replace("step 7", "step 9")),  # another step counts as another failure
             (7, RetryableError, message),
             (
                 7,
@@ -750,7 +750,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
         for rank in job(3, options_for(run_dir), Faults(loss_scale={step - 1: np.nan})):
             assert type(rank.error) is kind, rank.error
             assert str(rank.error) == words
-    monkeypatch.setenv("SAMESTEP_RESTARTS", "0")  # the user restarts it after fixing the cause
+    monkeypatch.setenv("SAMESTEP_RESTARTS", "0")  # the user starts the job again
     for rank in job(3, options_for(run_dir), Faults(loss_scale={6: np.nan})):
         assert isinstance(rank.error, RetryableError)
     monkeypatch.setenv("SAMESTEP_RESTARTS", "1")
@@ -759,7 +759,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
 
 
 def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(run_dir: Path) -> None:
-    """One update's loss overflows, the next does not: the epoch's mean would be NaN or infinite, which JSON lacks."""
+    """The loss of one update overflows, and the next does not, so the mean over the epoch would be NaN or infinite."""
     for scale in (np.nan, np.inf):
         faults = Faults(loss_scale={4: scale})
         for rank in job(2, options_for(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
@@ -782,7 +782,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
             assert isinstance(rank.error, RetryableError), rank.error
             assert str(rank.error) == f"at step {max_steps} the test loss is nan: lower --lr, now 1.0, {ONCE}"
         assert "NaN" not in (run_dir / "metrics.jsonl").read_text()
-        assert "step-00000008" not in checkpoints(run_dir)  # what an epoch's evaluation refused is not saved either
+        assert "step-00000008" not in checkpoints(run_dir)  # no checkpoint follows a refused evaluation
     assert not (run_dir / "result.json").exists()
     assert not (run_dir / "model.safetensors").exists()
     assert "RESULT" not in console.out.getvalue()
@@ -792,7 +792,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Batch normalization may do that, a flipped bit does not. Training and its weights equal any other run's."""
+    """Batch normalization can overflow twice, but a flipped bit does not. The result has null and the same weights."""
     last = 6 if "--max-steps=6" in options else STEPS
     all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
@@ -809,7 +809,7 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     for run in all_done(job(2, options_for(run_dir, *options))):
         assert run.eval_metrics.get("test_loss") is None or last > 6
     words = "batch normalization's running statistics: lower --lr, or raise --global-batch-size"
-    (line, _) = console.warnings()  # of two ranks
+    (line, _) = console.warnings()  # one warning per rank
     assert (
         line
         == f"warning: at step 4 the test loss is NaN or infinite, reported as null: activations overflow with {words}"
@@ -823,11 +823,11 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
         expected[name] for name in ("weights_sha256", "test_accuracy", "train_loss")
     ]
     assert "Infinity" not in (run_dir / "metrics.jsonl").read_text() + (run_dir / "result.json").read_text()
-    all_done(job(2, options_for(run_dir, *options)))  # it evaluates again, which needs no proof
+    all_done(job(2, options_for(run_dir, *options)))  # a finished run evaluates again, without an error
 
 
 def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unlike the statistics of batch normalization they do not mend themselves."""
+    """NaN weights never become finite again, unlike the running statistics of batch normalization."""
 
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == 6:
@@ -846,7 +846,7 @@ def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypa
 
 @pytest.fixture
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
-    """Make ranks spend seconds of their own clock: 1 ms in each phase, and more where a test asks for it."""
+    """Return a function that makes faults with fake clocks: each phase takes 1 ms and ``more(rank, step)[phase]`` s."""
     clock = threading.local()
     monkeypatch.setattr(time, "perf_counter", lambda: getattr(clock, "now", 0.0))
 
@@ -860,7 +860,7 @@ def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
 
 
 def test_a_slow_rank_is_named_once_in_each_start(run_dir: Path, console: Console, spend: Callable[..., Faults]) -> None:
-    """On the console, and in the line of metrics.jsonl that comes with it or after it."""
+    """The report is a warning on the console and a field of the next line of metrics.jsonl."""
     slow = {"input": 0.2}
     options = options_for(run_dir, "--epochs=50", "--log-every=7", "--checkpoint-every=9")
     faults = spend(lambda rank, step: slow if rank == 1 and step >= 20 else {}, at=130)
@@ -889,7 +889,7 @@ def test_a_slow_rank_is_named_once_in_each_start(run_dir: Path, console: Console
         (2, ["--straggler=0"], {"input": 0.2}),
         (2, ["--straggler=80"], {"input": 0.2}),
         (2, [], {"waiting": 0.2}),
-        (7, [], {"input": 0.2}),  # more ranks than samples in a batch: one has none, and is fast
+        (7, [], {"input": 0.2}),  # more ranks than samples in a batch: the rank without samples is fast
     ],
 )
 def test_no_rank_is_named_if_none_is_slow_or_straggler_is_0(
@@ -913,7 +913,7 @@ def test_the_time_between_steps_is_in_no_phase(spend: Callable[..., Faults], mon
     with timer.phase(INPUT):
         pass
     timer.mark(COMPUTE)
-    timer.mark(COMPUTE)  # another gradient
+    timer.mark(COMPUTE)  # a second gradient
     timer.mark(COMMUNICATION)
     with timer.phase(OPTIMIZER):
         pass
@@ -925,7 +925,7 @@ def test_the_time_between_steps_is_in_no_phase(spend: Callable[..., Faults], mon
 
 
 def flip(array: np.ndarray[Any, Any], bit: int = 0) -> None:
-    """Flip one bit of the last value."""
+    """Flip one bit in place; ``bit`` counts from the lowest bit of the last byte."""
     content = bytearray(array.tobytes())
     content[-1 - bit // 8] ^= 1 << bit % 8
     array[...] = np.frombuffer(bytes(content), array.dtype).reshape(array.shape)
@@ -936,7 +936,7 @@ def flip(array: np.ndarray[Any, Any], bit: int = 0) -> None:
     [
         ("model", "w", 0, [1], "rank 1 differs from all others"),
         ("model", "w", 24, [2], "rank 2 differs from all others"),
-        ("model", "updates", 7, [1, 2], "rank 0 differs from all others"),  # two agree: they are taken to be right
+        ("model", "updates", 7, [1, 2], "rank 0 differs from all others"),  # two ranks agree, so rank 0 counts as wrong
         ("optimizer", "w.momentum", 6, [1], "rank 1 differs from all others"),
         ("optimizer", "w.momentum", 25, [0], "rank 0 differs from all others"),
     ],
@@ -1055,7 +1055,7 @@ def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, mo
     ranks = job(2, options_for(run_dir), world={"launcher": "torchrun", "node_count": 1, "restart_count": 1})
     all_done(ranks)
     printed = [line for line in console.out.getvalue().splitlines() if line.startswith("RESULT ")]
-    assert console.out.getvalue().splitlines()[-1:] == printed  # once, by rank 0, and last
+    assert console.out.getvalue().splitlines()[-1:] == printed  # rank 0 prints the result once, as the last line
     result = json.loads(printed[0].removeprefix("RESULT "))
     assert result == result_of(run_dir)
     assert result.keys() == set(RESULT.split())
@@ -1079,7 +1079,7 @@ def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, mo
         "test_loss": steps_of(run_dir)[-1]["test_loss"],
         "test_accuracy": 0.5,
         "test_examples": threads.TEST,
-        "restarts": 3,  # the launch script's and the launcher's own
+        "restarts": 3,  # 2 by the launch script and 1 by the launcher
         "resumed_from_step": None,
         "weights_sha256": checkpoint.weights_sha256(safetensors.numpy.load_file(run_dir / "model.safetensors")),
         "run_dir": str(run_dir),
@@ -1092,7 +1092,7 @@ def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, mo
 
 
 def test_the_best_is_kept_and_its_weights_are_left(run_dir: Path, tmp_path: Path) -> None:
-    """At any --keep-checkpoints, through kills, the first of equals stays: 3 is best, 9 as good, 11 not evaluated."""
+    """The first of equal evaluations stays the best: step 9 equals step 3, and step 11 is not evaluated."""
     faults = Faults(accuracy={3: 0.75, 4: 0.25, 9: 0.75, 11: 0.875})
     options = ["--keep-best", "--evaluate-every=3", "--keep-checkpoints=1"]
     all_done(job(2, options_for(tmp_path / "undisturbed", *options), faults))
@@ -1137,7 +1137,7 @@ def test_the_best_outlives_a_start_without_keep_best(run_dir: Path) -> None:
 
 def test_only_to_evaluate_leaves_the_run_as_it_is(run_dir: Path, tmp_path: Path, console: Console) -> None:
     stopped_after(run_dir, 6)
-    (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged one
+    (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged checkpoint
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log"}
     ranks = job(3, options_for(run_dir, "--evaluate-only"))
     assert [(run.first_step, run.last_step) for run in all_done(ranks)] == [(6, 6)] * 3

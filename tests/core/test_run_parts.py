@@ -1,4 +1,4 @@
-"""The parts of a `Run`, each alone: no process, no thread, no other part."""
+"""Test each part of a `Run` alone, without processes, threads or other parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_cadence_needs_no_run() -> None:
 
 
 def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks: the other one's row is made by hand, and its stop signal reaches this rank."""
+    """The test makes the row of the second rank, whose stop signal reaches this rank."""
     sync = new_sync()
     sync.start(4)
     sync.add(1.5, {"correct": 2})
@@ -68,7 +68,7 @@ def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch:
     assert totals is sync.totals
     assert (totals.loss, totals.running_loss, dict(totals.counts)) == (12.5, 24.0, {"correct": 7.0})
     assert (totals.stop_signal, totals.launcher_died) == (stop.STOP_SIGNALS[1], False)
-    assert totals.seconds_per_step < 99.0  # rank 0's
+    assert totals.seconds_per_step < 99.0  # rank 0's time counts
     assert totals.phase_seconds == (0.0,) * len(PHASES) + (0.25,) * len(PHASES)
     assert totals.step_losses == (9.5, 12.5)
 
@@ -91,7 +91,7 @@ def test_step_sync_is_due_after_the_first_update_and_then_by_the_grace() -> None
     sync.apply(8, Totals(seconds_per_step=1.0))
     interval = 30.0 / step_sync.SYNCS_PER_GRACE
     assert [sync.is_due(8 + steps) for steps in (1, int(interval) - 1, int(interval))] == [False, False, True]
-    sync.apply(9, Totals(seconds_per_step=1000.0))  # slower than the grace: at each update
+    sync.apply(9, Totals(seconds_per_step=1000.0))  # a step is slower than the grace, so each update syncs
     assert sync.is_due(10)
 
 
@@ -121,13 +121,13 @@ def test_progress_resumes_from_its_own_state() -> None:
     resumed.add(Totals(loss=24.0, running_loss=24.0, counts={"correct": 4}))
     assert (resumed.train_loss, resumed.train_accuracy) == (42.0 / 20, 7 / 20)
     resumed.step = 5
-    resumed.add(Totals(loss=6.0, running_loss=6.0, counts={"correct": 5}))  # another epoch has its own sums
+    resumed.add(Totals(loss=6.0, running_loss=6.0, counts={"correct": 5}))  # a new epoch has its own sums
     assert (resumed.train_loss, resumed.train_accuracy) == (1.0, 5 / 6) == (whole.train_loss, whole.train_accuracy)
     assert resumed.seconds > 100.0
 
 
 class Strict(Monitor):
-    """Raise at the first loss that is NaN or infinite, as the watchdog does; ``error`` may change."""
+    """Raise ``error`` at a loss that is NaN or infinite, as the watchdog does."""
 
     error: type[Exception] = RetryableError
 
@@ -156,7 +156,7 @@ def test_loss_guard_reads_weights_only_after_an_evaluation_that_overflowed(warni
     guard.check_evaluation({"test_loss": math.nan}, 3)
     with pytest.raises(NonRetryableError, match="at step 3 weights are NaN or infinite: lower --lr"):
         guard.check_weights(weights, 3)
-    guard.check_evaluation({}, 4)  # no evaluation: the last one counts
+    guard.check_evaluation({}, 4)  # without an evaluation, the last evaluation counts
     with pytest.raises(NonRetryableError):
         guard.check_weights(weights, 4)
     guard.check_evaluation({"test_loss": 1.0}, 5)
@@ -165,7 +165,7 @@ def test_loss_guard_reads_weights_only_after_an_evaluation_that_overflowed(warni
 
 def test_recorder_reports_a_straggler_in_one_line() -> None:
     class Lines:
-        """metrics.jsonl in memory."""
+        """Keep the lines of metrics.jsonl in memory."""
 
         def __init__(self) -> None:
             self.lines: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ def test_recorder_reports_a_straggler_in_one_line() -> None:
     recorder.write({"step": 1})
     recorder.write({"step": 2})
     assert metrics.lines == [{"step": 1, "stragglers": [{"rank": 1}]}, {"step": 2}]
-    Recorder(2, 0).write({"step": 1})  # another rank: nothing to write to
+    Recorder(2, 0).write({"step": 1})  # a rank without a metrics file writes nothing
 
 
 def test_arithmetic_describes_each_change_since_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_best_evaluation_keeps_the_first_of_equals_and_ignores_null() -> None:
 
 
 def test_best_evaluation_of_a_metric_that_the_user_names() -> None:
-    """A new metric has no best value. Without --keep-best the state stays. An unknown name is the user's mistake."""
+    """A new metric starts without a best value. Without --keep-best the state stays. An unknown name is an error."""
     best = BestEvaluation({"step": 1, "test_accuracy": 0.75}, "min:bits_per_byte")
     for step, value in ((2, 3.0), (3, 2.5), (4, 2.5), (5, None), (6, 2.75)):
         best.update(step, {"test_accuracy": 1.0, "bits_per_byte": value})

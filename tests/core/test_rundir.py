@@ -1,4 +1,4 @@
-"""A run's folder: one writer, nothing of an earlier run lost, and one decision on what a run resumes from."""
+"""Test that a run dir has one writer, keeps earlier runs, and decides which checkpoint a run resumes from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from threads import parse, put
 
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a job without a launch script is started; the data are there."""
+    """Return the working directory of a job without a launch script, with MNIST in its folder ``data``."""
     monkeypatch.delenv("SAMESTEP_JOB_INFO", raising=False)
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -79,14 +79,14 @@ def test_a_second_job_continues_when_the_first_has_ended(tmp_path: Path) -> None
     ):
         assert second.stderr is not None
         assert "waiting" in second.stderr.readline()
-        holder.communicate(timeout=LIMIT)  # its stdin ends, and so does it
+        holder.communicate(timeout=LIMIT)  # closes the holder's stdin, which ends the holder
         out, _ = second.communicate(timeout=LIMIT)
     assert (second.returncode, out) == (0, "got it\n")
 
 
 def test_a_killed_job_holds_nothing(tmp_path: Path) -> None:
     with running(HOLD.format("LAUNCHER_BYTE"), tmp_path, until="held"):
-        pass  # SIGKILL
+        pass  # the end of the block kills the holder
     done = child(TRY.format("LAUNCHER_BYTE", 0), tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "got it\n", "")
 
@@ -113,7 +113,7 @@ sys.stdin.read()
 
 
 def test_the_ranks_a_job_starts_do_not_inherit_its_lock(tmp_path: Path) -> None:
-    """A rank that outlives its killed launch script must not hold that one's lock."""
+    """A rank that outlives its killed launch script must not keep the script's lock."""
     code = """
 import subprocess
 rundir.Lock(run_dir, "the first job").acquire(rundir.LAUNCHER_BYTE)
@@ -147,7 +147,7 @@ def test_a_run_dir_that_cannot_be_locked_is_the_callers_mistake(tmp_path: Path, 
 def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> None:
     rundir.archive_previous_run(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    for _ in range(3):  # all within a second, perhaps
+    for _ in range(3):  # possibly all within one second
         save(tmp_path, 3)
         for name in ("metrics.jsonl", "model.safetensors", "result.json", "notes.txt"):
             (tmp_path / name).write_text(name)
@@ -213,7 +213,7 @@ def test_a_new_run_dir_that_cannot_be_made_is_the_callers_mistake(run_folder: Pa
     [
         ({"TORCHELASTIC_RUN_ID": "one"}, {"TORCHELASTIC_RESTART_COUNT": "2"}),
         ({"SLURM_JOB_ID": "77"}, {"SLURM_RESTART_COUNT": "1"}),
-        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RESTART_COUNT": "1"}),  # the same launcher's process
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RESTART_COUNT": "1"}),  # the parent process identifies the job
     ],
 )
 def test_ranks_that_their_launcher_starts_again_find_their_run_dir_and_a_new_job_gets_another(
@@ -236,7 +236,7 @@ def test_ranks_that_their_launcher_starts_again_find_their_run_dir_and_a_new_job
 
 
 def begun(run_dir: Path, *saved: int, **state: Any) -> Options:
-    """The options of a run that has left checkpoints."""
+    """Save checkpoints of the steps ``saved``, and return the options of their run."""
     options = parse("--run-dir", str(run_dir))
     fingerprint = datasets.resolve("mnist", options.data_dir).fingerprint
     for step in saved:
@@ -263,7 +263,7 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
     before = contents(run_folder / "run" / "checkpoints")
     quick = rundir.resolve("toy", options, verify=False)
     assert quick.checkpoint is not None
-    assert quick.checkpoint.step == 3  # whose manifest is good
+    assert quick.checkpoint.step == 3  # the manifest of step 3 is good
     assert console.getvalue() == ""
     assert contents(run_folder / "run" / "checkpoints") == before
     verified = rundir.resolve("toy", options)
@@ -310,7 +310,7 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
     found = rundir.resolve("toy", parse("--run-dir=run"))
     assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
     assert "MNIST could not be downloaded" in console.getvalue()
-    with pytest.raises(ConfigError, match=r"cannot download mnist .*: choose mnist-5k"):  # the user named it
+    with pytest.raises(ConfigError, match=r"cannot download mnist .*: choose mnist-5k"):  # the user named the dataset
         rundir.resolve("toy", parse("--run-dir=named", "--dataset=mnist"))
 
 
@@ -326,7 +326,7 @@ def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None
 
 
 def test_an_app_may_bring_a_data_set_of_its_own(run_folder: Path) -> None:
-    """The app's function finds it, with the same promises: the requested dataset, and the same one at a resume."""
+    """An app's own function finds the dataset, and a resume must find the same data."""
     asked: list[tuple[str, Path, bool]] = []
 
     def resolve(name: str, data_dir: Path, fallback: bool = True) -> files.DatasetInfo:

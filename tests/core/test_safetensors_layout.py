@@ -1,4 +1,4 @@
-"""The layout of a safetensors file: the library's own, known before any array is written."""
+"""Test that `layout` returns the file layout of the safetensors library before any array is written."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_a_file_is_byte_by_byte_what_the_safetensors_library_writes(shapes: dict
 
 
 def test_a_snapshot_is_the_file_of_the_arrays_as_they_were() -> None:
-    """Of any strides, and also of NumPy's scalars; they change before the file is written."""
+    """The arrays have any strides or are NumPy scalars, and change after the copy."""
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)
     model: Arrays = {"turned": whole.T, "part": whole[1:3, ::2], "none": np.empty((0, 3)), "flag": np.array(True)}
     optimizer: dict[str, Any] = {"step": np.int64(7), "bytes": np.arange(5, dtype=np.uint8)}
     files = {"model.safetensors": model, "optimizer.safetensors": optimizer, "empty.safetensors": {}}
     expected = {name: serialize(arrays) for name, arrays in files.items()}
-    for _ in range(2):  # the second takes the memory of the first
+    for _ in range(2):  # the second snapshot reuses the memory of the first
         snapshot = Snapshot(files)
         snapshot.copy()
         before = whole.copy()

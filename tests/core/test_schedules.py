@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step: their ends, their forms, and that a resume needs no state of them."""
+"""Test learning rate schedules, which are functions of the step, so that a resume needs no state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a model that no rank holds are atomic over all ranks, and readable at any world size."""
+"""Test that checkpoints of a sharded model are atomic over all ranks and readable at any world size."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_each(world_size: int, call: Callable[[Collectives, int], Any]) -> list[An
 
 
 def save(run_dir: Path, step: int, world_size: int = 3, first: float = 0.0) -> Path:
-    """A checkpoint by so many ranks, of the toy's arrays, which begin at ``first``."""
+    """Save the toy's arrays, whose values begin at ``first``, with ``world_size`` ranks; return the folder."""
     folder = checkpoint.folder_of(run_dir, step)
 
     def write(ranks: Collectives, rank: int) -> None:
@@ -76,7 +76,7 @@ def test_any_part_is_read_whoever_wrote_it(tmp_path: Path, writers: int) -> None
         expected = whole_array(name)
         assert (stored.shape, stored.dtype) == (expected.shape, expected.dtype)
         np.testing.assert_array_equal(stored.read(), expected)
-        for readers in (1, 2, 3, 5):  # other ranks than those that wrote
+        for readers in (1, 2, 3, 5):  # world sizes that differ from the writers'
             for rank in range(readers):
                 local = cut(expected, name, rank, readers)
                 np.testing.assert_array_equal(stored.read(local.offset, local.values.shape), local.values)
@@ -111,7 +111,7 @@ def test_a_piece_is_written_once_and_copies_are_not(tmp_path: Path) -> None:
 def test_what_is_gathered_is_what_one_rank_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """weights_sha256 and the file do not depend on the ranks and the size of blocks."""
+    """weights_sha256 and the file do not depend on the world size or the block size."""
     monkeypatch.setattr(tensors, "BLOCK", block)
     arrays = arrays_of(save(tmp_path, 5, 3))
     wholes = {name: whole_array(name) for name in LAYOUT}
@@ -202,7 +202,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     ],
 )
 def test_a_manifest_that_does_not_make_sense_is_damaged(tmp_path: Path, change: Callable[[Any], Any]) -> None:
-    """As one made by hand."""
+    """Write a manifest with a correct checksum and wrong pieces."""
     folder = save(tmp_path, 5)
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     change(body["pieces"]["model"])
@@ -266,7 +266,7 @@ def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> No
 
 
 def save_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> Path:
-    """Begin a save of two ranks whose files of these names take so long."""
+    """Begin a save by two ranks, in which writing each file takes its ``seconds`` longer; return the folder."""
     original = checkpoint.write_file
 
     def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def test_a_checkpoint_gets_its_name_when_the_slowest_rank_has_written(
 
 
 def test_rank_0_gives_a_checkpoint_up_if_others_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 ends before it has written, and this process fails: the next start resumes from the checkpoint before."""
+    """Rank 1 ends before it reports its file, and this process fails. The next start resumes from step 4."""
     save(tmp_path, 4)
     monkeypatch.setattr(storage, "GIVE_UP", 0.1)
     monkeypatch.setattr(storage._Part, "report", lambda part, outcome: None)
@@ -335,7 +335,7 @@ def test_contents_of_any_length_are_exchanged() -> None:
 
 
 class Toy:
-    """Jobs of the toy on one run dir."""
+    """Run jobs of the toy in one run dir."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
@@ -343,13 +343,13 @@ class Toy:
         self._count = 0
 
     def job(self, world_size: int, *options: str, **more: Any) -> list[tuple[int, str, str]]:
-        """How its ranks end."""
+        """Run a job, and return the exit code, stdout and stderr of each rank."""
         self._count += 1
         arguments = [f"--run-dir={self.run_dir}", f"--data-dir={self._folder / 'data'}", "--log-every=1", *options]
         return shards.end(shards.start(world_size, self._folder / f"talk-{self._count}", *arguments, **more))
 
     def done(self, world_size: int, *options: str, **more: Any) -> dict[str, Any]:
-        """The result of a job that ends well."""
+        """Run a job that must succeed, and return its result."""
         ends = self.job(world_size, "--checkpoint-every=2", *options, **more)
         assert [code for code, *_ in ends] == [0] * world_size, ends
         found: dict[str, Any] = json.loads(ends[0][1].splitlines()[-1].removeprefix("RESULT "))
@@ -382,7 +382,7 @@ def test_a_sharded_run_resumes_at_another_number_of_ranks(toy: Toy, tmp_path: Pa
         at = steps
     assert result["weights_sha256"] == reference["weights_sha256"]
     assert toy.steps() == [*range(1, 13)]
-    again = toy.done(3)  # it only reports
+    again = toy.done(3)  # a finished run only reports again
     assert (again["weights_sha256"], again["resumed_from_step"]) == (reference["weights_sha256"], 12)
 
 
@@ -423,7 +423,7 @@ def test_weights_that_do_not_fit_are_reported_once(toy: Toy, tmp_path: Path) -> 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(toy: Toy, damage: str) -> None:
     reference = toy.done(3)
     folder = toy.run_dir / "checkpoints" / "step-00000012"
-    shutil.copytree(folder.with_name("step-00000010"), folder.with_name("step-00000004"))  # to take a shard of
+    shutil.copytree(folder.with_name("step-00000010"), folder.with_name("step-00000004"))  # another save's shard
     strike, message = DAMAGES[damage]
     strike(folder / "model-00001.safetensors")
     ends = toy.job(2)
@@ -450,7 +450,7 @@ def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_of_a_save_resumes(toy: Toy, soak: bool) -> None:
-    """Ranks are killed before each of their operations on checkpoints' files. The files are whole; a run resumes."""
+    """Kill one rank before each of its file operations of a save. The newest checkpoint is whole; a run resumes."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]
     template = toy.run_dir.rename(toy.run_dir.with_name("template"))
     shutil.rmtree(template / "checkpoints" / "step-00000004")
@@ -467,15 +467,15 @@ def test_a_run_that_is_killed_at_any_moment_of_a_save_resumes(toy: Toy, soak: bo
             newest = checkpoint.newest(toy.run_dir, pytest.fail, reader=storage.read)
             assert newest is not None
             found.setdefault(rank, []).append(newest.step)
-            if count == 3:  # the rest of the life of one
+            if count == 3:  # resume one of the killed runs to its end
                 assert toy.done(2, "--max-steps=4")["weights_sha256"] == reference
-    assert all(found[rank] == [2, 2, 2, 2] for rank in [*found][1:])  # the folder, the report and two files
-    assert found[0][:7] == [2, 2, 2, 2, 2, 2, 4]  # and the manifest and the name, before an old one is deleted
+    assert all(found[rank] == [2, 2, 2, 2] for rank in [*found][1:])  # killed before the folder, two files, the report
+    assert found[0][:7] == [2, 2, 2, 2, 2, 2, 4]  # also before the manifest and the rename; later kills leave step 4
     assert {*found[0][6:]} == {4}
 
 
 def test_a_run_dir_that_a_rank_does_not_see_is_refused(toy: Toy) -> None:
-    """A rank for which another disk lies over it: as on a machine that does not share it."""
+    """Mount another disk over one rank's run dir, as on a machine that does not share the folder."""
     toy.run_dir.mkdir()
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a file system is not permitted here")

@@ -1,4 +1,4 @@
-"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any dataset size."""
+"""Test the global sample order: a fixed permutation, equal at any world size, and fast at any dataset size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def z_score(counts: NDArray[np.int64], expected: NDArray[np.float64] | float) -> float:
-    """Pearson's chi-square in standard deviations from its mean. The orders are fixed, so these tests never flicker."""
+    """Return Pearson's chi-square in standard deviations from its mean. The orders are fixed, so no test is flaky."""
     freedom = counts.size - 1
     return (float(((counts - expected) ** 2 / expected).sum()) - freedom) / math.sqrt(2 * freedom)
 
@@ -85,7 +85,7 @@ GOLDEN_FIRST_5 = {
 
 
 def test_golden_orders() -> None:
-    """Checkpoints rely on these: if this test fails, resumed runs see samples twice and miss others. Never edit it."""
+    """Never edit these values: if an order changes, runs that resume see some samples twice and miss others."""
     assert order(1, 0, 0).tolist() == [0]
     assert [order(2, 0, epoch).tolist() for epoch in range(4)] == GOLDEN_2
     assert order(3, 0, 0).tolist() == GOLDEN_3
@@ -97,7 +97,7 @@ def test_golden_orders() -> None:
 
 
 def reference(position: int, n: int, seed: int, epoch: int) -> int:
-    """The same order in Python's own integers, one position at a time: no NumPy, so no platform can bend it."""
+    """Return the sample at one position of the order, computed with Python's integers and without NumPy."""
     rounds = 8 if n >= 1024 else 32
     mask = 2**64 - 1
     state = sharding.splitmix64((sharding.splitmix64((seed + 0x9E3779B97F4A7C15) & mask) + epoch) & mask)
@@ -126,7 +126,7 @@ def test_permute_equals_the_reference(n: int, seed: int, epoch: int, data: st.Da
 
 
 def test_mixer_is_splitmix64() -> None:
-    """First outputs of the published generator for seed 1234567."""
+    """The expected values are the first outputs of the published SplitMix64 for the seed 1234567."""
     outputs = [sharding.splitmix64((1234567 + i * sharding._GAMMA) % 2**64) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
@@ -145,7 +145,7 @@ def test_the_bits_of_samples_are_a_splitmix64_stream_at_their_places(seed: int, 
 
 
 def test_the_bits_of_samples_stay_for_ever() -> None:
-    """Crops and flips of runs that resume from a checkpoint depend on them."""
+    """The crops and flips of resumed runs depend on these bits."""
     assert sample_bits(1, 3, np.array([0, 1, 49_999])).tolist() == [
         13625505645108458277,
         8269527995984263926,
@@ -165,7 +165,7 @@ def test_the_bits_of_samples_are_even_and_those_of_epochs_and_seeds_unrelated() 
         assert abs(int(differing) - 32 * 50_000) < 5 * math.sqrt(16 * 50_000)
 
 
-# Its quality
+# Quality of the order
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -178,7 +178,7 @@ def test_every_permutation_of_a_tiny_set_is_equally_likely(n: int) -> None:
 
 @pytest.mark.parametrize("n", [5, 7, 16, 17, 100, 1024, 1100, 5000])
 def test_orders_are_uniform(n: int) -> None:
-    """Over (position, value), over what follows at a distance that the two halves could betray, and over epochs."""
+    """Compare the counts of (position, value), of values at some distances, and of values in pairs of epochs."""
     epochs = max(20, min(1000, 200_000 // n))
     orders = np.array([order(n, 11, epoch) for epoch in range(epochs)])
     cells = min(n, 10)
@@ -205,15 +205,15 @@ def test_orders_are_uniform(n: int) -> None:
 def test_seeds_and_epochs_are_unrelated() -> None:
     orders = [order(5000, seed, epoch) for seed in (0, 1, 2**63, 2**64 - 1) for epoch in (0, 1, 2)]
     for one, other in itertools.combinations(orders, 2):
-        assert np.sum(one == other) < 10  # Poisson of mean 1
+        assert np.sum(one == other) < 10  # Poisson-distributed with mean 1
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / math.sqrt(5000)
 
 
-# Its cost
+# Cost of the order
 
 
 def count_evaluations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many values went through the bijection, call by call, from here on."""
+    """Return a list to which each call of the bijection appends its number of values."""
     evaluated: list[int] = []
     feistel = sharding._feistel
 
@@ -244,7 +244,7 @@ def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_just_above_a_power_of_two_hardly_any_position_is_computed_twice(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A data set just above a power of two costs what one just below it costs."""
+    """A dataset just above a power of two costs as much as a dataset just below it."""
     evaluated = count_evaluations(monkeypatch)
     count = min(n, 100_000)
     permute(np.arange(count), n, 0, 0)
@@ -299,7 +299,7 @@ def test_micro_batches_hold_the_same_samples_at_any_world_size(
     assert np.array_equal(np.concatenate(parts), whole.indices(step))
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)  # those that are empty everywhere come last
+    assert sizes == sorted(sizes, reverse=True)  # micro-batches without samples come last
     for k, part in enumerate(parts):
         shards = [rank.indices(step, (k, count)) for rank in ranks]
         assert np.array_equal(np.concatenate(shards), part)
@@ -385,7 +385,7 @@ def test_last_batch_is_smaller_and_counts() -> None:
 def test_a_last_batch_that_is_dropped_leaves_the_others_as_they_are(
     n: int, batch: int, world_size: int, step: int
 ) -> None:
-    """Each epoch leaves out other samples: those that its own order has last."""
+    """Each epoch drops other samples: the last samples of its own order."""
     if batch > n:
         with pytest.raises(ValueError, match="to leave a batch"):
             GlobalBatches(n, batch, 1, drop_last=True)
@@ -435,4 +435,4 @@ def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="length must be"):
         shard(-1, 0, 1)
     with pytest.raises(TypeError):
-        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type, unused-ignore]  # by NumPy's version
+        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type, unused-ignore]  # depends on NumPy's version

@@ -1,4 +1,4 @@
-"""Signals to a rank: a stop request that reaches the others, and an exit that nothing can delay."""
+"""Test signals to a rank: a stop request that reaches all ranks, and an exit that no hang delays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from programs import LIMIT, rank_log, running, verdict
 from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS, Stopped, StopRequest, decode
 
-# A rank that has printed "here". Main threads wait in C, in a framework's collective, where no Python handler runs.
+# RANK is a rank. Its function wait() prints "here" and then waits in C, as in a collective, where no Python signal
+# handler runs.
 RANK = """
 import ctypes
 from samestep import stop
@@ -43,7 +44,7 @@ def never(stopped: Stopped) -> NoReturn:
 
 
 def total(*votes: tuple[int, tuple[float, ...]]) -> list[float]:
-    """The sum over ranks: so many ranks with these slots each."""
+    """Return the sum of slots over ranks; each vote is (number of ranks, their slots)."""
     return [sum(count * slots[slot] for count, slots in votes) for slot in range(len(STOP_SIGNALS) + 1)]
 
 
@@ -58,7 +59,7 @@ def test_stop_requests_of_all_ranks_are_one_vector() -> None:
 
 
 class EndedError(Exception):
-    """Takes the place of the process's end."""
+    """Raised in place of ending the process."""
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ class EndedError(Exception):
 def test_a_rank_that_ends_itself_lets_the_launch_script_restart(
     monkeypatch: pytest.MonkeyPatch, in_training: bool, words: str
 ) -> None:
-    """The thread that waits for signals, called here: it waits no longer than the grace."""
+    """Call the function of the signal thread, which must wait no longer than the grace."""
     ended: list[Stopped] = []
     timeouts: list[float | None] = []
     wait = select.select
@@ -104,7 +105,7 @@ def test_a_rank_that_ends_itself_lets_the_launch_script_restart(
 def test_a_rank_ends_before_the_grace_if_another_has_ended(
     monkeypatch: pytest.MonkeyPatch, lost: bool, why: str
 ) -> None:
-    """NCCL would wait for the ended rank until the grace is over, and the launcher does not start again until then."""
+    """NCCL would wait for the ended rank until the grace is over, which would delay the restart."""
     ended: list[Stopped] = []
     asked: list[bool] = []
 
@@ -158,21 +159,21 @@ def test_before_the_first_step_a_signal_ends_the_rank_at_once(tmp_path: Path, nu
     ],
 )
 def test_a_rank_that_hangs_ends_all_the_same(tmp_path: Path, grace: str, sent: Sequence[int | None], why: str) -> None:
-    """A signal within a second of the first counts as the same one, because launchers repeat theirs."""
+    """A signal within a second of the first counts as a repeat, because launchers repeat their signals."""
     with running(TRAINS, tmp_path, grace, "final", until="here") as process:
         for number in sent:
             if number is None:
                 time.sleep(REPEAT_SECONDS + 0.3)
             else:
                 process.send_signal(number)
-                time.sleep(0.2)  # of several that wait, the system delivers the least first
+                time.sleep(0.2)  # Linux delivers the lowest of several pending signals first
         out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out, err) == (138, f"stopped by SIGUSR1, unsaved: {why}\n", "")
     assert verdict(tmp_path) == {"code": 138}
 
 
 def test_a_signal_to_a_forked_child_ends_that_alone(tmp_path: Path) -> None:
-    """A loader's worker, say, that its parent terminates."""
+    """A DataLoader, for example, terminates its workers with a signal."""
     body = """
     ready, tell = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The rule by which a rank is named as slow, on seconds that are made up."""
+"""Test the rule that reports a straggler, with made-up times of each phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named(
     more: Callable[[int, int], dict[str, float]],
     begin: int = 0,
 ) -> list[tuple[int, int, str]]:
-    """Return the reports as (step, rank, phase); ranks spend ``more(rank, step)`` seconds beside BASE."""
+    """Return the reports as (step, rank, phase); ranks spend ``more(rank, step)`` seconds in addition to BASE."""
     found = []
     before = begin
     for step in syncs:
@@ -55,7 +55,7 @@ def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, l
         detector, world_size, every(log_every), lambda rank, step: {phase: 0.2} if rank == slow and step >= 99 else {}
     )
     assert (rank, named_phase) == (slow, phase)
-    assert 99 < step <= max(99 + 50 + 10, 200)  # and a part of 10 steps that had begun
+    assert 99 < step <= max(99 + 50 + 10, 200)  # plus the window of 10 steps in which the rank became slow
     assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 
@@ -91,7 +91,7 @@ def test_of_two_ranks_that_are_both_slow_none_is() -> None:
     [(1.5, 0.005, False), (1.5, 0.008, True), (2.5, 0.008, False), (2.5, 0.020, True), (1.0, 0.0015, False)],
 )
 def test_the_factor_is_of_what_a_rank_does_not_wait_for(factor: float, extra: float, expected: bool) -> None:
-    """12 ms of its own a step, and 5 that it waits; with the factor 1 a tenth of the step is the least that counts."""
+    """A rank works 12 ms and waits 5 ms per step. With the factor 1, a delay counts from a tenth of the step."""
     detector = StragglerDetector(factor, 2, 60, 0)
     assert bool(named(detector, 2, every(10, 2000), lambda rank, step: {"computing": extra * rank})) == expected
 
@@ -105,14 +105,14 @@ def test_the_factor_is_of_what_a_rank_does_not_wait_for(factor: float, extra: fl
     ],
 )
 def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps(is_slow: Callable[[int, int], bool]) -> None:
-    """Bursts of other work on its machine: however long they take, they are over in the next part."""
+    """Other work on a machine comes in bursts, so a straggler must be slow in consecutive windows."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     slow = {"computing": 5.0}
     assert not named(detector, 2, every(10), lambda rank, step: slow if is_slow(rank, step) else {})
 
 
 def test_a_delay_of_less_than_a_second_in_all_is_not_reported_yet() -> None:
-    """10 ms a step more than the others' 12."""
+    """Rank 1 needs 10 ms per step more than the 12 ms of the other rank."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     ((step, rank, phase),) = named(detector, 2, every(10), lambda rank, step: {"input": 0.01 * rank})
     assert (rank, phase) == (1, "input")
@@ -120,14 +120,14 @@ def test_a_delay_of_less_than_a_second_in_all_is_not_reported_yet() -> None:
 
 
 def test_the_first_step_does_not_count() -> None:
-    """It allocates, and compiles; so it may be long on one rank."""
+    """The first step allocates and compiles, so it may take long on one rank."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     syncs = [1, *range(100, 400, 100)]
     assert not named(detector, 2, syncs, lambda rank, step: {"computing": 9.0 * rank * (not step)})
 
 
 def test_one_sample_more_is_no_slowness() -> None:
-    """Three ranks and a batch of 4: two samples on rank 0, one on each of the others."""
+    """Of a global batch of 4, rank 0 of 3 has two samples and the other ranks have one each."""
     double: dict[str, Any] = {"computing": 0.011, "input": 0.001}
     assert not named(StragglerDetector(1.5, 3, 4, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)
     assert named(StragglerDetector(1.5, 3, 400, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)

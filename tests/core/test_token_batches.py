@@ -1,4 +1,4 @@
-"""Batches by tokens: whole samples, the same micro-batches at any number of ranks, and the counts that losses need."""
+"""Test batches by tokens: whole samples, equal micro-batches at any world size, and the number of losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.data.token_batches import TokenBatches, cut_by_tokens
 
 LENGTHS = np.array([5, 9, 2, 7, 7, 3, 8, 4, 6, 1, 9, 2], np.int64)  # 63 tokens
-TARGETS = np.array([1, 8, 1, 3, 7, 2, 1, 4, 2, 1, 5, 1], np.int64)  # 36
+TARGETS = np.array([1, 8, 1, 3, 7, 2, 1, 4, 2, 1, 5, 1], np.int64)  # 36 losses
 
 
 def batches(**settings: int) -> TokenBatches:

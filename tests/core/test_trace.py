@@ -1,4 +1,4 @@
-"""The digests of --trace-every, and the file that has them."""
+"""Test the digests of --trace-every, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def array(*shape: int, dtype: str = "float32") -> NDArray[Any]:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "uint8"])
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (5, 4, 3)])
 def test_digests_of_parts_add_up_to_the_digest_of_the_whole(shape: tuple[int, ...], dtype: str) -> None:
-    """Cut by rows, as FSDP cuts a weight, and by columns, as tensor parallelism does."""
+    """The parts are rows, as in FSDP, or columns, as in tensor parallelism."""
     whole = array(*shape, dtype=dtype)
     for axis in range(len(shape)):
         total = 0
@@ -48,7 +48,7 @@ def test_each_bit_and_each_place_changes_a_digest() -> None:
 
 
 def test_file_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    """A resume without the option cuts it back too; a new run empties it."""
+    """A resume without --trace-every also truncates the file, and a new run empties it."""
     (tmp_path / "log").mkdir()
     TraceFile(tmp_path, None).write([])
     assert not (tmp_path / trace.NAME).exists()
@@ -66,7 +66,7 @@ def test_file_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_a_sharded_weight_is_compared_between_the_update_that_is_traced_and_the_next() -> None:
-    """Also before a checkpoint. A change between two updates that are not traced is not seen."""
+    """A save compares the weights, too. A change between two updates without a trace is not detected."""
     weights = {"a": 1, "b": 2}
     traced = Trace(2, 0, rank=3, is_sharded=True)
     traced.weights = lambda: dict(weights)

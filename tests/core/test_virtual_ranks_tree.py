@@ -1,4 +1,4 @@
-"""The tree of --virtual-ranks: the same sums at any number of ranks, and few nodes to keep and to send."""
+"""Test the reduction tree of --virtual-ranks: equal sums at any world size, and few nodes per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from samestep.virtual_ranks import Node, nodes_of_ranks, push
 
 
 class Term(str):
-    """A sum that shows its terms: a + b is "(a+b)"."""
+    """Represent a sum by its terms: a + b is "(a+b)"."""
 
     __slots__ = ()
 
@@ -21,7 +21,7 @@ class Term(str):
 
 
 def sum_over_ranks(leaves: int, world_size: int) -> str:
-    """Return the sum as ranks compute it, and check what each of them is left with."""
+    """Return the sum as ranks compute it, and check the nodes that remain on each rank."""
     merged: list[Node] = []
     for rank, expected in enumerate(nodes_of_ranks(leaves, world_size)):
         nodes: list[Node] = []
@@ -52,7 +52,7 @@ def test_the_left_child_is_the_largest_power_of_two() -> None:
 def test_ranks_take_whole_sub_shards_that_do_not_depend_on_their_number(
     world_size: int, virtual_ranks: int, accumulate: int
 ) -> None:
-    """50 samples by 24: the last batch has 2 samples, and sub-shards without samples are left out."""
+    """With global batches of 24, the last batch has 2 of 50 samples; sub-shards without samples are left out."""
     one = GlobalBatches(50, 24, 7, accumulate=accumulate)
     for step in range(6):
         taken = []
@@ -72,4 +72,4 @@ def test_ranks_take_whole_sub_shards_that_do_not_depend_on_their_number(
 def test_without_virtual_ranks_each_rank_takes_a_shard_of_every_micro_batch() -> None:
     batches = [GlobalBatches(50, 24, 7, rank, 4, accumulate=3) for rank in range(4)]
     assert {tuple(each.micro_batches(0)) for each in batches} == {((0, 3), (1, 3), (2, 3))}
-    assert batches[0].micro_batches(2) == [(0, 2), (1, 2)]  # of 2 samples
+    assert batches[0].micro_batches(2) == [(0, 2), (1, 2)]  # the last batch has 2 samples

@@ -1,4 +1,4 @@
-"""The watchdog ends a rank that waits in vain, and names the rank that is stuck. Real processes, real signals."""
+"""Test that the watchdog ends a rank without progress and names the stuck rank. The ranks are processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from samestep.job_info import JobInfo
 from samestep.recovery import watchdog
 
 CORE = str(Path(samestep.__file__).parents[1])
-LIMIT = 15.0  # seconds that nothing here needs
+LIMIT = 15.0  # seconds; every wait ends sooner
 HOST = socket.gethostname()
 
-# A rank of 'world' ranks. It makes 'steps' steps and then waits as in a collective, or beats for 'beats' seconds.
+# RANK is one of 'world' ranks. It makes 'steps' steps, beats for 'beats' seconds, and then, if 'waits' is true, waits
+# as in a collective.
 RANK = """
 import json, sys, time
 from argparse import Namespace
@@ -65,7 +66,7 @@ if its["waits"]:
 """
 WAITS = next(i for i, line in enumerate(RANK.splitlines(), 1) if "sleep(600)" in line)
 STANDS = f"is at <string>:{WAITS} in <module>"
-# In the middle: starts a rank and waits, as a launcher does.
+# LAUNCHER starts a rank and waits for it, as a launcher does.
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
@@ -73,7 +74,7 @@ subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
 
 
 class Job:
-    """Ranks that share a run dir; none is left when the test ends."""
+    """Start ranks that share a run dir, and kill them at the end of the test."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -105,19 +106,19 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # so that all of it can be killed
+            start_new_session=True,  # so that killpg kills its children, too
         )
         self._processes.append(process)
         return process
 
     def rank(self, environment: dict[str, str] | None = None, **changes: Any) -> subprocess.Popen[str]:
-        """A running rank whose watchdog has started."""
+        """Start a rank, and return its process when its first heartbeat is written."""
         process = self.start(self.rank_command(**changes), **(environment or {}))
         self.alive(changes.get("rank", 0), lambda seen: seen["pid"] == process.pid)
         return process
 
     def alive(self, rank: int, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the values of a rank's heartbeat, once they fulfil the condition."""
+        """Wait until a rank's heartbeat meets the condition, and return its values."""
         path = self.run_dir / "log" / f"alive-{rank}"
 
         def seen() -> dict[str, Any] | None:
@@ -139,7 +140,7 @@ class Job:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """Return the one line with which the watchdog ended a rank, without the command that shows all stacks."""
+    """Return the error line of a rank that the watchdog ended, without its advice to run ``samestep hang``."""
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (1, ""), err
     (line,) = err.splitlines()
@@ -175,7 +176,7 @@ def test_beats_keep_a_rank_alive(job: Job) -> None:
 
 
 def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
-    """And when it evaluates for the first time, but not otherwise."""
+    """--first-step-timeout applies to the first step and the first evaluation only."""
     process = job.rank(restored=7, steps=9, first_step_timeout=LIMIT, compiles=1.5, evaluation_compiles=1.5)
     line = f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 9"
     assert ended(process) == f"{line} {STANDS}"
@@ -195,11 +196,11 @@ def test_a_heartbeat_names_its_process_and_repeats_during_a_hang(job: Job) -> No
     first = job.alive(0, lambda seen: seen["step"] == 5)
     assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")
     assert abs(first["time"] - time.time()) < LIMIT
-    job.alive(0, lambda seen: seen["time"] > first["time"])  # although the rank hangs
+    job.alive(0, lambda seen: seen["time"] > first["time"])  # written while the rank hangs
 
 
 def test_a_heartbeat_during_a_garbage_collection_does_not_hang_the_process() -> None:
-    """In `sys._current_frames` of Python 3.11.7 a finalizer that closes a file lets another thread in: both wait."""
+    """In Python 3.11.7, `sys._current_frames` deadlocks if a finalizer releases the GIL to another thread."""
     program = """
 import gc, os, threading
 from samestep.recovery.rank_files import current_frames
@@ -227,13 +228,13 @@ assert gc.isenabled()
 
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
-    """The launch script reads whether a failed start got so far."""
-    job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # without a tick in between
+    """The launch script reads from heartbeats whether a failed start made an update."""
+    job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # no tick during the test
     assert job.alive(0, lambda seen: seen["updates"] == 1)["step"] == 8
 
 
 def test_later_updates_are_left_to_the_ticks(job: Job) -> None:
-    """A heartbeat is a file: writing one at each update would cost more than the update."""
+    """Writing a heartbeat file at each update would cost more than the update."""
     job.rank(steps=9, tick=LIMIT, timeout=LIMIT, beats=0.5)
     assert job.alive(0, lambda seen: seen["updates"] > 0)["step"] == 1
 
@@ -261,7 +262,7 @@ def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
 
 
 def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C thread that writes them reads frames which a program at its end may free."""
+    """The C thread that writes stacks reads frames, which an ending program may free."""
     calls: list[str] = []
     dog = watchdog.Watchdog()
 
@@ -279,7 +280,7 @@ def test_no_stacks_are_written_after_a_stop_during_a_heartbeat(tmp_path: Path, m
 
 
 def test_a_rank_without_a_limit_writes_its_heartbeat(tmp_path: Path) -> None:
-    """faulthandler takes no infinite time, and a program of one's own may have no limit."""
+    """A program may set no limit, but faulthandler accepts only finite times."""
     (tmp_path / "log").mkdir()
     dog = watchdog.Watchdog()
     dog._world = World(0, 1)
@@ -292,7 +293,7 @@ def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
     sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
     job.alive(1, lambda seen: seen["step"] == 9)
     sibling.send_signal(signal.SIGSTOP)
-    line = ended(job.rank(rank=0, world=2, steps=4, timeout=2.0))  # itself at a lower step
+    line = ended(job.rank(rank=0, world=2, steps=4, timeout=2.0))  # rank 0 is at a lower step
     assert f"no progress for 2 s: rank 1 ({HOST}, pid {sibling.pid}) last alive at step 9, silent for" in line
 
 
@@ -319,7 +320,7 @@ def test_ranks_that_never_came_are_counted(job: Job) -> None:
 
 
 def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
-    """A restarted job finds the files of the ranks that went before."""
+    """A restarted job finds the heartbeats of ranks of earlier starts."""
     job.rank(rank=1, world=2, timeout=LIMIT, environment=JobInfo(job="earlier").to_environ())
     process = job.rank(rank=0, world=2, steps=6)
     assert ended(process).endswith(
@@ -338,7 +339,7 @@ def test_heartbeats_that_a_crash_left_damaged_stop_no_watchdog(job: Job) -> None
 
 
 def test_a_rank_whose_log_folder_is_gone_ends_too(job: Job) -> None:
-    """As on a full disk, no heartbeat can be read, not even the rank's own."""
+    """Without the log folder, not even the rank's own heartbeat can be read."""
     process = job.rank(timeout=1.0)
     folder = job.run_dir / "log"
     folder.rename(folder.with_name("elsewhere"))
@@ -365,7 +366,7 @@ def launch_script() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def under(launch_script: subprocess.Popen[bytes]) -> dict[str, str]:
-    """The variables of a job of this launch script."""
+    """Return the environment variables of a job that this launch script started."""
     return JobInfo(job="this", launcher=f"{launch_script.pid}@{socket.gethostname()}").to_environ()
 
 
@@ -379,7 +380,7 @@ def test_a_rank_ends_with_its_launch_script(
         timeout=LIMIT,
         environment=under(launch_script),
     )
-    launch_script.kill()  # until someone waits for it, it is a zombie
+    launch_script.kill()  # the killed process is a zombie until its parent waits for it
     if reaped:
         launch_script.wait(timeout=LIMIT)
     assert ended(process) == f"error: rank 0: its launcher (pid {launch_script.pid}) is gone; ending"
@@ -417,5 +418,5 @@ def test_a_rank_started_by_hand_outlives_its_shell(job: Job, launcher: str) -> N
     job.alive(0, lambda seen: True)
     shell.kill()
     assert shell.stderr is not None
-    assert shell.stderr.read() == ""  # it ends when the rank does
+    assert shell.stderr.read() == ""  # stderr closes when the rank ends
     assert (job.run_dir / "done").exists()

@@ -1,4 +1,4 @@
-"""The package as another project has it: built, installed in a clean environment outside the repository, and used."""
+"""Test the wheel: build the package, install it in a clean environment outside the repository, and use it."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_wheel_and_sdist_hold_the_package_alone(built: Built) -> None:
     }
     with tarfile.open(built.sdist) as archive:
         files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    # hatchling adds the last two by itself.
+    # hatchling adds PKG-INFO and .gitignore.
     assert files == sources | {"CHANGELOG.md", "LICENSE", "core/README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
 
 
 def test_the_wheels_metadata_has_version_licenses_and_readme(built: Built) -> None:
     found = metadata(built.wheel)
     assert (found["Name"], found["Version"]) == ("samestep", samestep.__version__)
-    assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # the code's, and the digits'
+    assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # the licenses of the code and the MNIST digits
     assert found.get_all("License-File") == LICENSES
     assert found["Requires-Python"] == ">=3.10"
     assert found["Summary"]
@@ -94,7 +94,7 @@ def test_the_version_stands_in_one_place_and_the_newest_change_is_its() -> None:
 
 
 def test_a_project_elsewhere_imports_it_and_its_digits(built: Built, tmp_path: Path, soak: bool) -> None:
-    """In the soak, mypy also finds the package's types there."""
+    """A soak run also checks that mypy finds the package's types."""
     python = tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", "venv", folder=tmp_path)
     run(python, "-m", "pip", "install", "--quiet", "--no-compile", built.wheel, folder=tmp_path)

@@ -1,6 +1,6 @@
-"""A toy app whose ranks are threads of this process: what `samestep.run` does for an app, and no framework around it.
+"""Run a toy app whose ranks are threads of this process, and which calls `samestep.run` without a framework.
 
-All its numbers are sums of few powers of two, so that they are the same at any number of ranks, bit for bit.
+All values are sums of a few powers of two, so that they are equal bit for bit at any world size.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from samestep.run import Groups, Parts, Run, StepActions
 from samestep.sharding import GlobalBatches, shard
 from samestep.step_timer import PHASES
 
-LIMIT = 30.0  # seconds that no exchange needs
+LIMIT = 30.0  # seconds; every exchange ends sooner
 TRAINING = 20
-TEST = 6  # images of the data that `put` writes
+TEST = 6  # number of test images that `put` writes
 
 
 class LeftAloneError(Exception):
-    """Another rank ended before it took part in an exchange: what a framework's collective would wait for."""
+    """Raised if another rank ends before an exchange, in which a framework's collective would hang."""
 
 
 class CrashError(Exception):
-    """Simulates a kill: this rank stops."""
+    """Raised to simulate a kill of this rank."""
 
 
 class Meeting:
-    """Where the threads of one job exchange what they have; none waits for one that has ended."""
+    """Exchange values among the threads of one job; raise LeftAloneError if a thread has ended."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._changed = threading.Condition()
-        self._given: list[dict[int, Any]] = []  # of each exchange, by rank
+        self._given: list[dict[int, Any]] = []  # the values of each exchange, by rank
         self._ended: set[int] = set()
 
     def exchange(self, rank: int, turn: int, local: Any) -> list[Any]:
@@ -90,7 +90,7 @@ class Collectives:
 
 
 def parse(*arguments: str) -> Options:
-    """The toy's options; without more, 3 epochs of 4 steps on what `put` writes."""
+    """Parse the toy's options. By default the toy trains 3 epochs of 4 steps on the data of `put`."""
     parser = Parser(prog="toy")
     add_common(
         parser,
@@ -109,7 +109,7 @@ def parse(*arguments: str) -> Options:
 
 
 def put(data_dir: Path, label: int = 0) -> Path:
-    """Write a dataset of 20 + 6 images, which differ in their ``label``. Returns its folder."""
+    """Write a dataset of 20 training and 6 test images, all of class ``label``, and return its folder."""
     folder = data_dir / "mnist"
     folder.mkdir(parents=True, exist_ok=True)
     for (images_file, labels_file), n in ((MNIST_FILES[:2], TRAINING), (MNIST_FILES[2:], TEST)):
@@ -122,21 +122,21 @@ def put(data_dir: Path, label: int = 0) -> Path:
 
 
 def loss_of(sample: int, step: int) -> float:
-    """The toy's loss of a sample, before the update of ``step``: sixteenths, so that sums are exact."""
+    """Return the loss of a sample before the update of ``step``, in sixteenths so that sums are exact."""
     return ((sample * 7 + step * 5) % 64 + 1) / 16
 
 
-COUNTING = "counting"  # the name of an app that counts right answers, and twice their number
+COUNTING = "counting"  # name of the app that counts correct and correct_twice
 
 
 def is_hit(sample: int, step: int) -> bool:
-    """Whether the toy's answer was right."""
+    """Return whether the toy classifies the sample correctly at ``step``."""
     return loss_of(sample, step) < 2
 
 
 @dataclass
 class Model:
-    """Weights and optimizer state, as a framework would have them."""
+    """The weights and optimizer state of the toy, by group and name."""
 
     groups: dict[str, Arrays]
 
@@ -164,18 +164,18 @@ def build_model(size: int = 5, dtype: str = "float32") -> Model:
 
 @dataclass
 class Faults:
-    """Faults of a job; by default none. Every rank calls them, with the model, after that update."""
+    """Faults to inject into a job, by default none. Each rank calls ``after_update`` after each update."""
 
     after_update: Callable[[int, int, Model], None] = lambda rank, done, model: None
     before_finish: Callable[[int, Model], None] = lambda rank, model: None
-    spend: Callable[[int, int, str], None] = lambda rank, step, phase: None  # the time of a phase, in a step from 0
-    loss_scale: Mapping[int, float] = field(default_factory=dict)  # a step's loss is multiplied by it
-    accuracy: Mapping[int, float] = field(default_factory=dict)  # an evaluation's result, by updates
+    spend: Callable[[int, int, str], None] = lambda rank, step, phase: None  # called in each phase; steps from 0
+    loss_scale: Mapping[int, float] = field(default_factory=dict)  # factor of a step's loss, by step
+    accuracy: Mapping[int, float] = field(default_factory=dict)  # test accuracy, by number of updates
 
 
 @dataclass
 class Rank:
-    """The work of one thread, and its end."""
+    """The state of one thread, and its error if it failed."""
 
     options: Options
     model: Model
@@ -183,13 +183,13 @@ class Rank:
     run: Run | None = None
     actions: dict[int, StepActions] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    exchanges: dict[str, int] = field(default_factory=dict)  # those that Run itself made, by its method
-    first_beat: str | None = None  # the heartbeat's file after the first update
+    exchanges: dict[str, int] = field(default_factory=dict)  # exchanges by Run, by its method
+    first_beat: str | None = None  # content of the heartbeat file after the first update
     error: BaseException | None = None
 
     @property
     def done(self) -> Run:
-        """Its run, which has not failed."""
+        """Return the run, or raise this rank's error."""
         if self.error:
             raise self.error
         assert self.run is not None
@@ -197,7 +197,7 @@ class Rank:
 
 
 def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) -> None:
-    """The loop of every app, and its `main`."""
+    """Train as the `main` of every app does."""
     options = me.options
     model = me.model
 
@@ -265,9 +265,9 @@ def job(
     world: Mapping[str, Any] | None = None,
     ranks: list[Rank] | None = None,
 ) -> list[Rank]:
-    """Run the toy at ``world_size`` ranks to its end, good or bad; ``world`` holds other values of a launcher."""
+    """Run the toy on ``world_size`` threads until all have ended; ``world`` sets further fields of `World`."""
     meeting = Meeting(world_size)
-    ranks = [] if ranks is None else ranks  # which a fault may want to see
+    ranks = [] if ranks is None else ranks  # a fault may read these ranks
     ranks += [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]
 
     def live(rank: int) -> None:
@@ -279,7 +279,7 @@ def job(
         finally:
             meeting.end(rank)
             if me.run and hasattr(me.run, "monitor"):
-                me.run.monitor.stop()  # of a failed rank it would end this process
+                me.run.monitor.stop()  # the watchdog of a failed rank would end this process
 
     threads = [threading.Thread(target=live, args=[rank], daemon=True) for rank in range(world_size)]
     for thread in threads:

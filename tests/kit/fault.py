@@ -1,7 +1,7 @@
 """Run a script, and send its process a signal at an exact step: fault.py RANK STEP SIGNAL SCRIPT [ARGUMENTS].
 
-The signal is between the optimizer's step and the call of `Checkpoints.step`, which then reduces the votes at once.
-A negative RANK sends it to the process group, once.
+The signal arrives between the optimizer's step and `Checkpoints.step`, which then reduces the stop votes at once.
+If RANK is negative, rank 0 sends the signal to its process group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def step_with_fault(checkpoints: Checkpoints) -> None:
             os.killpg(0, number)
         else:
             os.kill(os.getpid(), number)
-        time.sleep(0.2)  # the thread that takes the signal
+        time.sleep(0.2)  # time for the signal thread
     original(checkpoints)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 240.0  # seconds that no program needs
+LIMIT = 240.0  # seconds; every program ends sooner
 
 PRELUDE = """
 import os, sys
@@ -29,7 +29,7 @@ def end():
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment with one thread per rank."""
+    """Return the environment of a rank: one thread, gloo on loopback, core on PYTHONPATH, and ``variables``."""
     mine = {"PYTHONPATH": str(ROOT / "core"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return {**os.environ, **mine, **variables}
 

@@ -1,4 +1,4 @@
-"""`Checkpoints` and `StopRequests` in one process: files, parts, damage and refusals."""
+"""Test `Checkpoints` and `StopRequests` in one process: files, parts, damage and refused arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(folder: Path, **parts: Any) -> Checkpoints:
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
-    """Save at a step; return the folder."""
+    """Save a checkpoint of ``step``, and return its folder."""
     checkpoints.steps = step
     checkpoints.save()
     checkpoints.finish()
@@ -81,7 +81,7 @@ def test_files_have_format_1_with_a_group_for_each_part(tmp_path: Path) -> None:
         "model.safetensors",
         "optimizer.safetensors",
     ]
-    arrays = checkpoint.load_weights(folder / "model.safetensors")  # as --init-from
+    arrays = checkpoint.load_weights(folder / "model.safetensors")  # as --init-from reads them
     assert checkpoint.weights_sha256(arrays) == checkpoint.weights_sha256(weights.model_arrays(model))
     weights.load_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), arrays)
     body = json.loads((folder / "manifest.json").read_text())["manifest"]

@@ -1,4 +1,4 @@
-"""The kit beside what programs use with it: equal steps on one and two ranks, or a refusal with a remedy."""
+"""Test the kit with other features of PyTorch: steps on one and two ranks must be equal."""
 
 from __future__ import annotations
 
@@ -111,15 +111,15 @@ if __name__ == "__main__":
     print(json.dumps(results))
     end()
 """
-# Limits for lower precision, in which rounding differs with the number of rows. DDP divides by the number of ranks
-# after the backward pass, so gradients overflow at other scales.
+# Limits for lower precision, in which rounding depends on the number of rows. DDP divides by the world size after the
+# backward pass, so gradients overflow at other scales.
 LIMITS = {"bfloat16": 0.05, "float16": 0.05, "overflow": float("inf")}
 
 
 def test_one_and_two_ranks_take_the_same_steps(tmp_path: Path) -> None:
     (alone,) = run_ranks(PROGRAM, 1, tmp_path)
     outputs = run_ranks(PROGRAM, 2, tmp_path)
-    assert outputs[0] == outputs[1]  # also the skipped steps and the scale
+    assert outputs[0] == outputs[1]  # includes the skipped steps and the loss scale
     one = json.loads(alone)
     two = json.loads(outputs[0])
     assert two["float16"][-1] == 2**10

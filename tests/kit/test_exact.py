@@ -1,4 +1,4 @@
-"""`exact` and the means, on one rank and on several: equal steps at any number of ranks, and refusals."""
+"""Test `exact` and the means on one and several ranks: equal steps at any world size, and refused arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows(first: int, local: int, size: int) -> FixedRows:
 
 
 def shape_for(kind: type[nn.Module]) -> list[int]:
-    """A shape of 9 rows that the module takes as a batch."""
+    """Return a batch shape of 9 rows that the module accepts."""
     by_name = {"Dropout1d": [9, 4, 5], "Dropout2d": [9, 4, 2, 3], "Dropout3d": [9, 4, 2, 2, 2]}
     return by_name.get(kind.__name__, [9, 4, 3])
 
@@ -144,7 +144,7 @@ class AttentionDropout(nn.Module):
 @pytest.mark.parametrize(("module", "x"), [(FunctionalDropout(), (3, 2)), (AttentionDropout(), (3, 2, 4, 4))])
 def test_modules_that_draw_are_found_in_the_first_forward_pass(module: nn.Module, x: tuple[int, ...]) -> None:
     model = exact(nn.ModuleDict({"own": nn.Sequential(module, nn.Dropout(0.1))})["own"], rows(0, 3, 3))
-    model.eval()(torch.ones(x))  # an evaluation before does not end the watch
+    model.eval()(torch.ones(x))  # an earlier evaluation does not count as the first pass
     with pytest.raises(ValueError, match=rf"^0 \({type(module).__name__}\) draws random numbers in its forward pass"):
         model.train()(torch.ones(x))
 
@@ -297,7 +297,7 @@ def train(step, dtype=torch.float64, norm=True, drop_last=True, **cut):
 
 
 def trained(tmp_path: Path, world_size: int, calls: dict[str, str]) -> dict[str, Any]:
-    """The results of calls of `train`, which must be the same on all ranks."""
+    """Run the calls of `train` on ``world_size`` ranks; return their results, which must be equal on all ranks."""
     lines = [f"results[{name!r}] = train({arguments})" for name, arguments in calls.items()]
     program = STEPS + "\n".join(["results = {}", *lines, "print(json.dumps(results))", "end()"])
     outputs = run_ranks(program, world_size, tmp_path)
@@ -319,7 +319,7 @@ CALLS = {
 
 
 def difference(one: Any, other: Any) -> float:
-    """The largest difference of two losses, or of two values of the models' states."""
+    """Return the largest absolute difference between two runs' losses and between the values of their states."""
     (losses, state), (other_losses, other_state) = one, other
     assert len(losses) == len(other_losses)
     values = [abs(a - b) for a, b in zip(losses, other_losses)]
@@ -328,7 +328,7 @@ def difference(one: Any, other: Any) -> float:
 
 
 def test_steps_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """Batch norm's statistics, dropout's masks, weighted means and DDP's sums in float64; sub-shards to the bit."""
+    """Results in float64 agree to 1e-12, and results of sub-shards are equal bit for bit."""
     alone = trained(tmp_path, 1, CALLS)
     for world_size in (2, 3):
         several = trained(tmp_path, world_size, CALLS)
@@ -380,6 +380,6 @@ end()
 
 
 def test_gradients_have_the_same_bits_in_a_process_that_started_later(tmp_path: Path) -> None:
-    """DDP has other buckets in its first step than after it."""
+    """DDP uses other buckets in its first step than in later steps."""
     outputs = run_ranks(BUCKETS, 3, tmp_path)
     assert outputs == ["8388608 True\n2100000 True\n0 True\n"] * 3

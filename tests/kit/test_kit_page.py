@@ -1,4 +1,4 @@
-"""The examples of docs/kit.md."""
+"""Test the examples of docs/kit.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for path in sys.argv[1:]:
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    """In one process, to start torch once."""
+    """Run all examples in one process, so that torch is imported once."""
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     for number, example in enumerate(examples):
         (tmp_path / f"{number}.py").write_text(example)

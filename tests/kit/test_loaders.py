@@ -1,4 +1,4 @@
-"""The kit's DataLoader and `Seeded`: random numbers, empty shards, whole-batch datasets and refusals."""
+"""Test the kit's DataLoader and `Seeded`: random numbers, empty shards, whole batches and refused arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, Subset
 
 
 class Drawing:
-    """Examples that draw from all three generators: one, two or three numbers of each."""
+    """A dataset whose examples draw one to three numbers from each generator: Python's, NumPy's and torch's."""
 
     def __len__(self) -> int:
         return 10
@@ -44,7 +44,7 @@ class Batches:
 
 
 def by_example(dataset: Any, workers: int, world_size: int, epochs: int = 2, **options: Any) -> dict[Any, float]:
-    """The drawn number of each example, by epoch and index, over all ranks."""
+    """Return ``{(epoch, index): drawn number}`` of the examples of all ranks."""
     found = {}
     for rank in range(world_size):
         sampler = GlobalBatchSampler(10, 4, rank, world_size, seed=2)

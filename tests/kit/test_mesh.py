@@ -1,4 +1,4 @@
-"""The kit over a device mesh: ranks that take the same data, FSDP2, and checkpoints without a whole tensor."""
+"""Test the kit on a device mesh: ranks that take the same data, FSDP2, and sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_sharded_model_takes_the_same_steps_at_another_mesh_after_a_resume(tmp
         arrays = safetensors.numpy.load((folder / f"model-{rank:05d}.safetensors").read_bytes())
         shapes[rank] = {name: array.shape for name, array in arrays.items()}
     assert (shapes[0]["0.weight"], shapes[2]["0.weight"]) == ((3, 3), (2, 3))
-    assert (shapes[1], shapes[3]) == ({}, {})  # the same parts as ranks 0 and 2
+    assert (shapes[1], shapes[3]) == ({}, {})  # ranks 1 and 3 hold the same shards as ranks 0 and 2
 
 
 REFUSALS = """

@@ -1,4 +1,4 @@
-"""docs/own_loop_exact.py in real processes: equal losses at any number of ranks, kills, and stops."""
+"""Test docs/own_loop_exact.py in processes: losses are equal at any world size, and after kills and stops."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from processes import environments, free_port, kill_marked, marked, parent
 SCRIPT = ROOT / "docs" / "own_loop_exact.py"
 FAULT = Path(__file__).parent / "fault.py"
 EPOCHS = 2
-STEPS = 28  # 1,000 examples in batches of 37; the last has one
+STEPS = 28  # per epoch of 1,000 examples in global batches of 37
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose processes must have ended at the end of a test."""
+    """Yield a folder, and check after the test that no process with its mark is left."""
     yield tmp_path
     left = marked("SAMESTEP_TEST", str(tmp_path))
     kill_marked("SAMESTEP_TEST", str(tmp_path), LIMIT)
@@ -39,7 +39,7 @@ def arguments(out: Path, workers: int, batch_size: int = 37, dtype: str = "float
 
 
 class Group:
-    """Ranks in one process group, as Slurm starts them; their output goes to one file."""
+    """Start ranks in one group of processes, as Slurm does; their output goes to one file."""
 
     def __init__(self, folder: Path, world_size: int, command: list[str]) -> None:
         self.log = folder / f"{world_size}-{os.urandom(4).hex()}.log"
@@ -94,7 +94,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[s
 
 
 def assert_equal_losses(folder: Path, cases: list[tuple[int, int]], batch_size: int, epochs: int) -> None:
-    """Compare losses of runs by their number of ranks and of workers."""
+    """Assert that losses are equal for each (world size, number of workers) of ``cases``."""
     found = {}
     for world_size, workers in cases:
         out = folder / f"{world_size}-{workers}-{batch_size}"
@@ -110,11 +110,11 @@ def assert_equal_losses(folder: Path, cases: list[tuple[int, int]], batch_size: 
 
 
 def test_losses_are_equal_at_any_number_of_ranks(folder: Path) -> None:
-    """Augmentation, batch norm, dropout, AdamW and OneCycle, with a last batch of one example."""
+    """The script uses augmentation, batch norm, dropout, AdamW and OneCycle; its last batch has one example."""
     assert_equal_losses(folder, [(1, 0), (3, 2)], batch_size=37, epochs=1)
 
 
-@pytest.mark.soak  # in the matrix test_losses_are_equal_at_any_number_of_ranks
+@pytest.mark.soak  # the matrix runs test_losses_are_equal_at_any_number_of_ranks
 @pytest.mark.parametrize("batch_size", [32, 37])
 def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: int) -> None:
     cases = [(world_size, workers) for world_size in (1, 2, 3) for workers in (0, 2)]
@@ -124,7 +124,7 @@ def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: i
 def assert_stopped(
     folder: Path, undisturbed: tuple[bytes, list[str]], stops: list[tuple[int, str]], workers: int
 ) -> None:
-    """Stop a run by signals to its process group after exact steps, start it again each time, and compare."""
+    """Stop a run by signals to its process group after exact steps, restart it each time, and compare its results."""
     out = folder / "out"
     text = ""
     for step, name in stops:
@@ -149,7 +149,7 @@ def test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing(
     assert_stopped(folder, undisturbed, [(STEPS, "SIGTERM"), (EPOCHS * STEPS, "SIGUSR1")], workers=2)
 
 
-@pytest.mark.soak  # in the matrix test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.soak  # the matrix runs test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
 @pytest.mark.parametrize("seed", range(10))
 def test_stops_at_random_steps_lose_nothing(folder: Path, undisturbed: tuple[bytes, list[str]], seed: int) -> None:
     rng = random.Random(seed)
@@ -163,7 +163,7 @@ SAMESTEP = ["-m", "samestep", "run", "--max-restarts=20"]
 
 
 class Job:
-    """The script under bare torchrun or `samestep run`, which restart it."""
+    """Run the script with bare torchrun or `samestep run`, which restart failed ranks."""
 
     def __init__(self, folder: Path, world_size: int, launcher: list[str], words: list[str]) -> None:
         self.log = folder / "job.log"
@@ -183,7 +183,7 @@ class Job:
             )
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until the job has done this many more steps, or has ended."""
+        """Wait until the job has done ``count`` more steps, or has ended."""
         before = len(losses(self.log.read_text()))
         deadline = time.monotonic() + LIMIT
         while self.process.poll() is None and len(losses(self.log.read_text())) < before + count:
@@ -191,18 +191,18 @@ class Job:
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks, without their loaders' workers, which have the same environment."""
+        """Return the process IDs of the ranks, without the loaders' workers, which have the same environment."""
         mine = {pid: each for pid, each in environments().items() if each.get("SAMESTEP_TEST") == str(self._folder)}
         of_ranks = [pid for pid, each in mine.items() if "LOCAL_RANK" in each]
         found = []
         for pid in of_ranks:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if parent(pid) not in of_ranks:
                     found.append(pid)
         return found
 
     def kill(self, kind: str, rng: random.Random) -> None:
-        """Kill a rank, all ranks, or the whole job, which then starts again."""
+        """Kill a rank, all ranks, or the whole job, and start a killed job again."""
         ranks = self.ranks()
         if kind == "job":
             kill_marked("SAMESTEP_TEST", str(self._folder), LIMIT)
@@ -245,7 +245,7 @@ def test_a_killed_rank_and_a_killed_job_end_with_the_same_weights(
 
 @pytest.fixture(scope="module")
 def undisturbed_by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[bytes, list[str]]]:
-    """As `undisturbed`, by the number of ranks."""
+    """Return ``{world size: (final weights, evaluations)}`` of undisturbed runs."""
     found = {}
     for world_size in (2, 3):
         folder = tmp_path_factory.mktemp(f"undisturbed-{world_size}")
@@ -254,7 +254,7 @@ def undisturbed_by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, t
     return found
 
 
-@pytest.mark.soak  # in the matrix test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
+@pytest.mark.soak  # the matrix runs test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
 @pytest.mark.parametrize("launcher", [TORCHRUN, SAMESTEP], ids=["torchrun", "samestep"])
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_at_random_steps_end_with_the_same_weights(
@@ -268,7 +268,7 @@ def test_kills_at_random_steps_end_with_the_same_weights(
 
 
 def with_workers(method: str) -> str:
-    """The script with workers that start by this method, once a rank: each of them imports torch."""
+    """Return the script with persistent workers of this start method, in one loader only: each worker imports torch."""
     context = f"multiprocessing_context={method!r}, persistent_workers=True"
     changes = {
         "batch_sampler=sampler, ": f"batch_sampler=sampler, {context}, ",
@@ -281,7 +281,7 @@ def with_workers(method: str) -> str:
     return text
 
 
-@pytest.mark.soak  # in the matrix test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.soak  # the matrix runs test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
 @pytest.mark.parametrize(
     ("launcher", "name", "method"),
     [
@@ -296,10 +296,10 @@ def with_workers(method: str) -> str:
 def test_a_stop_of_the_launcher_saves_a_step(
     folder: Path, undisturbed: tuple[bytes, list[str]], launcher: list[str], name: str, method: str
 ) -> None:
-    """A second start ends with the weights of an undisturbed run; with loader workers of each start method."""
+    """A second start ends with the weights of an undisturbed run, for loader workers of each start method."""
     script = folder / "script.py"
     script.write_text(with_workers(method))
-    fault = [str(FAULT), "0", "0", name]  # no fault: it lets the ranks agree after each step
+    fault = [str(FAULT), "0", "0", name]  # step 0 gets no signal; fault.py makes ranks reduce their votes at each step
     job = Job(folder, 2, launcher, [*fault, str(script), *arguments(folder / "out", workers=1)])
     job.wait_for_steps(STEPS + 5)
     os.kill(job.process.pid, getattr(signal, name))

@@ -1,4 +1,4 @@
-"""Mistakes that one rank could notice alone: every rank raises the same error, so that no rank waits for another."""
+"""Test mistakes that only one rank can detect: all ranks must raise the same error, so that no rank waits."""
 
 from __future__ import annotations
 

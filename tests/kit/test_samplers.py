@@ -1,4 +1,4 @@
-"""The kit's samplers: their batches, their position and refusals. Without a process group."""
+"""Test the kit's samplers without a process group: their batches, positions and refused arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 
 def batches(sampler: GlobalBatchSampler) -> Iterator[Any]:
-    """The batches that a loop receives from a loader of numbers."""
+    """Return the batches that a loop receives from a loader whose examples are their own indices."""
     return sampler.received(torch.tensor(batch, dtype=torch.int64) for batch in sampler)
 
 
@@ -68,7 +68,7 @@ def test_the_end_of_an_epoch_belongs_to_it_until_its_iteration_has_ended() -> No
     resumed = GlobalBatchSampler(10, 4)
     resumed.load_state_dict(saved)
     assert resumed.epoch == 0
-    assert list(batches(resumed)) == []  # its evaluation follows
+    assert list(batches(resumed)) == []  # the epoch's evaluation follows
     assert resumed.epoch == 1
     assert len(list(batches(resumed))) == 3
 
@@ -127,7 +127,7 @@ def test_micro_batches_cut_a_batch_as_the_core_does(options: dict[str, Any]) -> 
                 ]
                 assert [part[1] for part in parts] == [core.rows(step, each).first for each in core.micro_batches(step)]
                 assert {part[3] for part in parts} <= {core.size(step)}
-                assert len({part[4] for part in parts}) <= 1  # dropout's key is the step's
+                assert len({part[4] for part in parts}) <= 1  # micro-batches share the step's dropout key
 
 
 def test_scale_has_the_gradient_of_the_mean_and_the_value_of_this_ranks_part() -> None:

@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 
 def restored(tree: Any) -> Any:
-    """The tree after it was written to the files of a checkpoint and read again."""
+    """Return the tree after a round trip through a checkpoint's JSON and safetensors."""
     structure, arrays = encode(tree, "state")
     structure = json.loads(json.dumps(structure, sort_keys=True))
     return decode(structure, safetensors.numpy.load(serialize(arrays)))
@@ -36,7 +36,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(one: Any, other: Any, path: str = "") -> None:
-    """Compare types, order, dtypes, strides and bits."""
+    """Assert that two trees have equal types, order, dtypes, strides and bits."""
     assert type(one) is type(other), path
     if isinstance(one, dict):
         assert list(one) == list(other), path

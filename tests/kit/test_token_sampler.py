@@ -1,4 +1,4 @@
-"""Batches by tokens in a loop: micro-batches, their widths and seeds, the loss's scale, and a restored position."""
+"""Test `GlobalTokenBatchSampler` in a loop: micro-batches, widths, seeds, scaled losses, and a restored position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGETS = [1, 8, 1, 3, 7, 2, 1, 4, 2, 1, 5, 1]
 
 
 class Texts(torch.utils.data.Dataset[Any]):
-    """Rows that hold their own number in each of their tokens; 0 is padding."""
+    """A dataset of token rows: each token of sample i is i + 1, and padding is 0."""
 
     def __len__(self) -> int:
         return len(LENGTHS)
@@ -32,7 +32,7 @@ def sampler_of(rank: int = 0, world_size: int = 1, **settings: Any) -> GlobalTok
 
 
 def steps_of(sampler: GlobalTokenBatchSampler) -> list[list[tuple[list[int], int, float]]]:
-    """Return, for each step of an epoch, each micro-batch's samples, its width, and a number that is drawn in it."""
+    """Return (samples, width, drawn random number) of each micro-batch, for each step of an epoch."""
     steps = []
     for batch in DataLoader(Texts(), batch_sampler=sampler, seeded=False):
         parts = []
@@ -46,7 +46,7 @@ def steps_of(sampler: GlobalTokenBatchSampler) -> list[list[tuple[list[int], int
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("virtual_ranks", [None, 5])
 def test_ranks_share_the_micro_batches_of_one(world_size: int, virtual_ranks: int | None) -> None:
-    """Each has the width of its longest sample, and random numbers of its own. An idle rank has rows only for DDP."""
+    """A micro-batch has the width of its longest sample. Without virtual ranks, idle ranks get an empty micro-batch."""
     expected = steps_of(sampler_of())
     by_rank = [steps_of(sampler_of(rank, world_size, virtual_ranks=virtual_ranks)) for rank in range(world_size)]
     for step, parts in enumerate(expected):
@@ -59,7 +59,7 @@ def test_ranks_share_the_micro_batches_of_one(world_size: int, virtual_ranks: in
 
 
 def test_scaled_losses_add_up_to_the_mean_over_targets() -> None:
-    """Their slope is the mean's times the ranks, because DDP divides by them."""
+    """The gradient of each loss is multiplied by the world size, by which DDP divides."""
     total = torch.zeros(())
     slopes = []
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""A large file of tokens: a start at a late step reads one batch, and no process holds an order of samples."""
+"""Test a large token file: a start at a late step needs little memory, because no process stores the sample order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ print(json.dumps({**found, "plain": plain, "ours": ours}))
 def test_ten_gigabytes_of_tokens_cost_no_memory(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.bin"
     with tokens.open("wb") as file:
-        file.truncate(10 * 10**9)  # sparse
+        file.truncate(10 * 10**9)  # a sparse file
     command = [sys.executable, "-c", PROGRAM, str(tokens)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The README's diff applies to docs/usual_loop.py, and makes its losses independent of the number of ranks."""
+"""Test that the README's diff applies to docs/usual_loop.py and makes its losses independent of the world size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICTURE: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "first_picture.py")
 
 
 def losses_of(program: Path, count: int, folder: Path) -> list[float]:
-    """Return the losses of an epoch in float64 at ``count`` ranks."""
+    """Return the losses of an epoch in float64 with ``count`` ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += [str(program), "--epochs=1", "--dtype=float64", f"--out={folder / f'{program.stem}-{count}'}"]
     done = subprocess.run(

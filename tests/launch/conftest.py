@@ -1,4 +1,4 @@
-"""The scratch project in which the launch scripts are tested."""
+"""Provide the scratch project in which the launch scripts are tested."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A scratch project for the launch scripts' tests: a copy of the packages and of the doors in scripts/, and toy apps.
+"""Make a scratch project for tests of launch scripts: copies of the packages and of scripts/launch.*, and toy apps.
 
-It is started by bash, as a user would; its launchers and ranks are small programs of the standard library, but real
-processes.
+Tests start it with bash, as a user does. Its launchers and ranks are small programs of the standard library, which run
+as processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from repository import PACKAGES, REPOSITORY
 
 CORE = REPOSITORY / "core"
 LAUNCH = REPOSITORY / "launch"
-LIMIT = 40.0  # seconds that nothing here needs
+LIMIT = 40.0  # seconds; every wait ends sooner
 OURS = re.compile(
     "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
 )
@@ -46,7 +46,7 @@ def parse(argv, prog=None, usage=None):
 
 HOOKS = AppHooks()
 """
-# The options of an app that measures: it has commands, and neither a dataset nor checkpoints.
+# Options of an app that measures. The app has commands, but no dataset and no checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
 from samestep.hooks import AppHooks
@@ -68,10 +68,10 @@ def parse(argv, prog=None, usage=None):
 
 HOOKS = AppHooks(commands=COMMANDS)
 """
-# The options of an app whose launcher puts something before each line of a rank's stderr.
+# Options of an app whose launcher puts a prefix before each line of a rank's stderr.
 PREFIX_OPTIONS = OPTIONS + 'HOOKS = AppHooks(line_prefix=r"\\[\\d+\\]<stderr>:")\n'
-# The options of an app whose launcher reads the machines from a file, and that need another file of its folder. The
-# app also checks the start when its dataset and step are known.
+# Options of an app that reads its machines from a file, by the module table.py in its folder. The app also checks the
+# start, when its dataset and step are known.
 TABLE_OPTIONS = (
     OPTIONS
     + """
@@ -96,7 +96,8 @@ def place(ranks):
         raise ConfigError(f"N={ranks}, but the table lists 2: give N=2")
     return (3, 1) if os.environ.get("TABLE") else None
 """
-# The beginning of every launcher: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
+# Every launcher begins with LAUNCHER: note() writes a line for the test, heartbeat() writes a rank's heartbeat, and
+# rank() starts a child process.
 LAUNCHER = """
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
@@ -132,7 +133,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def gone(pids: Callable[[], Sequence[int]]) -> bool:
-    """A process that was sent SIGKILL is gone a moment later."""
+    """Return whether all processes end within 5 s; a killed process may take a moment."""
     deadline = time.monotonic() + 5
     while pids() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -140,7 +141,7 @@ def gone(pids: Callable[[], Sequence[int]]) -> bool:
 
 
 class ScratchProject:
-    """A repository with one app, ``toy``; all that a test starts there carries a mark by which it is found again."""
+    """A scratch repository with toy apps. Its processes have a mark in their environment, by which tests find them."""
 
     def __init__(self, root: Path, work: Path) -> None:
         self.root = root
@@ -150,7 +151,7 @@ class ScratchProject:
         work.mkdir(exist_ok=True)
 
     def start(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
-        """``bash run_toy.sh`` with a launcher that is the given program."""
+        """Start scripts/launch.sh for the app toy, with the program ``launcher`` as its launcher."""
         path = self.work / "launcher.py"
         path.write_text(LAUNCHER + launcher)
         template = ["{python}", str(path), "{nproc}", "{master_port}", "{options}"]
@@ -234,7 +235,7 @@ def project_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(project_root: Path, tmp_path: Path) -> Iterator[ScratchProject]:
-    """At the end of a test nothing that it started may be running."""
+    """Make a scratch project, and check after the test that none of its processes is left."""
     made = ScratchProject(project_root, tmp_path / "work")
     yield made
     left = [] if gone(made.processes) else made.processes()

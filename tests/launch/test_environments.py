@@ -1,7 +1,7 @@
-"""Environments: shared by apps with equal locks, made once, whole or not at all, and never changed.
+"""Test environments: apps with equal locks share one, which is made once, atomically, and never changed.
 
-The launch script makes them in a project of its own. There the base Python's `venv` leaves out pip, and `pip` notes
-its arguments. Everything else is real, and the tests of hashes use the real pip.
+The launch script makes environments in a scratch project. There `venv` installs no pip, and a fake `pip` records its
+arguments. The tests of hashes use the real pip.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from samestep_launch import environments
 from samestep_launch.environments import Environment
 from scratch_project import ScratchProject, end_of, gone, wait_for
 
-# On PATH as python3 and python3.11. A file can make it report another version.
+# BASE is on PATH as python3 and python3.X. If the file ``version`` exists, BASE reports the version in this file.
 BASE = """#!/usr/bin/env bash
 if [ "$1 $2" = "-m venv" ]; then
   echo "venv $3" >> {notes}
@@ -41,7 +41,8 @@ elif [ -e {version} ] && [[ "$2" = *python_version* ]]; then
 fi
 exec {python} "$@"
 """
-# On PYTHONPATH. It notes its words and the interpreter, and fails, or dies, if a file requests it.
+# PIP is on PYTHONPATH. It records its interpreter and arguments. The files pip.fails, pip.kills and pip.waits make it
+# fail, kill its process group, or wait.
 PIP = """
 import os, signal, sys, time
 from pathlib import Path
@@ -64,7 +65,7 @@ VERSION = platform.python_version()
 
 
 class Street:
-    """A project in which no PYTHON is given."""
+    """A scratch project whose launch script makes environments, because PYTHON is empty."""
 
     def __init__(self, project: ScratchProject, root: Path) -> None:
         shutil.copytree(project.root, root, symlinks=True)
@@ -85,8 +86,8 @@ class Street:
         version = self.work / "version"
         python.write_text(BASE.format(python=base, notes=notes, version=version))
         python.chmod(0o755)
-        (self.bin / "python3").symlink_to(python.name)  # pyenv's would put its own folder before this one
-        installed = Path(numpy.__file__).parents[1]  # what pip would have brought
+        (self.bin / "python3").symlink_to(python.name)  # pyenv's python3 would put its own folder before this folder
+        installed = Path(numpy.__file__).parents[1]  # what pip would have installed
         self.environ = {
             "PYTHON": "",
             "PATH": f"{self.bin}:{os.environ['PATH']}",
@@ -96,7 +97,7 @@ class Street:
             self.require(app, "torch==1.0")
 
     def require(self, app: str, *lines: str, lock: str = "requirements-cpu.txt") -> None:
-        """Pin ``lines``, and lock them as they are, without hashes."""
+        """Write ``lines`` as the pins of an app, and as its lock without hashes."""
         python = f"# python: {'.'.join(VERSION.split('.')[:2])}"
         source = self.root / "apps" / app
         (source / "requirements.in").write_text("\n".join([f"# {app}'s own words", python, *lines, ""]))
@@ -108,7 +109,7 @@ class Street:
         return self.project.script(app, "{python}", "-c", WHICH, "--", *words, environ=self.environ)
 
     def python(self, app: str = "toy") -> Path:
-        """Run the app; returns the folder of the environment in which it ran."""
+        """Run the app, and return the folder of its environment."""
         done = end_of(self.start(app))
         assert done.returncode == 0, done.stderr
         executable, first_on_path = json.loads(done.stdout)
@@ -128,7 +129,7 @@ class Street:
 @pytest.fixture
 def street(project: ScratchProject, tmp_path: Path) -> Iterator[Street]:
     made = Street(project, tmp_path / "street")
-    # Nothing is installed in it: requirements are compared with the imported packages elsewhere.
+    # The fake pip installs nothing, so the launch script must not check the installed packages.
     source = made.root / "launch" / "samestep_launch" / "environments.py"
     text, count = re.subn(r"(def check_requirements\(.*?\) -> None:\n)", r"\1        return\n", source.read_text())
     assert count == 1
@@ -159,7 +160,7 @@ def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Str
 
 
 def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage imports from it, the environment has it installed, and another wheel makes another one."""
+    """The first stage imports from the wheel, and each wheel makes another environment, which has it installed."""
     wheel = street.root / "vendor" / "samestep-0.1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as file:
@@ -201,7 +202,7 @@ def test_what_is_there_is_used_without_the_python_that_made_it(street: Street) -
 
 
 def test_apps_with_equal_locks_share_one(street: Street) -> None:
-    """Comments, blank lines and order do not count."""
+    """Comments, blank lines and the order of a lock do not count."""
     street.require("toy", "torch==1.0", "numpy==2.0")
     street.require("bench", "", "numpy==2.0  # arrays", "# python: 3", "torch==1.0", "")
     assert street.python("toy") == street.python("bench")
@@ -210,7 +211,7 @@ def test_apps_with_equal_locks_share_one(street: Street) -> None:
 
 
 def test_first_starts_at_once_make_one(street: Street) -> None:
-    """This includes first starts of two apps."""
+    """Three first starts of two apps make one environment."""
     done = [end_of(job) for job in [street.start("toy"), street.start("bench"), street.start("bench", "other")]]
     assert [each.returncode for each in done] == [0, 0, 0]
     assert len({json.loads(each.stdout)[0] for each in done}) == 1
@@ -252,12 +253,12 @@ CONTENT = {
         ("apps/toy/requirements-cpu.txt", LOCK.replace("02", "03"), True),
         ("apps/toy/requirements-cpu.txt", f"# Some words.\n\n{LOCK}", False),
         ("apps/toy/requirements-cpu.txt", LOCK.replace("via x", "via y"), False),
-        ("apps/toy/requirements-cuda.txt", "torch==1.1\n", True),  # the environment may have been made of it
+        ("apps/toy/requirements-cuda.txt", "torch==1.1\n", True),  # the environment may use this lock
         ("apps/toy/setup.sh", CONTENT["apps/toy/setup.sh"] + "exit 1\n", True),
         ("apps/toy/build.py", "1", True),
         ("apps/toy/tools/more.txt", "1", True),
         ("apps/toy/other.py", "1", False),
-        ("pyproject.toml", "[project]\nname = 'x'\n", False),  # core is not installed, and the lock has its needs
+        ("pyproject.toml", "[project]\nname = 'x'\n", False),  # only the lock counts
     ],
 )
 def test_what_decides_an_environment(
@@ -355,7 +356,7 @@ def test_a_signal_ends_a_set_up_and_all_that_it_started(street: Street, step: st
             lines = f"bash -c {child} &\ntouch {waits}\nwait\n"
             (street.root / "apps" / "toy" / "setup.sh").write_text(lines)
         else:
-            street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # the real pip
+            street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # removes the fake pip
             url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
             street.environ |= {"PIP_INDEX_URL": url, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
             street.environ |= {"PIP_CONFIG_FILE": os.devnull}
@@ -430,7 +431,7 @@ def test_without_a_place_or_a_python_it_is_one_line(street: Street) -> None:
 def test_a_pin_may_be_satisfied_under_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same package built for other hardware: neither is refused for lack of the other."""
+    """Either name satisfies the pin, such as builds of one package for other hardware."""
     (tmp_path / "apps" / "toy").mkdir(parents=True)
     pins = "# Some words.\nno-such-package==1.0  # or no-such-package-gpu\n# or so\n"
     (tmp_path / "apps" / "toy" / "requirements.in").write_text(pins)
@@ -455,17 +456,17 @@ def test_a_pin_may_be_satisfied_under_another_name(
 
 
 class Index:
-    """Wheels made here, where the real pip looks for them and nowhere else."""
+    """A folder of generated wheels, the only place where the real pip searches."""
 
     def __init__(self, street: Street) -> None:
         self.folder = street.work / "wheels"
         self.street = street
         self.folder.mkdir()
-        street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # without the pip that notes
+        street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # removes the fake pip
         street.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.folder), "PIP_CONFIG_FILE": os.devnull}
 
     def wheel(self, version: str, content: str = "") -> str:
-        """Make one, or another in its place; returns its SHA-256."""
+        """Write the wheel of a version, or replace it, and return its SHA-256."""
         path = self.folder / f"tiny-{version}-py3-none-any.whl"
         info = f"tiny-{version}.dist-info"
         files = {
@@ -476,17 +477,17 @@ class Index:
         }
         with zipfile.ZipFile(path, "w") as file:
             for name, text in files.items():
-                file.writestr(zipfile.ZipInfo(name), text)  # of one date: equal files have equal hashes
+                file.writestr(zipfile.ZipInfo(name), text)  # a fixed date, so that equal files have equal hashes
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
     def installed(self, **environ: str) -> str:
-        """Return the source that a start has installed as tiny."""
+        """Return the source of the module tiny that a start has installed."""
         self.street.environ |= environ
         (module,) = self.street.python().glob("lib/python*/site-packages/tiny.py")
         return module.read_text()
 
     def refused(self, **environ: str) -> str:
-        """The last line of a start that makes no environment."""
+        """Start the app, check that no environment is made, and return the last line of stderr."""
         self.street.environ |= environ
         before = {*self.street.venvs.glob("*/bin")}
         done = end_of(self.street.start())
@@ -498,7 +499,7 @@ class Index:
 
 
 def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(street: Street) -> None:
-    """One of the same name and version with other content; the lines that pip has for it become one."""
+    """The wheel has the same name and version but other content. The script reports pip's lines as one line."""
     index = Index(street)
     published = index.wheel("1.0", "# published")
     street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{published}")
@@ -521,7 +522,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
 
 @pytest.mark.soak
 def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street) -> None:
-    """The script reports it before it downloads anything."""
+    """The script reports the choice before it downloads anything."""
     path = street.root / "launch" / "samestep_launch" / "environments.py"
     text, count = re.subn(r'(?m)^CPU_INDEX = ".*"', 'CPU_INDEX = "file:///nowhere"', path.read_text())
     text, more = re.subn(r"(def has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)
@@ -543,7 +544,7 @@ def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street
     assert done.returncode == 0, done.stderr
     assert sum(line.startswith(f"{nowhere}taking the build for NVIDIA GPUs") for line in done.stderr.splitlines()) == 1
     assert index.installed() == "# for GPUs"
-    ours = index.wheel("1.0+ours", "# ours")  # allowed under whatever label
+    ours = index.wheel("1.0+ours", "# ours")  # any local version is allowed
     assert index.installed(SAMESTEP_LOCK="cpu", SAMESTEP_ALLOW=f"tiny sha256:{ours}") == "# ours"
 
 

@@ -1,4 +1,4 @@
-"""The processes of a job are found by the document that the launch script has passed to them."""
+"""Test that the processes of a job are found by SAMESTEP_JOB_INFO in their environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 10.0
 
 @contextmanager
 def sleeping(info: JobInfo) -> Iterator[int]:
-    """Run a process with these variables, and wait until it shows them; yield its id."""
+    """Run a process with the variables of ``info``; yield its process ID as soon as /proc shows them."""
     environ = {**os.environ, **info.to_environ()}
     with subprocess.Popen(["sleep", "600"], env=environ, start_new_session=True) as process:
         try:
@@ -44,5 +44,5 @@ def test_a_process_of_the_job_is_found_whatever_else_its_document_has() -> None:
             JobInfo(job=IDLE, launcher=this_launcher(), name="mine"),
         ):
             stack.enter_context(sleeping(other))
-        processes = JobProcesses("mine")  # children that exist already are not the job's by their parent
+        processes = JobProcesses("mine")  # existing children of this process do not belong to the job
         assert processes.find() == sorted([same, member])

@@ -1,7 +1,7 @@
-"""The launch script: mistakes reported at once, restarts, signals, and no process left behind.
+"""Test the launch script: it reports mistakes at once, restarts, forwards signals, and leaves no process behind.
 
-bash starts a toy app in a scratch project (a copy of core and of the doors in scripts/), as a user would. The app's
-launcher and ranks are small programs of the standard library, but real processes.
+bash starts a toy app in a scratch project, as a user does. The app's launcher and ranks are small programs of the
+standard library, which run as processes.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         "--master_addr=10.0.0.1",
         "--master_port=29400",
         "--log_dir=r/log",
-        "--sort=x",  # no --host, as there are two machines, and no --gpus, as none are given
+        "--sort=x",  # no --host for two machines, and no --gpus for None
         str(train),
-        *options,  # unchanged
+        *options,  # options stay unchanged
     ]
     one = Nodes(1, 0, None, None)
     words = ["{master_addr}", "--host={host}"]
@@ -270,7 +270,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ],
 )
 def test_of_several_launchers_the_last_counts(tmp_path: Path, words: list[str], spawns: bool) -> None:
-    """The script must choose as the options do, which train.py reads."""
+    """The launch script and train.py must choose the same launcher."""
     done = call(str(REPOSITORY / "scripts" / "run_lenet_paddle.sh"), "2", *words, "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ("paddle.distributed.launch" not in done.stdout) == spawns
@@ -293,7 +293,7 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
     (root / "apps" / "toy" / "requirements.in").write_text("numpy==0.0.1\nno-such-package-anywhere==1.0\n")
     done = ScratchProject(root, project.work).run("note()")
     assert done.returncode == 2
-    assert "warning: numpy " in done.stderr  # a warning for a version that was not tested
+    assert "warning: numpy " in done.stderr  # numpy's version is untested
     assert f"error: {sys.executable} lacks no-such-package-anywhere: " in done.stderr
     assert project.notes() == []
 
@@ -311,9 +311,9 @@ with contextlib.ExitStack() as stack:
 
 
 def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: Path) -> None:
-    """Two processes hold 400 ports each: by chance alone some would be the same. A job reserves one.
+    """Two processes reserve 400 ports each; two random choices would share some ports.
 
-    Another TMPDIR makes no difference.
+    A job reserves one port. The processes have different values of TMPDIR, which does not matter.
     """
     processes = [
         subprocess.Popen(
@@ -356,7 +356,7 @@ RAISED = Outcome(1, stepped=True, failure=Failure(7, "E", "rank 0: E: bad"))
         (Outcome(0), [FAILED], 0, ""),
         (Outcome(7, verdict=2), [], 2, ""),
         (Outcome(-15, verdict=143), [], 143, ""),
-        (Outcome(-15), [], 143, ""),  # someone stopped the launcher
+        (Outcome(-15), [], 143, ""),  # a signal stopped the launcher
         (Outcome(-9), [], None, "warning: the job ended with code -9; starting it again (1 of 3), logs in r/log"),
         (
             Outcome(0, complete=False),
@@ -375,7 +375,7 @@ RAISED = Outcome(1, stepped=True, failure=Failure(7, "E", "rank 0: E: bad"))
         ),
         (RAISED, [RAISED], 1, f"error: the job failed twice with the same error at step 7: rank 0: E: bad: {SEE}"),
         (
-            replace(RAISED, crashes="; rank 1 died"),  # the exception may be a consequence
+            replace(RAISED, crashes="; rank 1 died"),  # the exception may be a consequence of the crash
             [RAISED],
             None,
             "warning: the job ended with code 1; rank 1 died; starting it again (2 of 3), logs in r/log",
@@ -475,7 +475,7 @@ SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> None:
-    """By find_machines in its options.py, which imports from the app's folder; without that file they are as ever."""
+    """find_machines in options.py imports table.py from the app's folder; without TABLE, the variables count."""
 
     def machines(n: str, **environ: str) -> subprocess.CompletedProcess[str]:
         words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]
@@ -490,7 +490,7 @@ def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> No
 
 
 def test_an_app_may_refuse_what_it_would_train_on(project: ScratchProject) -> None:
-    """By check_start in its options.py: in the second stage, and before anything is made or started."""
+    """check_start in options.py runs in the second stage, before anything is made or started."""
     program = "import json, os; print(json.loads(os.environ['SAMESTEP_JOB_INFO'])['ranks'])"
     started = end_of(project.script("table", "{python}", "-c", program, "--", "2", "--dataset=mnist-5k", "--epochs=6"))
     assert (started.returncode, started.stdout) == (0, "2\n"), started.stderr
@@ -590,7 +590,7 @@ def test_an_earlier_starts_verdict_does_not_count(project: ScratchProject) -> No
 
 
 def test_the_verdict_of_another_job_does_not_count(project: ScratchProject) -> None:
-    """An orphan's, of a launch script that was killed, which saves a step while this one has begun."""
+    """An orphan of a killed launch script may write its verdict after the next job has started."""
     late = "(run_dir / 'log' / 'no-restart').write_text(json.dumps({'code': 143, 'job': 'another'}))"
     assert project.run(f"note(attempt=attempt)\nif attempt == 0: {late}, sys.exit(1)").returncode == 0
     assert len(project.notes()) == 2
@@ -608,7 +608,7 @@ os.write(2, b"\\xff bytes" + bytes([10]) + b"error: no newline")
     text = (project.run_dir / "log" / "launcher.log").read_text(errors="replace")
     assert text.count("error: no space left") == 3
     assert "a traceback" in text
-    assert "launcher.py" in text  # the command itself
+    assert "launcher.py" in text  # the log has the launcher's command
 
 
 @pytest.mark.parametrize(("app", "shown"), [("toy", []), ("prefix", ["error: no space left", "warning: slow"])])
@@ -624,7 +624,7 @@ def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(
 
 
 def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(project: ScratchProject) -> None:
-    """The watchdog's file is enough, although the launcher and a rank ignore TERM; its message is still printed."""
+    """The watchdog's file ends the job, although the launcher and a rank ignore SIGTERM. The error line is printed."""
     code = f"""
 note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
 if attempt == 0:
@@ -642,7 +642,7 @@ if attempt == 0:
     assert "ended with code -9; starting it again" in warning
 
 
-# A launcher with one rank, which core's own watchdog watches.
+# WATCHED begins a launcher whose rank runs core's watchdog.
 WATCHED = """
 code = '''
 import os, sys, time
@@ -751,7 +751,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
     ],
 )
 def test_a_signal_stops_all_descendants(project: ScratchProject, number: int, code: int, deaf: bool) -> None:
-    """Also those in a session of their own, and, after a while, those that ignore TERM."""
+    """Processes in other sessions end too; processes that ignore SIGTERM are killed after a while."""
     process = project.start(FAMILY + (DEAF if deaf else "") + WAIT, "2", "--grace=2")
     ranks = wait_for(project.notes)[0]["ranks"]
     assert all(is_running(pid) for pid in ranks)
@@ -761,7 +761,7 @@ def test_a_signal_stops_all_descendants(project: ScratchProject, number: int, co
     expected_output = f"stopping ({signal.Signals(number).name}): the ranks save a step; again, to end at once; "
     assert done.stderr == f"{expected_output}--run-dir={project.run_dir} resumes\n"
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
-    assert len(project.notes()) == 1  # not started again
+    assert len(project.notes()) == 1  # the job is not restarted
 
 
 def test_a_second_ctrl_c_kills_at_once(project: ScratchProject, tmp_path: Path) -> None:
@@ -774,13 +774,13 @@ def test_a_second_ctrl_c_kills_at_once(project: ScratchProject, tmp_path: Path) 
     process = patient.start(FAMILY + DEAF + WAIT, "2", f"--grace={10 * LIMIT}")
     ranks = wait_for(project.notes)[0]["ranks"]
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: not is_running(ranks[0]))  # the obedient are gone, the deaf remain
+    wait_for(lambda: not is_running(ranks[0]))  # ranks that ignore SIGINT remain
     process.send_signal(signal.SIGINT)
     assert end_of(process).returncode == 130
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
 
 
-# Two ranks with heartbeats; each notes the signal that it gets, takes its time, and ends.
+# RANKS starts two ranks with heartbeats. Each rank records its signal after 0.5 s, and then ends.
 RANKS = """
 def saver(rank):
     return f'''
@@ -812,7 +812,7 @@ def saved(project: ScratchProject) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_the_ranks_alone_get_the_signal_and_have_time_to_save(project: ScratchProject, number: int) -> None:
-    """The launcher here would end at the signal, and its ranks with it, as some do."""
+    """A launcher that got the signal would end with its ranks before they save, as some launchers do."""
     process = project.start(RANKS + "note()\nsys.exit(max(each.wait() for each in ranks))")
     wait_for(project.notes)
     process.send_signal(number)
@@ -837,7 +837,7 @@ def test_under_nohup_a_hangup_is_ignored(project: ScratchProject) -> None:
     assert (done.returncode, done.stdout) == (0, "RESULT {}\n")
 
 
-# In the launch script's own process: a signal arrives just after the start of its launcher.
+# UNLUCKY runs in the launch script: SIGTERM arrives just after the launcher starts, or between two restarts.
 UNLUCKY = """
 import os, signal, subprocess, sys
 
@@ -864,7 +864,7 @@ def test_a_signal_as_the_launcher_starts_leaves_nothing_either(project: ScratchP
 
 
 def test_a_launcher_that_says_0_while_its_rank_did_not_end_well_is_started_again(project: ScratchProject) -> None:
-    """Such as msrun, which kills its ranks at a Ctrl-C and exits with 0. A rank that succeeds removes its stacks."""
+    """msrun, for example, kills its ranks at Ctrl-C and exits with 0. A rank that succeeds removes its stack file."""
     left = "(run_dir / 'log' / 'stack-0.txt').write_text('')"
     done = project.run(f"note()\nif attempt == 0: {left}")
     assert done.returncode == 0
@@ -901,7 +901,7 @@ def test_an_app_without_resume_has_its_run_dir_resolved_and_nothing_else(project
 
 
 def test_what_measures_may_leave_its_stacks(project: ScratchProject) -> None:
-    """Its ranks end with their process, and do not stop their watchdogs before."""
+    """An app that measures does not stop its watchdogs, so their stack files stay."""
     code = "from pathlib import Path; Path(sys.argv[-1].partition('=')[2], 'log', 'stack-0.txt').write_text('')"
     assert bench(project, code, "2", "count", f"--run-dir={project.run_dir}").returncode == 0
 
@@ -971,11 +971,11 @@ def test_another_runs_checkpoint_is_refused_before_anything_starts(project: Scra
     assert len(done.stderr.splitlines()) == 1
     assert "--seed 1 in the checkpoint, 2 now" in done.stderr
     assert len(project.notes()) == 1
-    assert project.run(saving(project, 0), "3", "--seed=1", "--epochs=9").returncode == 0  # these may change
+    assert project.run(saving(project, 0), "3", "--seed=1", "--epochs=9").returncode == 0  # N and --epochs may change
 
 
 def test_the_launch_script_reads_no_arrays(project: ScratchProject) -> None:
-    """A damaged array is for rank 0 to find, which must read it anyway: the launch script neither sees nor moves it."""
+    """Rank 0 detects a damaged array when it reads the checkpoint. The launch script does not read or move it."""
     assert project.run(saving(project, 4), "1").returncode == 0
     arrays = project.run_dir / "checkpoints" / "step-00000004" / "model.safetensors"
     arrays.write_bytes(arrays.read_bytes()[:-1] + b"x")

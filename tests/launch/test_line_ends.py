@@ -1,4 +1,4 @@
-"""A checkout by a Git that converts line ends, as on Windows, works: .gitattributes keeps them."""
+"""Test a clone by a Git that converts line ends, as on Windows: .gitattributes must keep LF."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT = 60  # seconds that no command needs
+LIMIT = 60  # seconds; every command ends sooner
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:

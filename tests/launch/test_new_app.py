@@ -1,7 +1,7 @@
-"""scripts/new_app.sh: a copy of each app that trains, in the repository and as a project.
+"""Test scripts/new_app.sh: it copies each app that trains, into the repository or into a new project.
 
 One clone holds all copies, so that the slow parts (a wheel, the tests of layout and pages) run once. tests/copies
-trains.
+trains the copies.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def new_app(root: Path, *words: str | Path, **environ: Any) -> subprocess.Comple
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """Return all files but git's own and Python's caches."""
+    """Return the content of all files by path, without git's files and Python's caches."""
     files = (path for path in root.rglob("*") if path.is_file() and not {".git", "__pycache__"} & {*path.parts})
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
@@ -97,7 +97,7 @@ def check_ruff(root: Path) -> None:
 
 
 def check_script(root: Path, name: str) -> None:
-    """The copy's launch script works under the copy's name: --help and --dry-run."""
+    """Check --help and --dry-run of a copy's launch script."""
     script = str(root / "scripts" / f"run_{name}.sh")
     usage = run(root, "bash", script, "--help")
     assert usage.stdout.startswith(f"usage: bash scripts/run_{name}.sh N [options]\n"), usage
@@ -116,7 +116,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(soak: bool) -> dict[str, str]:
-    """Return the name of each app's copy; the matrix copies cifar_ddp, and an app that starts slowly."""
+    """Return ``{app: name of its copy}``: all apps in a soak, else cifar_ddp and an app that starts slowly."""
     return {app: name for app, name in NAMES.items() if soak or app in ("cifar_ddp", "resnet50_mindspore")}
 
 
@@ -159,9 +159,9 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path, soak: bool) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.soak  # in the matrix test_each_app_under_a_name_of_its_own
+@pytest.mark.soak  # the matrix runs test_each_app_under_a_name_of_its_own
 def test_a_copy_can_be_copied(tmp_path: Path) -> None:
-    """Also one whose name begins with its origin's: neither is taken for the other."""
+    """A copy's name may begin with the name of its origin; the script must not confuse the two."""
     root = clone(tmp_path / "samestep")
     for name, origin in (("mnist_ddp_big", "mnist_ddp"), ("third_one", "mnist_ddp_big"), ("fourth_one", "mnist_ddp")):
         done = new_app(root, name, "--from", origin)
@@ -235,7 +235,7 @@ def check_files(root: Path, app: str, name: str) -> None:
 def test_a_mistake_is_one_line(
     repository: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """main() itself reports it before it reads anything; the script only finds a Python."""
+    """main() reports the mistake before it reads anything; the shell script only finds a Python."""
     spec = importlib.util.spec_from_file_location("new_app", REPOSITORY / "tools" / "new_app.py")
     assert spec is not None
     assert spec.loader is not None
@@ -256,7 +256,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """First the last step fails, then TERM arrives during it, then README.md lacks its table."""
+    """First the last step fails, then SIGTERM arrives during the last step, then README.md lacks its table."""
     root = clone(tmp_path / "samestep")
     page = Path("docs", "device_paths.py")
     (root / page).write_text("import sys\nfrom pathlib import Path\nsys.exit('error: nothing to show')\n")
@@ -323,17 +323,17 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path, soak
     assert content(repository) == before
     assert {path.name for path in tmp_path.iterdir()} == {f"project of {name}" for name in names.values()}
 
-    # In the last one pytest finds all common tests, also the tests for core alone, and offers no other app.
+    # In the last project, pytest finds all common tests, also the tests for core alone, and --app accepts no other app.
     collected = python(root, "-m", "pytest", "--collect-only", "-q", "--every-case", "tests/common").stdout
     assert len(re.findall("^tests/common/.*::", collected, re.MULTILINE)) > 40, collected
     needed = python(root, "-c", "import runpy; print(runpy.run_path('tools/lock.py')['core_requirements']())").stdout
-    assert needed.split() == ["numpy>=1.26", "safetensors>=0.5", "tqdm>=4.60"]  # of the wheel
+    assert needed.split() == ["numpy>=1.26", "safetensors>=0.5", "tqdm>=4.60"]  # requirements of the wheel
     other = python(root, "-m", "pytest", "--app=mnist_ddp")
     assert "argument --app: invalid choice: 'mnist_ddp'" in other.stderr
 
 
 def check_words(root: Path, name: str) -> None:
-    """No file of a project names another app, and its links and paths exist."""
+    """Check that no file of a project names another app, and that its links and paths exist."""
     files = {path: text.decode(errors="ignore") for path, text in content(root).items() if not path.endswith(".whl")}
     others = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(ALL)})(?![A-Za-z0-9])")
     assert [(path, line) for path, text in files.items() for line in text.splitlines() if others.search(line)] == []

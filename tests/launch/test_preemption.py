@@ -1,4 +1,4 @@
-"""--preemption-notice: the services' protocols against a local server, the thread, and mistakes of the call."""
+"""Test --preemption-notice: the protocols of cloud services against a local server, the thread, and wrong values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answers], str]]:
-    """Start a metadata service on loopback with these answers; return its address."""
+    """Yield a function that starts a metadata service with given answers on loopback, and returns its address."""
     servers = []
 
     def start(answers: Answers) -> str:
@@ -66,7 +66,7 @@ def serve() -> Iterator[Callable[[Answers], str]]:
 
 
 def token(headers: Mapping[str, str]) -> tuple[int, str]:
-    """IMDSv2 gives a token to a request that names a lifetime."""
+    """Return IMDSv2's response to a token request: a token if the request has a lifetime."""
     has_lifetime = headers.get("X-aws-ec2-metadata-token-ttl-seconds", "").isdecimal()
     return (200, TOKEN) if has_lifetime else (400, "Missing or Invalid Parameters")
 
@@ -172,7 +172,7 @@ def test_a_wrong_answer_is_one_warning_and_no_notice(
 
 
 def watch_for(seconds: float, ask: preemption.Ask, act: Callable[[Notice], None]) -> None:
-    """Let a watcher look for some time, as a thread does."""
+    """Run a watcher in a thread for some seconds."""
     watcher = Watcher("test", ask, act, place="http://there: ", pause=0.01)
     thread = threading.Thread(target=watcher.run)
     thread.start()

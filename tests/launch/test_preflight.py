@@ -1,4 +1,4 @@
-"""Machines meet: first threads in place of launch scripts, by real connections on loopback, then the scripts."""
+"""Test the preflight of several machines: first with threads that connect on loopback, then with launch scripts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def together(
     prepare: Callable[[Mapping[str, Any]], None] = nothing,
     **settings: Any,
 ) -> list[Rendezvous | Exception]:
-    """Return each machine's result or error of `preflight`. A number is the delay of a machine in seconds."""
+    """Run `preflight` of all machines, each after its delay in seconds, and return their results or errors."""
     port = int(free_port())
 
     def one(info: NodeInfo, late: float) -> Rendezvous:
@@ -71,7 +71,7 @@ def test_all_know_the_same_when_they_start() -> None:
     prepared: list[Any] = []
     found = together((node(0, 3, ranks=1), 0.7), (node(1, 3), 0.0), (node(2, 3, ranks=4), 1.5), prepare=prepared.append)
     assert found == [Rendezvous((1, 2, 4), "127.0.0.1", "127.0.0.1", {"job": "of alpha"})] * 3
-    assert prepared == [{"job": "of alpha"}] * 2  # the first has decided it
+    assert prepared == [{"job": "of alpha"}] * 2  # machine 0 made the plan
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_who_waits_is_told_for_whom(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
-    """Only the closed connection shows it."""
+    """Only the closed connection shows the loss."""
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(preflight.preflight, node(0), "127.0.0.1", port, 20.0, dict, nothing)
@@ -199,7 +199,7 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
 
 
 def test_machines_that_come_at_different_times_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that came long before machine 0 has met it, and does not say that it has not."""
+    """Machine 1 came long before machine 0 and met it, so its error must name machine 2."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.5)
     first, second = together((node(0, 3), 1.5), node(1, 3), limit=2.0)
     assert str(first).startswith("machine 2 of 3 did not come within 2 s")
@@ -258,7 +258,7 @@ def test_another_program_on_the_port_is_not_taken_for_machine_0(monkeypatch: pyt
 def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine 0's launcher may still listen there for a while, and a machine that has the plan delays no other."""
+    """If machine 1 leaves, machine 0's launcher may still listen on the port for a while."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.3)
     port = int(free_port())
     leaves = node(leaver, after="job")
@@ -296,7 +296,7 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 
 
 def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody() -> None:
-    """It need not wait for others, is compared as at the start, and may come again."""
+    """A late machine does not wait for others, is compared as at the start, and may come again."""
     port = int(free_port())
     plan = {"job": "j", "port": "1"}
     seen = list[Mapping[str, Any]]()
@@ -307,7 +307,7 @@ def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody(
             assert (met.ranks, met.plan, met.master) == ((2, 2), plan, "127.0.0.1")
         with pytest.raises(ConfigError, match=r"--epochs is 3 on machine 0 .* and 4 on machine 1"):
             late(node(1, options={**NODE.options, "epochs": 4}), prepare=nothing)
-        preflight.abort(node(1, after="j"), "127.0.0.1", port, "was stopped by signal 15", 60.0)  # does not wait
+        preflight.abort(node(1, after="j"), "127.0.0.1", port, "was stopped by signal 15", 60.0)  # abort does not wait
     assert seen == [plan, plan]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
@@ -317,7 +317,7 @@ def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody(
 
 
 def machines(project: ScratchProject, *each: tuple[str, ...], code: str, **environ: str) -> list[subprocess.Popen[str]]:
-    """A launch script for each machine, with a run dir of its own unless its words name one."""
+    """Start a launch script for each machine. Each has its own run dir unless its words name one."""
     several = {"NNODES": str(len(each)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environ}
     several.setdefault("SAMESTEP_SECRET", "a secret of the tests")
     started = []
@@ -340,11 +340,11 @@ def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: 
     infos = [JobInfo.from_environ(each["environ"]) for each in (first, second)]
     assert infos[0].job == infos[1].job != ""
     for note, info in zip((first, second), infos, strict=True):
-        assert (info.ranks, info.machines) == (None, 2)  # no machine has the number of ranks of the job
+        assert (info.ranks, info.machines) == (None, 2)  # the total number of ranks is left out
         assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
         assert f"--run-dir={project.run_dir}" in note["options"]
     assert "--resume" in first["options"]
-    assert "--resume" not in second["options"]  # the first machine resolves the rest
+    assert "--resume" not in second["options"]  # only machine 0 resolves it
 
 
 def test_the_second_machine_takes_the_run_dir_that_the_first_chose(project: ScratchProject) -> None:
@@ -408,7 +408,7 @@ def test_a_machine_that_is_stopped_while_all_wait_ends_all(project: ScratchProje
 
 @pytest.mark.parametrize("leaver", [2, 3], ids=["machine 0", "machine 1"])
 def test_a_machine_whose_ranks_failed_for_good_ends_the_others(project: ScratchProject, leaver: int) -> None:
-    """Each machine has its own disk, so only one sees the end; the other would wait for its restart."""
+    """Without a shared disk, the other machine sees no verdict, and would wait for a restart."""
     fails = f"""
 if nproc == "{leaver}":
     told = {{"code": 2, "job": job_info["job"]}}

@@ -1,4 +1,4 @@
-"""``samestep run``: any program on this interpreter, restarted, stopped and left without processes."""
+"""Test ``samestep run``, which restarts and stops any Python program and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from samestep_launch import fork_server, job
 from samestep_launch.run_command import LAUNCHERS
 from scratch_project import CORE, LIMIT, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
 
-# A package torch whose torchrun starts ranks as processes, and ends with the first code that is not 0.
+# TORCHRUN is a module of a fake package torch. It starts ranks as processes, and ends with the largest exit code.
 TORCHRUN = """
 import os, subprocess, sys
 options = [word for word in sys.argv[1:] if word.startswith("--")]
@@ -46,7 +46,7 @@ def note(**values):
 
 
 class Command:
-    """``python -m samestep run`` in a folder of its own."""
+    """Run ``python -m samestep`` in a scratch folder."""
 
     def __init__(self, project: ScratchProject) -> None:
         self.project = project
@@ -72,7 +72,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
         )
 
     def start(self, code: str, *words: str, arguments: tuple[str, ...] = (), **environ: str) -> subprocess.Popen[str]:
@@ -230,7 +230,7 @@ def test_a_signal_is_forwarded_and_nothing_is_left(command: Command, number: int
     ],
 )
 def test_a_programs_own_handler_gets_the_signal_that_arrived_once(command: Command, number: int, ranks: int) -> None:
-    """One rank is the launcher itself, and two have one. Children of a rank get no signal as long as it saves."""
+    """One rank needs no launcher; two ranks have torchrun. Children of a rank get no signal while the rank saves."""
     if ranks > 1:
         command.add_torch()
     code = f"""
@@ -255,7 +255,7 @@ time.sleep(600)
     assert [note["child"] for note in notes if "child" in note] == [None] * ranks
 
 
-# Children of a program that leave its session, its environment, their parent or their title behind.
+# Children of a program that change their session, environment, parent or process title.
 LEAVERS = """
 import ctypes, subprocess
 
@@ -324,7 +324,7 @@ while not (run_dir / "seen").exists():
 
 @pytest.mark.parametrize("megabytes", [100, pytest.param(1000, marks=pytest.mark.soak)])
 def test_a_line_without_an_end_needs_no_memory(command: Command, megabytes: int) -> None:
-    """The launch script's own peak, read by the program before and after the line."""
+    """The program reads the launch script's peak memory before and after the line."""
     code = f"""
 def peak():
     lines = open(f"/proc/{{launcher}}/status").read().splitlines()
@@ -344,7 +344,7 @@ note(kilobytes=peak() - before)
 
 
 def test_a_mistake_that_a_program_reports_ends_the_job_with_2_after_one_start(command: Command) -> None:
-    """Also before the program has opened its log files, as for a mistake in its options."""
+    """The program reports the mistake before it opens log files, as it does for a wrong option."""
     code = """
 from samestep import ConfigError, log
 def main():
@@ -357,7 +357,7 @@ log.run(main)
     assert len(command.project.notes()) == 1
 
 
-# A program that fails at a step that its monitor has counted.
+# FAILS raises an error at step 7, which its monitor counts.
 FAILS = """
 from samestep import ConfigError, RetryableError, log
 from samestep.monitor import Monitor

@@ -1,4 +1,4 @@
-"""The allowed imports: the first stage runs on the system's Python, and ranks need no launcher."""
+"""Test which modules are imported: the first stage needs only the system's Python, and ranks need no launcher."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print("ok")
 
 
 def interpreters() -> list[str]:
-    """This one, and a 3.9 where one works."""
+    """Return this interpreter, and python3.9 if it works."""
     found = [sys.executable]
     oldest = shutil.which("python3.9")
     if oldest and subprocess.run([oldest, "-c", ""], capture_output=True, timeout=30, check=False).returncode == 0:
@@ -57,7 +57,7 @@ def interpreters() -> list[str]:
 @pytest.mark.parametrize("python", interpreters())
 @pytest.mark.parametrize("zipped", [False, True])
 def test_the_first_stage_needs_only_the_standard_library(python: str, zipped: bool, tmp_path: Path) -> None:
-    """With every app's options; samestep.{checkpoint,data,log,rundir} are for the second stage. Also from a wheel."""
+    """The first stage reads every app's options, from folders or a zip file, without modules of the second stage."""
     path = [str(REPOSITORY / folder) for folder in PACKAGES]
     if zipped:
         for folder, package in PACKAGES.items():
@@ -73,7 +73,6 @@ def test_the_first_stage_needs_only_the_standard_library(python: str, zipped: bo
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-# torchrun's agent and the program run in the app's environment.
 @pytest.mark.parametrize("name", MODULES)
 def test_the_first_stage_is_written_in_the_language_of_python_3_9(name: str) -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == MODULES
@@ -91,7 +90,7 @@ def test_the_first_stage_is_written_in_the_language_of_python_3_9(name: str) -> 
     ids=lambda path: "/".join(path.parts[-2:]),
 )
 def test_what_runs_in_a_rank_imports_nothing_of_the_launcher(path: Path) -> None:
-    """Also not within a function."""
+    """Imports within functions count, too."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""The console gets parts of a launcher's standard error, in which launchers also report ranks that have ended."""
+"""Test which lines of a launcher's stderr the console shows, and which ended ranks they name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samestep_launch.stderr_forwarder import MAX_SHOWN, RankEnds, StderrForwarde
 
 
 def console_and_log(tmp_path: Path, content: bytes, *, shows: bool = True, prefix: str = "") -> tuple[str, bytes]:
-    """Forward content that fits into a pipe."""
+    """Forward content that fits into a pipe; return the console's text and the log's bytes."""
     source, writer = os.pipe()
     os.write(writer, content)
     os.close(writer)
@@ -83,8 +83,8 @@ HOROVODRUN = "status, The first process to do so was:\nProcess name: 1\nExit cod
     ("output", "rank", "number"),
     [
         (TORCHRUN.format(4, -9), 4, signal.SIGKILL),
-        (TORCHRUN.format(1, 1) + TORCHRUN.format(3, -11), 3, signal.SIGSEGV),  # the first lost its connection
-        (TORCHRUN.format(1, -15) + TORCHRUN.format(3, -9), 3, signal.SIGKILL),  # torchrun itself sends TERM
+        (TORCHRUN.format(1, 1) + TORCHRUN.format(3, -11), 3, signal.SIGSEGV),  # rank 1 lost its connection
+        (TORCHRUN.format(1, -15) + TORCHRUN.format(3, -9), 3, signal.SIGKILL),  # torchrun itself sends SIGTERM
         (HOROVODRUN.format(137), 1, signal.SIGKILL),
         ("mpirun noticed that process rank 2 with PID 7 on node h exited on signal 9 (Killed).\n", 2, signal.SIGKILL),
         ("prterun noticed that process rank 2 with PID 7 on node h exited on\nsignal 11 (x).\n", 2, signal.SIGSEGV),

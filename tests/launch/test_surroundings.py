@@ -1,4 +1,4 @@
-"""A launch script and its surroundings: quotas, interfaces, packages, and the variables of other jobs."""
+"""Test how a launch script handles its machine: CPU quotas, interfaces, packages, and variables of other jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samestep_launch import imports, machine, supervise
 from samestep_launch.environments import source_path
 from samestep_launch.job import read_nodes, warn_of_other_ranks
 
-LIMIT = 60  # seconds, for a child
+LIMIT = 60  # seconds for a child process
 
 
 # --- processors --------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ TORCHRUN = {
 def test_ranks_of_another_job_are_not_taken_for_machines(
     environ: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a terminal that a rank opened, for example. The port of that job may be in use."""
+    """A terminal that a rank opened has such variables, for example. The port of that rank's job may be in use."""
     nodes = read_nodes(environ)
     assert (nodes.count, nodes.rank, nodes.master_port) == (1, 0, None)
     here = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "b", "MASTER_PORT": "29500"}
@@ -170,7 +170,7 @@ def package(folder: Path, name: str, content: str) -> Path:
 
 
 def checked(*names: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Check imports in a process of its own, which prints the error."""
+    """Run `check_imports` in a new process, which prints the error to stderr."""
     program = "import sys\nfrom samestep import ConfigError\nfrom samestep_launch.imports import check_imports\n"
     program += "try:\n    check_imports(sys.argv[1:])\nexcept ConfigError as error:\n    sys.exit(str(error))\n"
     command = [sys.executable, "-c", program, *names]
@@ -207,7 +207,7 @@ def test_a_damaged_or_missing_package_is_named_with_the_interpreter(tmp_path: Pa
 
 
 def launched(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Start a program without a framework by ``samestep run``, which prints its environment's HOME."""
+    """Run a program with ``samestep run`` that prints HOME from its environment."""
     (folder / "program.py").write_text("import os\nprint('HOME', os.environ.get('HOME'))\n")
     command = [sys.executable, "-m", "samestep", "run", "--run-dir=run", "--max-restarts=0", "program.py"]
     path = os.pathsep.join(filter(None, [environ.pop("PYTHONPATH", ""), *source_path(REPOSITORY)]))

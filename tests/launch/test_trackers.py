@@ -1,4 +1,4 @@
-"""--track: messages before anything starts. tests/trackers tests its effect."""
+"""Test the errors of --track before a job starts; tests/trackers tests its effect."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
 @pytest.fixture(autouse=True)
 def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stop every watchdog of a test: after --timeout it would end the process without a word."""
+    """Stop each test's watchdogs. A watchdog that outlives its test would end pytest after ``--timeout``."""
     started: list[Watchdog] = []
     original = Watchdog.__init__
 

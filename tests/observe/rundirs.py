@@ -11,11 +11,11 @@ from pathlib import Path
 import threads
 from programs import CORE
 
-LIMIT = 120  # seconds, far more than a run needs
+LIMIT = 120  # seconds; every run ends sooner
 STEPS = 12
-EPOCH = 4  # of the toy
+EPOCH = 4  # steps per epoch of the toy
 KILLED = 9
-STOPPED = 6  # steps at which a run is killed, or asked to stop
+STOPPED = 6  # the steps of the kill and of the stop
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path

@@ -27,7 +27,7 @@ def read_events(run_dir: Path) -> list[Event]:
 
 
 def write_log(run_dir: Path, *texts: str) -> Path:
-    """Write the log of rank 0, a line a second."""
+    """Write the log of rank 0, with one line per second."""
     (run_dir / "log").mkdir(parents=True)
     lines = [f"2026-01-01T00:00:{i:02d} {text}\n" for i, text in enumerate(texts)]
     (run_dir / "log" / "rank-0.log").write_text("".join(lines))
@@ -43,7 +43,7 @@ def test_recorded_events_are_shown_whatever_the_log_says(tmp_path: Path) -> None
         log.write("2100-01-01T00:00:00 error: no progress for 6 s: of other words than the event at step 9\n")
     events.append_event(run_dir / "log", events.START, step=0, last_step=48, ranks=2)
     for kind in events.KINDS[1:]:
-        for rank in range(2):  # each thing once, though several ranks report it
+        for rank in range(2):  # an event that several ranks report appears once
             events.append_event(run_dir / "log", kind, rank=rank, step=7, text=f"of the kind {kind}")
     events.append_event(run_dir / "log", events.FAILURE)
     events.append_event(run_dir / "log", events.START, step=6, last_step=50, ranks=1)

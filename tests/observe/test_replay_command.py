@@ -28,7 +28,7 @@ RECORD = step_losses.RECORD.itemsize
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The runs of `rundirs.make`, and one with another momentum, whose losses are the same."""
+    """Return the runs of `rundirs.make`, and a run ``other`` with another momentum but the same losses."""
     folder = tmp_path_factory.mktemp("runs")
     found = rundirs.make(folder)
     found["other"] = folder / "other"
@@ -50,7 +50,7 @@ def output(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_losses_file_has_each_step_once_after_a_kill_and_a_restart(made: dict[str, Path]) -> None:
-    """This also holds if metrics.jsonl has a line only for every fifth step; the bits of these lines are compared."""
+    """metrics.jsonl may have a line only for every fifth step; its losses equal the recorded losses bit for bit."""
     for name in ("whole", "killed", "other"):
         records = step_losses.read(made[name])
         assert records["step"].tolist() == [*range(1, STEP + 1)]
@@ -165,7 +165,7 @@ def test_losses_are_compared_to_the_bit() -> None:
 
 
 def test_norms_add_up_the_parts_of_all_ranks() -> None:
-    """A replica counts as one of two, and a shard as itself."""
+    """Each of two replicas counts half, and a shard counts fully."""
     whole = {"shape": [2], "weight": 4.0, "gradient": 9.0, "update": 1.0, "share": 0.5}
     shard = {**whole, "weight": 2.0, "share": 1.0}
     records = [{"tensors": {"a": whole, "b": shard}}, {"tensors": {"a": whole, "b": shard}}]
@@ -216,7 +216,7 @@ def edit_result(**values: Any) -> Callable[[Path], None]:
 
 
 def replace_checkpoint(**values: Any) -> Callable[[Path], None]:
-    """Change the last checkpoint's manifest, with a right checksum."""
+    """Return a function that changes the last checkpoint's manifest and its checksum."""
 
     def tamper(run_dir: Path) -> None:
         path = checkpoint.folder_of(run_dir, STEP) / "manifest.json"
@@ -231,12 +231,12 @@ def replace_checkpoint(**values: Any) -> Callable[[Path], None]:
 
 
 def flip(content: bytes) -> bytes:
-    """Flip a bit of the last byte."""
+    """Flip the lowest bit of the last byte."""
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
 def with_value(name: str, value: Any, number: int) -> Callable[[list[str]], list[str]]:
-    """Change a value in line ``number``, from 0."""
+    """Return a function that changes a value in line ``number``, counted from 0."""
 
     def change(lines: list[str]) -> list[str]:
         line = {**json.loads(lines[number]), name: value}
@@ -291,7 +291,7 @@ def test_verify_names_what_was_tampered_with(copy: Path, capsys: pytest.CaptureF
 
 
 def test_verify_finds_nothing_wrong_with_sound_runs(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with one that was stopped and has not finished."""
+    """One of the runs was stopped and has not finished."""
     for run_dir in made.values():
         assert verify.main([str(run_dir), "--steps=0"]) == 0, output(capsys)
 
@@ -334,7 +334,7 @@ def test_diff_names_the_first_step_with_another_loss(
 def test_page_of_a_diff_marks_the_step_at_which_the_runs_part(
     made: dict[str, Path], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here their losses are equal, and a gradient is not. The page shows the lines of the command."""
+    """The losses are equal, but a gradient differs. The page shows the lines that the command prints."""
     for run_dir, changed in ((made["whole"], 0), (copy, 1)):
         records = [trace.Record(step, {"w": step, "b": 2}, {"w": step + changed * (step > 5)}) for step in (4, 5, 6, 7)]
         trace.TraceFile(run_dir, None).write(records)

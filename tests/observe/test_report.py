@@ -28,7 +28,7 @@ VOID = {"meta", "br", "link", "img"}
 
 
 class Checked(HTMLParser):
-    """Check whether tags are closed in order, and collect what the page loads, its tags and ids."""
+    """Parse a page, and collect its tags, IDs and faults: tags in the wrong order, loads and event handlers."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def damaged_run(made: dict[str, Path], tmp_path: Path) -> Path:
-    """Copy the run that was killed and restarted, with a hang's file, to damage it."""
+    """Return a copy of the killed run with the files of a hang, which a test may damage."""
     copy = Path(shutil.copytree(made["killed"], tmp_path / "run"))
     leave_a_hang(copy)
     events.append_event(copy / "log", events.HANG, rank=0, step=7, text="no progress")
@@ -74,7 +74,7 @@ def damaged_run(made: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def leave_a_hang(run_dir: Path) -> None:
-    """Write a hang's files by a watchdog's own code, in this process."""
+    """Write the file of a hang as a watchdog does."""
     watchdog = Watchdog()
     watchdog.start(World(0, 2), Options(timeout=300.0))
     watchdog.resume_at(7)
@@ -207,7 +207,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder": folder,
 }
 MANIFEST = "checkpoints/step-00000008/manifest.json"
-FILES = {  # and the damages that no problem line names
+FILES = {  # each file, and the damages that no problem line names
     "metrics.jsonl": set(),
     "result.json": {"missing", "of other types"},
     "evaluation.json": {"missing", "of other types"},
@@ -217,7 +217,7 @@ FILES = {  # and the damages that no problem line names
     "log/alive-0": {"missing"},
     "log/hang-0.json": {"missing"},
     MANIFEST: set(),
-    "checkpoints/step-00000012/model.safetensors": {"garbage"},  # of the same size
+    "checkpoints/step-00000012/model.safetensors": {"garbage"},  # the report need not read arrays
 }
 
 
@@ -235,7 +235,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(
     named = f"checkpoints/{Path(name).parent.name}" if name.startswith("checkpoints/") else name
     if damage not in FILES[name] and not (name.endswith(".safetensors") and damage == "garbage"):
         assert any(problem.startswith(named) for problem in problems), problems
-        is_note = (name, damage) == ("log/launcher.log", "missing")  # torchrun, for example, writes none
+        is_note = (name, damage) == ("log/launcher.log", "missing")  # bare torchrun writes no such file
         assert ("Missing or damaged" in text, "has no log/launcher.log" in text) == (not is_note, is_note)
     assert all(problem.startswith(named) for problem in problems if "safetensors" not in name), problems
     assert ("Difference from" in text, "<h2>Loss" in text) == (False, name != "metrics.jsonl" or damage == "truncated")
@@ -335,7 +335,7 @@ def test_a_picture_without_matplotlib_is_one_line(
 
 
 def write_run(run_dir: Path, lines: list[dict[str, Any]], app: str = "toy", **facts: Any) -> Path:
-    """Write a run dir with these lines, by the package's own writer."""
+    """Write a run dir with these lines of metrics.jsonl, using `Metrics`."""
     (run_dir / "log").mkdir(parents=True)
     metrics = Metrics(
         run_dir, {"app": app, "options": {"global_batch_size": 8}, "world": {"world_size": 2}, **facts}, None
@@ -435,7 +435,7 @@ def test_a_growing_run_is_read_without_its_incomplete_line(tmp_path: Path) -> No
         file.write(": 0.5}\n")
     measured.read()
     assert (measured.step, measured.problems()) == (2, [])
-    Metrics(run_dir, {"app": "toy", "options": {}, "world": {}}, 1)  # a resume: another file, cut back
+    Metrics(run_dir, {"app": "toy", "options": {}, "world": {}}, 1)  # a resume replaces the file by a shorter file
     measured.read()
     assert (measured.step, [start.step for start in measured.starts]) == (1, [0, 1])
 

@@ -14,7 +14,7 @@ WIDTHS = {"a phone": 360, "a desktop": 1280}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a report of three runs, one with a name that would run as a program if it were not escaped."""
+    """Write a report of three runs; the name of one run would run JavaScript if it were not escaped."""
     folder = tmp_path_factory.mktemp("page")
     made = rundirs.make(folder)
     named = made["stopped"].rename(folder / "<img src=x onerror=alert(1)>")

@@ -29,9 +29,9 @@ from programs import CORE, HOLD, default_signals, environment, running
 from samestep_observe import run_reader, watch
 from samestep_observe.run_reader import Curve
 
-LIMIT = 60.0  # seconds, far more than an answer needs
+LIMIT = 60.0  # seconds; every wait ends sooner
 JOB = "a job"
-NOW = 1_800_000_000.0  # by this machine's clock, which the tests stop
+NOW = 1_800_000_000.0  # seconds since 1970, at which the tests stop this machine's clock
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_frame_of_a_running_run_marks_the_silent_rank(made: dict[str, Path], t
     copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
     beat(copy, 0, 9)
     beat(copy, 1, 7, ago=31.0)
-    beat(copy, 2, 9, host="elsewhere", ago=-5000.0)  # its clock differs
+    beat(copy, 2, 9, host="elsewhere", ago=-5000.0)  # the host's clock differs
     with held(copy):
         assert run_reader.is_held(copy)
         text = "\n".join(frame(copy))
@@ -290,7 +290,7 @@ def test_without_a_run_dir_it_is_the_newest(
 
 
 class Terminal:
-    """Run the program in its own pty, and collect what it writes."""
+    """Run the program in its own pty, and collect its output."""
 
     def __init__(self, run_dir: Path, columns: int = 80, lines: int = 30) -> None:
         pid, self.descriptor = pty.fork()
@@ -311,7 +311,7 @@ class Terminal:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def until(self, pattern: str) -> None:
-        """Wait until the text after the last match matches, and drop it up to there."""
+        """Wait until the output since the last match matches ``pattern``, and drop the output up to the match's end."""
         deadline = time.monotonic() + LIMIT
         while not (found := re.search(pattern, self.text)):
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
@@ -321,7 +321,7 @@ class Terminal:
         self.text = self.text[found.end() :]
 
     def end(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait until the program ends, and return its exit code."""
         deadline = time.monotonic() + LIMIT
         while True:
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
@@ -334,7 +334,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
     def _read(self) -> str:
-        """Return what it writes next; "" when it has ended."""
+        """Return the program's next output, or "" if the program has ended."""
         text = ""
         with contextlib.suppress(OSError):  # the program has closed the other end
             while not text and (content := os.read(self.descriptor, 2**16)):
@@ -368,7 +368,7 @@ def test_ctrl_c_ends_it_quietly_and_restores_the_screen(made: dict[str, Path], t
 
 
 def test_it_follows_a_run_to_its_end(made: dict[str, Path], tmp_path: Path) -> None:
-    """The run is killed and restarted meanwhile. The last frame stays on the terminal."""
+    """The run was killed and restarted. The last frame stays on the terminal."""
     run_dir = tmp_path / "run"
     (run_dir / "log").mkdir(parents=True)
     with held(run_dir) as holder, terminal(run_dir) as shown:
@@ -384,7 +384,7 @@ def test_it_follows_a_run_to_its_end(made: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_it_exits_for_a_run_that_was_killed(made: dict[str, Path]) -> None:
-    """It exits at once if the run was killed with its launcher before."""
+    """watch exits at once if the run and its launcher were killed earlier."""
     shutil.copytree(made["whole"], copy := made["whole"].parent / "no result")
     (copy / "result.json").unlink()
     with terminal(copy) as shown:
