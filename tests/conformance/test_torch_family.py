@@ -52,14 +52,14 @@ def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soa
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
 
-@pytest.mark.soak  # in the matrix tests/conformance sends weights from torch to Paddle and MindSpore, and back
+@pytest.mark.soak  # the quick tests load weights of torch in Paddle and MindSpore, and back (tests/conformance)
 def test_weights_of_each_program_start_the_others(family: dict[str, Harness]) -> None:
-    """Trained by each in turn, from the one before; all three count the same correct digits."""
+    """Each program continues from the weights of the previous one. All three count the same correct digits."""
     weights: list[str] = []
     for harness in family.values():
         result = harness.train(1, *harness.app.small, "--max-steps=8", *weights)
         weights = [f"--init-from={Path(result['run_dir']) / 'model.safetensors'}"]
-    for harness in [*family.values()][:-1]:  # the weights that the last app trained
+    for harness in [*family.values()][:-1]:  # these apps evaluate the last app's weights
         again = harness.train(1, *harness.app.small, "--max-steps=0", *weights, run_dir=harness.folder / "again")
         assert again["weights_sha256"] == result["weights_sha256"]
         assert again["test_accuracy"] == result["test_accuracy"]

@@ -1,4 +1,4 @@
-"""The same program as mnist_ddp, and the same steps."""
+"""Compare the program and its steps with mnist_ddp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
         assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
 
 
-@pytest.mark.soak  # in the matrix tests/conformance compares its losses with mnist_ddp's, and mnist_lightning's bits
+@pytest.mark.soak  # the quick tests compare losses with mnist_ddp (tests/conformance), and mnist_lightning's bits
 def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness, ddp: Harness) -> None:
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5", "--log-every=1"]
     ours = harness.train(3, *options)
@@ -43,9 +43,9 @@ def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int)
             assert relative_difference(expected, losses(run_dir)) < 1e-9, (variant, n)
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it, in float64
+@pytest.mark.soak  # the quick tests compare losses in float64 (tests/conformance)
 def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
-    """With dropout, in float32, at 3 ranks: rounding is all that differs."""
+    """The runs have dropout and use float32 on 3 ranks, so they differ only by rounding."""
     options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
     one = harness.train(3, *options)
     other = ddp.train(3, *options)
