@@ -35,7 +35,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def test_a_stopped_scoreboard_ends_its_job(tmp_path: Path) -> None:
-    """No other test runs a check through the scoreboard, or stops such a check with TERM."""
+    """Start a check through the scoreboard, stop it with TERM, and check that no process is left."""
     mark = str(tmp_path)
     command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]
     environ = {**os.environ, "SCOREBOARD_TEST": mark, "TMPDIR": mark}
@@ -53,7 +53,7 @@ def test_a_stopped_scoreboard_ends_its_job(tmp_path: Path) -> None:
             board.kill()
             board.wait()
     assert not marked("SCOREBOARD_TEST", mark)
-    assert not [*tmp_path.glob("s*-*")]  # torchelastic leaves a folder
+    assert not [*tmp_path.glob("s*-*")]  # torchelastic leaves a folder with another name
 
 
 def test_edits_are_applied_from_the_end_and_nothing_else_is(board: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ APPS: dict[str, tuple[str, tuple[str, ...], str | None, dict[str, str]]] = {
 
 @pytest.mark.soak
 def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, table: list[str]) -> None:
-    """No other test checks programs with adapters, or with other launchers than torchrun and Python."""
+    """Check an app with its own launcher and, if needed, an adapter."""
     app = request.config.getoption("--app")
     launcher, options, adapter, expected = APPS[app]
     folder = tmp_path / "app"

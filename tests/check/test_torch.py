@@ -71,7 +71,7 @@ def torchrun(folder: Path, rows: str) -> Done:
 
 
 def test_two_rows_on_the_sound_script(tmp_path: Path) -> None:
-    """No other quick test records torch's loaders and optimizers in a sound script, and compares a resumed run."""
+    """Record torch's loaders and optimizers in a sound script, and compare a resumed run."""
     done, verdicts = torchrun(program(tmp_path / "sound", TRAIN), "resume-optimizer,resume-position")
     assert {*verdicts.values()} == {"passed"}, done.stdout + done.stderr
     assert done.returncode == 0
@@ -165,7 +165,7 @@ def test_a_script_of_the_table_has_the_verdicts_of_its_rows(name: str) -> None:
 
 
 def test_the_table_has_each_script_and_at_most_ten_in_the_matrix() -> None:
-    """No other test compares table.toml with the scripts in its folder."""
+    """Compare table.toml with the scripts in its folder."""
     found = table_of_scripts.scripts()
     files = {path.stem for path in table_of_scripts.SCRIPTS.glob("*.py")} - {"training"}
     assert found.keys() == files

@@ -1,4 +1,4 @@
-"""Describe cifar_ddp for the common cases."""
+"""Describe cifar_ddp for the common tests."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Stream:
         self.busy = False
 
     def read_clock(self) -> float:
-        failing = sys.exc_info()[0] is not None  # a timeline has no times of a failure
+        failing = sys.exc_info()[0] is not None  # times after a failure are not in a timeline
         if threading.current_thread() is threading.main_thread() and not failing:
             self.readings += 1
             if self.busy:

@@ -200,8 +200,7 @@ def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, f
 def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> None:
     """Torchrun stops the other ranks as soon as one rank dies, often before they detect the failure.
 
-    The console shows one error if all ranks report the lost connection. The launcher's log has all errors. No other
-    test kills a rank under the launch script.
+    The console shows one error if all ranks report the lost connection. The launcher's log has all errors.
     """
     job = lab.command(n, "primitives", "--only=all_reduce", "--fault=killed", "--timeout=20")
     outcome = job.finish()
@@ -379,10 +378,7 @@ SYNCHRONOUS = (
 
 
 def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say(lab: Lab, soak: bool) -> None:
-    """Train in float64 with dropout and batches that 3 does not divide. The soak adds a smaller last batch.
-
-    No other test compares the strategies' weights, losses and bytes.
-    """
+    """Train in float64 with dropout and batches that 3 does not divide. The soak adds a smaller last batch."""
     steps = amount(soak, few=8, many=50)
     size = amount(soak, few=2**23, many=2**25)
     options = ["--dtype=float64", "--epochs=2", f"--max-steps={steps}", "--rounds=2", f"--bytes={size}"]
@@ -567,7 +563,7 @@ LAUNCHERS = ["torchrun", "torch.distributed.launch", "multiprocessing.spawn", "P
 
 
 def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bool) -> None:
-    """No other test runs launchers besides torchrun. The quick tests leave out torchrun and Process."""
+    """Run a job with each launcher, also with a killed rank. The quick tests leave out torchrun and Process."""
     chosen = amount(soak, few=LAUNCHERS[1:3], many=LAUNCHERS)
     option = f"--launchers={','.join(chosen)}"
     lab.measure(2, "launchers", "--steps=6", *amount(soak, few=[option], many=[]))

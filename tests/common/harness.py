@@ -39,13 +39,13 @@ class App:
     # Options of a run of at least two epochs that takes seconds. They include --log-every=1, and a --checkpoint-every
     # that saves twice in each epoch, besides the checkpoint at its end.
     small: Sequence[str]
-    exact: Sequence[str]  # Options under which losses are comparable to ``tolerance``.
+    exact: Sequence[str]  # Options under which losses at all world sizes agree within ``tolerance``.
     variants: Sequence[Sequence[str]]  # The models and optimizers that ``exact`` applies to.
     batch_option: str = "--global-batch-size"  # The option that sets the size of a global batch.
-    train_examples: int | None = None  # For the app's own tests, if they depend on it.
+    train_examples: int | None = None  # Number of training examples, if the app's own tests need it.
     metric: str = "test_loss"  # The evaluated value by which runs are compared.
-    direction: str = "min"  # "max" if a higher value is better, "min" if a lower one is.
-    metric_limit: float | None = None  # The defaults must reach it on the embedded dataset.
+    direction: str = "min"  # "max" if a higher value of ``metric`` is better, "min" if a lower value is.
+    metric_limit: float | None = None  # The value of ``metric`` that the defaults reach on the embedded dataset.
     prepare: Sequence[Sequence[str]] = ()  # Programs with their arguments, which Python runs once before the tests.
     loss_factor: float = 1.0  # For the app's own tests: an upper bound of lowest loss / first loss.
     tolerance: float = 1e-9
@@ -189,7 +189,7 @@ class Job:
         for pid, environ in environments().items():
             if f'"launcher":"{self.process.pid}@' in environ.get("SAMESTEP_JOB_INFO", ""):
                 world = env.detect(environ)
-                is_rank = world.launcher != "none" and world.role == "worker"  # launchers and schedulers are no workers
+                is_rank = world.launcher != "none" and world.role == "worker"  # omit launchers and schedulers
                 if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):
                     found[world.rank] = pid
         return found

@@ -55,7 +55,7 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
         assert line.endswith(f" to step {step}); reported once")
 
 
-@pytest.mark.soak  # the quick tests use a longer delay (test_a_slow_rank_is_named_with_its_phase)
+@pytest.mark.soak  # the quick tests slow down each rank once (test_a_slow_rank_is_named_with_its_phase)
 @pytest.mark.slow
 def test_a_delay_of_200_ms_in_any_phase_is_reported_within_60_steps(
     harness: Harness, soak: bool, table: list[str]

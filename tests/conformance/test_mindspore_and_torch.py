@@ -1,7 +1,7 @@
 """Compare frameworks: from the same weights, ResNet-50 takes the same steps in MindSpore and in PyTorch.
 
 Batch normalization is frozen: MindSpore normalizes over each rank's samples, cifar_ddp over the global batch.
-Both then see the same crops and flips, which depend on the sample.
+Both programs use the same crops and flips, which depend on the sample.
 """
 
 from __future__ import annotations

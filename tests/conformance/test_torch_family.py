@@ -1,4 +1,4 @@
-"""One loss curve: three torch programs take the same steps, and start from each other's weights."""
+"""Test that three torch programs take the same steps, and start from each other's weights."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     ],
 )
 def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
-    """Losses agree at 3 ranks, two of them without a sample in each epoch's last batch.
+    """Losses agree on 3 ranks, although two ranks have no sample in the last batch of an epoch.
 
-    The global batch is not a multiple of 2 or 3. tests/common compares mnist_ddp's own curves, and the test suite
-    compares mnist_lightning's in its own environment.
+    Neither 2 nor 3 divides the global batch. tests/common compares losses of mnist_ddp, and tests/mnist_lightning
+    compares losses of mnist_lightning.
     """
     batch = amount(soak, few=1333, many=125)
     steps = amount(soak, few=5, many=100)

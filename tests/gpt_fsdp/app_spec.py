@@ -1,4 +1,4 @@
-"""Describe gpt_fsdp for the common cases."""
+"""Describe gpt_fsdp for the common tests."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_tensor_parallel_ranks_evaluate_a_batch_without_windows(harness: Harness
 def test_a_run_killed_in_mid_epoch_resumes_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    """The losses equal the undisturbed run's, and each window is used once."""
+    """The losses equal the losses of an undisturbed run, and each window is used once."""
     batch = BATCH
     killed_at = 5
     ranks = amount(soak, few=2, many=4)

@@ -26,7 +26,8 @@ IMAGES = REPOSITORY / "deploy" / "images"
 LIMIT = 1800  # seconds for one command
 BASE = "localhost/samestep-base"
 DEBIAN = ["python3.11-minimal", "libpython3.11-stdlib", "python3.11-venv", "python3-pip"]
-WHEELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"  # of build_horovod.py
+# The cache of build_horovod.py.
+WHEELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
 
 
 class Buildah:

@@ -72,7 +72,7 @@ def check_progress(stdout: str, run_dir: Path, n: int) -> None:
     number = r"(\d+\.\d+(?:e-\d+)?)"
     lines = re.findall(rf"^step +(\d+)/100 - loss: {number} - acc_top1: {number} - acc_top2: {number} ", stdout, re.M)
     assert [int(step) for step, *_ in lines] == (list(range(1, 101)) if n else [])
-    assert all(float(loss) < 20 and float(top1) <= float(top2) for _, loss, top1, top2 in lines)  # in training
+    assert all(float(loss) < 20 and float(top1) <= float(top2) for _, loss, top1, top2 in lines)
     if n == 1:  # on several ranks, the lines describe only rank 0's shards
         assert [float(loss) for _, loss, _, _ in lines] == pytest.approx(losses(run_dir), abs=1e-4)
         sizes = [43] * 93 + [1]  # batch sizes of the first epoch
@@ -265,7 +265,7 @@ def test_a_killed_rank_changes_nothing(
 def test_paddles_launchers_alone_take_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
-    """The test suite starts fleetrun here; the other launcher starts two ranks on two addresses below."""
+    """The quick tests start only fleetrun here. Another test starts the other launcher on two addresses."""
     expected = undisturbed(2)
     commands = {"fleetrun": FLEETRUN, "launch": LAUNCH}
     for name in amount(soak, few=["fleetrun"], many=["fleetrun", "launch"]):

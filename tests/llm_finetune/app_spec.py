@@ -1,4 +1,4 @@
-"""Describe llm_finetune for the common cases."""
+"""Describe llm_finetune for the common tests."""
 
 from __future__ import annotations
 

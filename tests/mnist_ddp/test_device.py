@@ -280,7 +280,7 @@ def test_a_run_names_its_gpus_and_their_libraries(output: dict[str, Any]) -> Non
 
 
 def test_without_torchvision_its_input_is_refused(output: dict[str, Any]) -> None:
-    """A rank refuses it, because a launcher or PYTHON= may select a Python without torchvision."""
+    """A rank refuses --input torchvision, because a launcher or PYTHON= may select a Python without torchvision."""
     assert output["torchvision"].startswith("--input torchvision: ")
     assert "pip install torchvision==" in output["torchvision"]
     assert output["memory"]

@@ -62,7 +62,7 @@ def test_both_inputs_have_the_same_losses(harness: Harness, n: int, options: tup
 
 
 def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> None:
-    """The launch script reports it before an installation, because the lock file has no torchvision."""
+    """The launch script reports the error before an installation, because the lock file has no torchvision."""
     script = str(ROOT / "scripts" / "run_mnist_ddp.sh")
     outcome = harness.start_command(["bash", script, "2", "--input=torchvision"], harness.folder, PYTHON="").finish(20)
     assert (outcome.code, outcome.stdout) == (2, "")

@@ -92,7 +92,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
 def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """One job gets all events, because a start takes long. No other test adds ranks or lists a job's addresses."""
+    """One job gets all events, because a start takes long: ranks join, leave and hang, and all processes are killed."""
     reference = undisturbed(1, *SHORT)
     run_dir = harness.folder / "run"
     job = harness.start(1, *SHORT, "--timeout=16", run_dir=run_dir, **waits_for(harness, 5))

@@ -42,7 +42,7 @@ def test_a_stranger_with_a_higher_progress_changes_no_bit_and_receives_no_model(
         finally:
             stranger.kill()
     seen = json.loads(output.splitlines()[-1])
-    assert any("stranger" in group and len(group) > 1 for group in seen["groups"]), seen  # by the lighthouse
+    assert any("stranger" in group and len(group) > 1 for group in seen["groups"]), seen  # proposed by the lighthouse
     assert seen["accepted"] == 0
     assert seen["most_bytes"] < FEW_BYTES
     outcome = job.finish()

@@ -48,7 +48,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.soak  # the quick tests compare the weights of 2 ranks (test_a_killed_rank_changes_nothing)
 def test_the_losses_are_gloos(harness: Harness) -> None:
-    """Losses agree in float64, with a global batch that is not a multiple of 2 or 3. One build has both transports."""
+    """Losses agree in float64, with a global batch that neither 2 nor 3 divides. One build has both transports."""
     steps = 40
     options = [*harness.app.exact, "--global-batch-size=125", f"--max-steps={steps}"]
     for n in (2, 3):

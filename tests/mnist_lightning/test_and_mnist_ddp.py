@@ -1,4 +1,4 @@
-"""Test that the steps equal mnist_ddp's bit for bit."""
+"""Test that mnist_lightning takes the steps of mnist_ddp, bit for bit."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness],
 def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
 ) -> None:
-    """All processes on both hosts end within the timeout and report a reason. A new start has the same final weights."""
+    """All processes on both hosts end within the timeout and report a reason. A new start ends with equal weights."""
     harness = of(app)
     timeout = 20
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
@@ -282,7 +282,7 @@ def members(run_dir: Path) -> list[list[int]]:
 def newest(harness: Harness, info: str = "", **variables: str) -> int:
     """Return the id of the test's newest process with these environment variables. An empty value means no variable.
 
-    Its SAMESTEP_JOB_INFO contains ``info``.
+    The SAMESTEP_JOB_INFO of the process contains ``info``.
     """
     return max(
         pid

@@ -162,7 +162,7 @@ def is_noticed(core: Path, module: str, limit: float) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Try the mutants, and print each undetected one that explained.toml lacks. Return 1 if there is one."""
+    """Try the mutants, print each undetected mutant that explained.toml lacks, and return 1 if there is one."""
     parser = argparse.ArgumentParser(description="Mutation tests of core.")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"default: {' '.join(MODULES)}")
     parser.add_argument("--minutes", type=float, default=45.0, help="start no mutant after this time")

@@ -1,4 +1,4 @@
-"""Describe resnet50_mindspore for the common cases."""
+"""Describe resnet50_mindspore for the common tests."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
             "group",
         ),  # both addresses belong to this machine
         ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.2", {"NNODES": "2", "NODE_RANK": "1"}, "1.0"),
-        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}, "group"),  # it has rank 0
+        # Machine 0 is the server with rank 0.
+        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}, "group"),
         ({ELSEWHERE: {0: 0, 1: 1}, "127.0.0.1": {5: 3, 6: 2}}, "127.0.0.1", {}, "1.0"),
         ({HOST: {5: 3, 6: 2}, ELSEWHERE: {0: 0, 1: 1}}, HOST, {}, "group"),
         ({"rack-1": {5: 0}, "rack-2": {6: 1}}, "rack-2", {"NODE_RANK": "1"}, "1.0"),
@@ -181,7 +182,7 @@ def test_each_rank_gets_what_the_table_lists(
 
 
 def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) -> None:
-    """Ranks get absolute paths and the table's other variable, but not this process's variables of placement."""
+    """Ranks get absolute paths and the variable that names the table, but not the variables that place this process."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0, 2: 1}})
     (harness.folder / "run" / "device6").mkdir(parents=True)
     (harness.folder / "run" / "device6" / "kept").touch()

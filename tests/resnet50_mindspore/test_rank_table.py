@@ -592,7 +592,7 @@ def hccn_tool(folder: Path, body: str) -> Path:
 def test_without_hccn_conf_hccn_tool_gives_the_addresses(tmp_path: Path) -> None:
     path = hccn_tool(tmp_path / "bin", 'echo "ipaddr:192.168.$2.1$3$4"; echo netmask:255.255.255.0')
     made = run("make", "--server", "a", "--devices", "4-7", path=path)
-    refused(made.returncode, made.stdout, made.stderr, "'192.168.4.1-ip-g', which is no IP address")  # from echo
+    refused(made.returncode, made.stdout, made.stderr, "'192.168.4.1-ip-g', which is no IP address")
     hccn_tool(path, 'echo "ipaddr:192.168.$2.1"; echo netmask:255.255.255.0')
     made = run("make", "--server", "a", "--devices", "4-7", path=path)
     assert (made.returncode, made.stderr) == (0, "")

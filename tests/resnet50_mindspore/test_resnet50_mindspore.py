@@ -618,7 +618,7 @@ def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_m
 
 
 def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """No other test reads the running statistics of a checkpoint and msrun's logs. tests/common shares this run."""
+    """Check the running statistics in a checkpoint, and the logs of msrun. tests/common shares this run."""
     result = undisturbed(2)
     run_dir = Path(result["run_dir"])
     assert (result["launcher"], result["backend"], result["framework"]) == ("msrun", "mccl", "mindspore")

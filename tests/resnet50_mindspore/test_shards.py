@@ -1,4 +1,4 @@
-"""Test shards.py, which counts the samples in MindSpore's shards and in ours if nothing divides evenly."""
+"""Test shards.py, which counts the samples in shards of MindSpore and of `GlobalBatches` that do not divide evenly."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def server(folder: Path, port: str) -> Iterator[str]:
         process.wait(60)
 
 
-@pytest.mark.soak  # the quick tests start without a server (test_tracked_training.py)
+@pytest.mark.soak  # the quick tests train while the server is down (test_tracked_training.py)
 def test_a_server_that_stops_and_restarts_gets_everything(
     run: Run, follow: Callable[[str, Path], track.TrackerThread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

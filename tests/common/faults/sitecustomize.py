@@ -18,8 +18,7 @@ These keys send no signal:
   it adds "-<rank>".
 * ``tell``: the rank writes the address and the number of values of each parameter to this file (torch only).
 
-A fault disturbs only the first start of a job, unless it has ``every_start``. A fault ends the program early, but
-does not replace its code.
+A fault disturbs only the first start of a job, unless it has ``every_start``.
 """
 
 from __future__ import annotations

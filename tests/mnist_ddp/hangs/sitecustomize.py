@@ -6,7 +6,7 @@ SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``, one of:
 
 - ``skip``: the rank skips the all_gather that compares the ranks before the next checkpoint.
 
-- ``order``: at the next log line, the rank calls broadcast before all_gather, and the other ranks the reverse.
+- ``order``: at the next log line, the rank calls broadcast before all_gather, and the other ranks call it after.
 
 - ``shapes``: at the next log line, the rank gathers more numbers than the other ranks.
 
