@@ -51,7 +51,7 @@ class App:
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Options that change a small run. A resume must refuse each of them.
     virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
-    defaults: Sequence[str] = ()  # Options that shorten the default run to minutes.
+    defaults: Sequence[str] = ()  # Options that the tests add to a default run, so that it takes minutes.
     parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
     exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the other variants.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.

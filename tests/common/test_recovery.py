@@ -589,7 +589,7 @@ def test_a_damaged_checkpoint_is_skipped(
     _, before, newest = sorted(path.name for path in (template / "checkpoints").iterdir())
     files = sorted(path.name for path in (template / "checkpoints" / newest).iterdir())
     assert "manifest.json" in files
-    if not soak:  # the quick tests damage one file in each way, and a soak damages all files
+    if not soak:  # --every-case damages one file in each way, and --soak damages all files
         files = [files[list(DAMAGES).index(damage) % len(files)]]
     for name in files:
         run_dir = harness.folder / name
