@@ -1,4 +1,4 @@
-"""Each benchmark still runs: once, for seconds, with --quick. Its results have no meaning then."""
+"""Run each benchmark once with --quick, which takes seconds. Its results then have no meaning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
 @pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs mnist_ddp's row
 def test_the_benchmark_of_throughput_prints_a_row_and_its_speeds(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
-    # These contestants need no package beside the app's.
+    # These values of --contestants need only the app's packages.
     contestants = "--contestants=textbook,app,limit,plain-limit,fused-limit"
     found_in = harness.folder / "found.json"
     outcome = quick(harness, "throughput", f"--apps={harness.app.name}", contestants, f"--json={found_in}")
@@ -58,7 +58,7 @@ def test_a_missing_contestant_is_reported(harness: Harness) -> None:
 
 
 @pytest.mark.core_only
-@pytest.mark.soak  # in the matrix tests/mnist_ddp/test_gradient_tree.py sums in the fixed order
+@pytest.mark.soak  # the quick tests sum in a fixed order (tests/mnist_ddp/test_gradient_tree.py)
 def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--check"])

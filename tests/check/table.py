@@ -2,8 +2,8 @@
 
     python tests/check/table.py [--only NAME...] [--rows ROWS] [--jobs 2]
 
-prints a table, and a list of wrong verdicts; the exit code is 1 if there are any. It needs torch, and takes three
-minutes for each script with all rows.
+The command prints a table and the wrong verdicts. The exit code is 1 if a verdict is wrong. The command needs torch,
+and takes three minutes for each script with all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIME_LIMIT = 1500  # seconds of a check
 
 
 class Script(NamedTuple):
-    """A script of the table. Attributes are lists of rows by their verdict; all others must pass."""
+    """A script of the table, and the rows that must have each verdict. All other rows must pass."""
 
     name: str
     failed: Sequence[str]
@@ -45,12 +45,12 @@ class Script(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The result of a check: for each row its verdict and its message."""
+    """The result of a check. ``rows`` has the verdict and the message of each row."""
 
     script: Script
     rows: dict[str, tuple[str, str]]
     seconds: float
-    error: str  # if the check itself failed
+    error: str  # empty unless the check itself failed
 
     def wrong(self) -> Iterator[str]:
         """Yield a line for each wrong verdict."""
@@ -88,7 +88,7 @@ def check(script: Script, rows: str) -> Checked:
 
     Args:
         script: the script.
-        rows: the option --faults.
+        rows: the value of --faults.
     """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -114,20 +114,20 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def _run(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[str, str, int]:
-    """Run a command. Return its output, its errors, and its exit code."""
+    """Run a command, and return its stdout, its stderr and its exit code."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environ, **pipes) as process:
         _running.add(process)
         try:
             printed, errors = process.communicate(timeout=TIME_LIMIT)
         finally:
-            process.terminate()  # a check then ends its own processes
+            process.terminate()  # on TERM, a check ends its own processes
             _running.discard(process)
     return printed, errors, process.returncode
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check scripts and print the table."""
+    """Check the scripts, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     known = scripts()
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=known, default=[*known], help="scripts")

@@ -1,4 +1,4 @@
-"""``samestep check`` on five apps of this repository: no false alarm. Each app's environment runs its own case."""
+"""Run ``samestep check`` on five apps of this repository: no row may fail. Each environment checks its own app."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from test_command import PLAIN, check
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = "--dataset=mnist-5k", "--global-batch-size=501"
-WORKERS = {"workers": "not seen"}  # they load without workers
-# These need weights and an optimizer of torch.
+WORKERS = {"workers": "not seen"}  # the apps load data without workers
+# These rows need weights and an optimizer of torch.
 PADDLE = WORKERS | dict.fromkeys(("resume-optimizer", "odd-batch", "replicas"), "not seen")
-# The launcher's and the app's own options, the adapter (None: the check sees a DataLoader), and the rows that do not
+# For each app: its launcher, its options, its adapter (None if the app uses a DataLoader), and the rows that do not
 # pass.
 APPS: dict[str, tuple[str, tuple[str, ...], str | None, dict[str, str]]] = {
     "mnist_ddp": ("torchrun", MNIST, None, WORKERS),
@@ -28,7 +28,7 @@ APPS: dict[str, tuple[str, tuple[str, ...], str | None, dict[str, str]]] = {
 
 @pytest.mark.soak
 def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, table: list[str]) -> None:
-    """No other test checks programs with adapters, or with other launchers than torchrun and Python."""
+    """Check an app with its own launcher and, if needed, an adapter."""
     app = request.config.getoption("--app")
     launcher, options, adapter, expected = APPS[app]
     folder = tmp_path / "app"

@@ -1,4 +1,4 @@
-"""Which batches a step trains on, by the tensors that took part in it: program/shapes.py."""
+"""Test how the recorder assigns batches to steps, by the tensors that took part in a step (program/shapes.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cases = dict[str, tuple[list[list[int]], list[list[int]]]]
 
 
 def recorded(folder: Path, script: Path) -> list[dict[str, Any]]:
-    """Run a script with the recorder; return the events of its first process."""
+    """Run a script with the recorder, and return the recorded events in order of time."""
     config: dict[str, Any] = {name: str(folder) for name in ("work", "source", "records")}
     config |= {"checkpoint": "none", "allowed": [tempfile.gettempdir()]}
     environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
@@ -32,7 +32,7 @@ def recorded(folder: Path, script: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """Return, for each loop, the batches of its steps and those that it wants, numbered from its first batch."""
+    """Return, for each loop, the recorded and the expected batches of each step. A loop's first batch is number 0."""
     found: Cases = {}
     for event in recorded(tmp_path_factory.mktemp("shapes"), SHAPES):
         if event["event"] == "begin_case":
@@ -56,6 +56,6 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     if before == "@case"
 ])  # fmt: skip
 def test_a_step_trains_on_the_batches_whose_tensors_took_part(shapes: Cases, name: str) -> None:
-    """No other test has loops of other shapes than a forward pass, a backward pass and a step for each batch."""
+    """The loops of other tests have a forward pass, a backward pass and a step for each batch."""
     steps, wanted = shapes[name]
     assert steps == wanted

@@ -1,4 +1,4 @@
-"""``samestep check`` on a script without a framework, whose ranks record their steps: program/plain.py."""
+"""Run ``samestep check`` on program/plain.py, a script without a framework whose ranks record their steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PADDED = (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),)
 
 
 def program(folder: Path, script: Path, replaced: Replaced = ()) -> Path:
-    """Copy a script into a new folder, with other texts in it."""
+    """Copy a script into a new folder, replace texts in the copy, and return the folder."""
     text = script.read_text()
     for before, after in replaced:
         assert before in text
@@ -42,7 +42,7 @@ def program(folder: Path, script: Path, replaced: Replaced = ()) -> Path:
 
 
 def check(folder: Path, *words: str, **environ: str) -> Done:
-    """Run a check in a folder; return its result, and the verdict of each row."""
+    """Run a check in a folder, and return its process and the verdict of each row."""
     junit = folder.parent / "junit.xml"
     command = [sys.executable, "-c", MAIN, "check", f"--junit={junit}", *words]
     environ = {**os.environ, **environ}
@@ -58,14 +58,14 @@ def plain(folder: Path, rows: str, *words: str, **environ: str) -> Done:
 
 
 def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -> None:
-    """The only test of all rows in the matrix; no other shows the page, or that nothing is left of a check."""
+    """Run all rows, write the HTML page, and check that no files are left."""
     folder = program(tmp_path / "sound", PLAIN)
     page = tmp_path / "page.html"
     (tmp_path / "temporary").mkdir()
     done, verdicts = plain(folder, "all", f"--html={page}", TMPDIR=str(tmp_path / "temporary"))
     assert done.returncode == 0, done.stdout + done.stderr
     not_seen = {name for name, verdict in verdicts.items() if verdict == "not seen"}
-    # It has no weights and no DataLoader.
+    # The script has no weights and no DataLoader.
     assert not_seen == {"resume-optimizer", "odd-batch", "replicas", "workers"}, done.stdout
     assert len(verdicts) == len(ROWS)
     assert {*verdicts.values()} == {"passed", "not seen"}, done.stdout
@@ -75,7 +75,7 @@ def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -
 
 
 def test_a_failed_row_has_its_cause_and_its_page(tmp_path: Path) -> None:
-    """The only test of --require, of the exit codes, and of the words under a failed row."""
+    """Test the cause below a failed row, and the option --require."""
     folder = program(tmp_path / "unsound", PLAIN, PADDED)
     done, verdicts = plain(folder, "evaluation")
     assert (done.returncode, verdicts) == (1, {"evaluation": "failed"})
@@ -86,7 +86,7 @@ def test_a_failed_row_has_its_cause_and_its_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bool) -> None:
-    """No other test shows that a check protects the user's files, those that copies share with the folder too."""
+    """A check protects the user's files, including files that copies share with the folder."""
     outside = tmp_path / "unsound" / ".git" / "precious"
     folder = program(
         tmp_path / "unsound",
@@ -116,7 +116,7 @@ def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bo
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
-    """No other test calls the command wrongly."""
+    """Each mistake ends the check with code 2 and one line."""
     done, _ = check(program(tmp_path / "sound", PLAIN), *words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}"), done.stderr
@@ -124,7 +124,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
 
 
 def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
-    """The adapter raises an error at its import, or in a function that it registered."""
+    """An error at the adapter's import ends the check. A function that is never called causes a note."""
     folder = program(tmp_path / "sound", PLAIN)
     (folder / "adapter.py").write_text("raise RuntimeError('a mistake')\n")
     done, _ = plain(folder, "evaluation", "--adapter=adapter.py")
@@ -138,7 +138,7 @@ def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
 
 
 def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
-    """No other test uses --list or --json."""
+    """Test --list and --json."""
     folder = program(tmp_path / "unsound", PLAIN, PADDED)
     done, _ = check(folder, "--list")
     assert done.stdout.splitlines()[0].split() == ["rank-killed", "2", "starts", "A", "rank", "is", "killed"]
@@ -148,7 +148,7 @@ def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
 
 
 def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
-    """As in a container whose user has no entry in passwd, with PYTHONOPTIMIZE=1."""
+    """Simulate a container whose user has no entry in passwd, with PYTHONOPTIMIZE=1."""
     folder = program(tmp_path / "sound", PLAIN)
     site = tmp_path / "site"
     site.mkdir()
@@ -169,7 +169,7 @@ def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
 
 
 def test_a_sitecustomize_of_the_user_also_runs(tmp_path: Path) -> None:
-    """No other test has a module that the check's own shadows."""
+    """The check's own sitecustomize shadows the user's sitecustomize, so it must run that module."""
     folder = program(
         tmp_path / "sound", PLAIN, (("def train() -> None:\n", "def train() -> None:\n    assert sys.chained\n"),)
     )
@@ -181,7 +181,7 @@ def test_a_sitecustomize_of_the_user_also_runs(tmp_path: Path) -> None:
 
 
 def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
-    """No other test uses the pytest plugin."""
+    """Test the pytest plugin with a row that passes and a row that fails."""
     folder = program(tmp_path / "unsound", PLAIN, PADDED)
     command = f"{sys.executable} plain.py -n 2"
     (folder / "test_it.py").write_text(
@@ -199,7 +199,7 @@ STEP: tuple[str, dict[str, Any]] = ("step", {})
 
 
 def records(folder: Path, *ranks: Events) -> Records:
-    """Write the events of each rank, a second apart, and read them."""
+    """Write the events of each rank, one second apart, and return them as read by `Records`."""
     for rank, events in enumerate(ranks):
         lines = [{"event": name, "time": at, "rank": rank, **values} for at, (name, values) in enumerate(events)]
         (folder / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -219,7 +219,7 @@ def end(loader: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
-    """No other test has a loader that is ahead, as Accelerate's, next(iter(loader)), or a step without examples."""
+    """Test a loader that prefetches as Accelerate's does, next(iter(loader)), and a step without a batch."""
     epochs: list[Events] = [
         [begin(k, 3), batch(k, 0), batch(k, 1), STEP, batch(k, 2), STEP, end(k), STEP] for k in (1, 2)
     ]
@@ -234,7 +234,7 @@ def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
-    """No other test evaluates a Subset, or an evaluation whose padding Accelerate drops."""
+    """Test an evaluation of a Subset, and padding that Accelerate drops."""
 
     def rank(*indices: int, subsets: list[list[int]], dropped: int = 0) -> Events:
         events: Events = [begin(1, 1, *subsets), batch(1, *indices, trains=False), end(1)]
@@ -247,26 +247,26 @@ def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
     assert (found.counts.total(), len(found.counts), found.size) == (3, 3, 3)
     parts = [[2, 1]], [[2, 2]]
     (found,) = records(tmp_path, rank(0, 1, subsets=parts[0]), rank(2, 3, subsets=parts[1])).evaluations()
-    assert found.size == 20  # a part of the dataset for each rank
+    assert found.size == 20  # each rank has its own part of the dataset
     (found,) = records(tmp_path, rank(0, 1, subsets=parts[0] + split), rank(2, subsets=parts[1] + split)).evaluations()
-    assert found.size == 3  # a part of the split for each rank
+    assert found.size == 3  # each rank has its own part of the split
 
 
 def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -> None:
-    """No other test has ranks that continue without a killed one, as Horovod Elastic's do."""
+    """Ranks of Horovod Elastic continue in their processes after another rank was killed."""
     ranks = [[begin(1, 9), *(event for i in range(n) for event in (batch(1, i), STEP))] for n in (4, 2)]
     assert [step.indices for step in records(tmp_path, *ranks).continued(since=4.5)] == [[2], [3]]
     assert not records(tmp_path, *ranks).continued(since=0.5)
 
 
 def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
-    """No other test compares the page with the file."""
+    """Compare the adapter in docs/check_your_own.md with adapter.py."""
     page = Path(__file__).parents[2] / "docs" / "check_your_own.md"
     assert f"```python\n{PLAIN.with_name('adapter.py').read_text()}```" in page.read_text()
 
 
 def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
-    """No other test of the matrix has docs/make_it_survive.md; the soak compares its tables."""
+    """Apply the diffs of docs/make_it_survive.md. The soak also runs the checks of its tables."""
     page = tutorial.PAGE.read_text()
     for count, table in enumerate(tutorial.tables(tmp_path, page), 1):
         script = (tmp_path / "train.py").read_text()

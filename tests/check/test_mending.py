@@ -1,4 +1,4 @@
-"""The changes that mend failed rows: the page has the text of the table."""
+"""Test the changes that `samestep check` suggests for failed rows, and their page docs/mend_a_row.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "mend_a_row.md"
 
 
 def test_each_row_has_a_change_of_one_to_four_lines_that_python_reads() -> None:
-    """No other test reads the changes."""
+    """Parse the suggested change of each row."""
     assert [*MENDING] == [*ROWS]
     for name, mending in MENDING.items():
         for code in filter(None, mending):
@@ -26,13 +26,13 @@ def test_each_row_has_a_change_of_one_to_four_lines_that_python_reads() -> None:
 
 
 def test_the_page_has_the_changes_of_the_table() -> None:
-    """No other test reads docs/mend_a_row.md. To make its part again: python docs/mending.py."""
+    """Compare docs/mend_a_row.md with the changes. To update the page, run python docs/mending.py."""
     titles = {name: row.title for name, row in ROWS.items()}
     assert PAGE.read_text().endswith(markdown(titles)), "run python docs/mending.py"
 
 
 def test_a_failed_row_has_the_change_without_and_with_the_kit() -> None:
-    """No other test shows the change in a table."""
+    """Print the suggested change below each failed row."""
     failed = [Result(row, "failed", "step 4", 1.0) for row in ("odd-batch", "rank-killed", "lost-work")]
     text = table([*failed, Result("term", "passed", "ends", 1.0)])
     assert MENDING["odd-batch"].kit in text
@@ -42,7 +42,7 @@ def test_a_failed_row_has_the_change_without_and_with_the_kit() -> None:
 
 
 def test_rows_that_failed_are_read_from_the_last_file(tmp_path: Path) -> None:
-    """No other test has --faults failed."""
+    """Test --faults=failed, which reads the rows that failed from the file of --json."""
     path = tmp_path / "check.json"
     options = build_parser().parse(["--faults=failed,term", f"--json={path}"])
     with pytest.raises(ConfigError, match=r"check\.json: No such file"):

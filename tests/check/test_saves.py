@@ -1,4 +1,4 @@
-"""The rows of ``samestep check`` on saves: kills at each write, power cuts, full disks (program/saver.py)."""
+"""Test the rows of ``samestep check`` about saves: kills at each write, power cuts, full disks (program/saver.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEWEST = '    os.replace("new.tmp", f"checkpoint-{step}.json")\n'
 OPENED = '    with open("new.tmp"'
 CAUGHT = "        try:\n            save(step)\n        except OSError:\n            pass\n"
 ONE_KEPT: Replaced = (("KEPT = 2", "KEPT = 1"),)
-# The row that must find a fault, the words that name it, and the texts that make it.
+# For each fault: the row that must find it, words of the row's message, and the replacements in the script.
 FAULTS: dict[str, tuple[str, str, Replaced]] = {
     "the newest is named by a file that is written in place": (
         "save-every-write",
@@ -64,7 +64,7 @@ needs_filter = pytest.mark.skipif(not is_supported(), reason="the kernel refuses
 
 @needs_filter
 def test_a_sound_script_survives_each_moment_of_a_save(tmp_path: Path) -> None:
-    """No other test restarts a script in recorded states and passes."""
+    """Restart a sound script in each recorded state of a save."""
     folder = program(tmp_path / "sound", SAVER)
     done, verdicts = check(folder, f"--faults={ROWS}", "--", sys.executable, "saver.py")
     assert {*verdicts.values()} == {"passed"}, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_a_sound_script_survives_each_moment_of_a_save(tmp_path: Path) -> None:
 
 @needs_filter
 def test_an_older_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
-    """No other test passes without an fsync."""
+    """Without fsync, a power cut can empty the newest checkpoint, but the older one stays."""
     folder = program(tmp_path / "sound", SAVER, ((FSYNC, ""),))
     done, verdicts = check(folder, "--faults=save-power-cut", "--", sys.executable, "saver.py")
     assert verdicts == {"save-power-cut": "passed"}, done.stdout + done.stderr
@@ -87,7 +87,7 @@ def test_an_older_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
 @needs_filter
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_save_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
-    """No other test has a script that a kill, a power cut or a full disk in a save breaks."""
+    """Put one fault into the script, and run the row that must find it."""
     row, words, replaced = FAULTS[fault]
     folder = program(tmp_path / "unsound", SAVER, replaced)
     done, verdicts = check(folder, f"--faults={row}", "--", sys.executable, "saver.py")
@@ -108,7 +108,7 @@ BY_DESCRIPTORS: Replaced = (
 
 
 def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path: Path) -> None:
-    """As this package writes them; no other test has a save whose paths are not whole."""
+    """Rename a checkpoint with paths relative to descriptors, as this package does."""
     folder = program(tmp_path / "sound", SAVER, BY_DESCRIPTORS)
     done, verdicts = check(folder, "--faults=checkpoint-damaged", "--", sys.executable, "saver.py")
     assert verdicts == {"checkpoint-damaged": "passed"}, done.stdout + done.stderr
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path
 
 
 def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other test runs a script whose Python announces its calls."""
+    """Run the rows as on a kernel that refuses a filter."""
     (tmp_path / "copies").mkdir()
     monkeypatch.chdir(program(tmp_path / "sound", SAVER))
     command = [sys.executable, "saver.py"]
@@ -152,7 +152,7 @@ except OSError as error:
 
 @needs_filter
 def test_calls_are_stopped_in_their_order_and_may_fail(tmp_path: Path) -> None:
-    """No other test shows which calls the filter reports, or lets one fail."""
+    """Check which calls the filter reports, and make a call fail."""
     found: list[Call] = []
     work = tmp_path / "work"
     work.mkdir()
@@ -181,7 +181,7 @@ def test_calls_are_stopped_in_their_order_and_may_fail(tmp_path: Path) -> None:
 
 
 def test_the_filter_fits_both_machines() -> None:
-    """No other test makes the filter of a machine that runs none of them."""
+    """Build the filter for each processor architecture, and check its size."""
     for machine in filter_calls.MACHINES:
         names = filter_calls.numbers(machine)
         assert {"write", "openat", "renameat2", "unlinkat", "fsync"} <= {*names.values()}
@@ -190,7 +190,7 @@ def test_the_filter_fits_both_machines() -> None:
 
 
 def test_announced_calls_wait_for_the_answer(tmp_path: Path) -> None:
-    """No other test follows a script by Python's audit hook, as where the kernel refuses a filter."""
+    """Send a call as Python's audit hook does if the kernel refuses a filter."""
     found: list[Call] = []
 
     def handle(call: Call) -> int:
@@ -219,11 +219,11 @@ def save_of(time: float, name: str) -> list[Recorded]:
     return [*written, recorded(time, "rename", "new.tmp", name, size=100)]
 
 
-TIMES = [1.0, 2.0, 3.0, 4.0]  # of steps
+TIMES = [1.0, 2.0, 3.0, 4.0]  # when each step ended, in seconds
 
 
 def test_saves_are_the_groups_of_calls_that_write_the_largest_file() -> None:
-    """No other test has a log, a file that each step writes beside a save, or files at the end."""
+    """A log, a small file that each step renames, and a file after the last step belong to no save."""
     calls = [
         recorded(1.5, "write", "log.txt", size=0),
         recorded(1.6, "rename", "at-1.tmp", "at-1", size=9),
@@ -245,7 +245,7 @@ def test_saves_are_the_groups_of_calls_that_write_the_largest_file() -> None:
 
 
 def test_the_states_at_names_come_first_and_the_others_are_spread() -> None:
-    """No other test has more states than --points."""
+    """Choose from more states than --points allows."""
     calls = [recorded(1.5, "write", "a", size=k) for k in range(8)] + [recorded(1.6, "rename", "a", "b")]
     all_states = [states.State(k, {}) for k in range(10)]
     save = states.Save(1, [*range(9)], 2)
@@ -254,7 +254,7 @@ def test_the_states_at_names_come_first_and_the_others_are_spread() -> None:
 
 
 def test_a_power_cut_empties_what_was_renamed_before_its_fsync() -> None:
-    """No other test has a folder that is renamed, or an fsync after the rename, which is too late."""
+    """Test a renamed folder, and an fsync after the rename, which is too late."""
 
     def lost(*calls: Recorded) -> set[str]:
         save = states.Save(1, [*range(len(calls))], 2)
@@ -270,7 +270,7 @@ def test_a_power_cut_empties_what_was_renamed_before_its_fsync() -> None:
 
 
 def test_a_snapshot_copies_changed_files_only_and_comes_back(tmp_path: Path) -> None:
-    """No other test has links, modes and times in a state."""
+    """Restore links, modes and times from a snapshot."""
     work = tmp_path / "work"
     (work / "out").mkdir(parents=True)
     (work / "out" / "a").write_text("one")

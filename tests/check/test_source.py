@@ -1,4 +1,4 @@
-"""The copies of a script's folder, the keys of examples, and the steps that the reader finds in events."""
+"""Test the copies of a script's folder, the keys of examples, and the steps that `Records` reads from events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def copied(folder: Path, target: Path, links: Sequence[Path] = (), is_covered: b
 
 
 def test_a_copy_keeps_times_modes_and_links(tmp_path: Path) -> None:
-    """No other test has links, or a file whose time matters."""
+    """Copy a folder with symbolic links, hard links, modes and times."""
     folder = tmp_path / "folder"
     target = tmp_path / "copies" / "1"
     target.parent.mkdir()
@@ -55,21 +55,21 @@ def test_a_copy_keeps_times_modes_and_links(tmp_path: Path) -> None:
 
 
 def test_special_files_are_left_out_and_named(tmp_path: Path) -> None:
-    """No other test has a FIFO or a socket."""
+    """Copy a folder with a FIFO and a socket."""
     folder = tmp_path / "folder"
     target = tmp_path / "copies" / "1"
     folder.mkdir()
     target.parent.mkdir()
     os.mkfifo(folder / "fifo")
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(folder / "socket"))  # a socket's path is short
+        listener.bind(os.path.relpath(folder / "socket"))  # relative: a socket's path is limited to 107 bytes
     source = copied(folder, target)
     assert source.special == ["fifo", "socket"]
     assert not [*target.iterdir()]
 
 
 def test_words_of_the_command_mean_the_copy(tmp_path: Path) -> None:
-    """No other test names the folder by its absolute path; a program of a virtual environment stays."""
+    """Replace the folder's path in a command by the copy's path, except for a program of a virtual environment."""
     folder = tmp_path / "folder"
     target = tmp_path / "copies" / "1"
     (folder / "out").mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_words_of_the_command_mean_the_copy(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not can_mount(), reason="the kernel refuses a mount namespace")
 def test_a_copy_lies_over_the_folder_and_shares_its_linked_parts(tmp_path: Path) -> None:
-    """No other test writes to the folder's absolute path, or uses a virtual environment and --link in a copy."""
+    """Write to the folder's absolute path, in a copy with a virtual environment and --link."""
     folder = tmp_path / "folder"
     target = tmp_path / "copies" / "1"
     for name in ("data", ".venv", "out", "part/.venv"):
@@ -114,7 +114,7 @@ def test_a_copy_lies_over_the_folder_and_shares_its_linked_parts(tmp_path: Path)
 
 
 def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
-    """No other test has TMPDIR or --keep in the script's folder."""
+    """Refuse a place for copies in the script's folder, and a --link to a missing file."""
     with pytest.raises(ConfigError, match="would contain themselves: choose TMPDIR and --keep elsewhere"):
         Source(tmp_path, ()).check(LIMIT, tmp_path / "kept")
     with pytest.raises(ConfigError, match=r"--link .*data: it is missing"):
@@ -122,7 +122,7 @@ def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_fresh_files_are_left_out_and_old_checkpoints_are_named(tmp_path: Path) -> None:
-    """No other test has --fresh."""
+    """Test --fresh, and the search for checkpoints in the folder."""
     folder = tmp_path / "folder"
     target = tmp_path / "copies" / "1"
     (folder / "out" / "more").mkdir(parents=True)
@@ -153,7 +153,7 @@ def step(*used: int, **values: Any) -> dict[str, Any]:
 
 
 def test_a_skipped_batch_belongs_to_no_step(tmp_path: Path) -> None:
-    """No other test of recorded events has a loop that skips batches, or a step without a batch."""
+    """Read the events of a loop that skips a batch, and of a step without a batch."""
     begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9, "workers": 2}
     events = [begin, batch(1, 0), batch(2, 1), step(2), step(), batch(3, 2), batch(4, 3), step(3), step(4)]
     read = records(tmp_path, events)
@@ -163,14 +163,14 @@ def test_a_skipped_batch_belongs_to_no_step(tmp_path: Path) -> None:
 
 
 def test_keys_of_any_kind_are_compared(tmp_path: Path) -> None:
-    """No other test of recorded events has keys that are not numbers."""
+    """Compare keys that are numbers, texts and tuples."""
     begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9}
     read = records(tmp_path, [begin, batch(1, [3, 0], "b", 2), step(1)], [begin, batch(1, 1, [1, 0]), step(1)])
     assert read.steps()[0].indices == [1, 2, "b", (1, 0), (3, 0)] == ordered([(3, 0), "b", (1, 0), 2, 1])
 
 
 def test_the_last_checksum_of_each_optimizer_and_rank_is_kept(tmp_path: Path) -> None:
-    """No other test of recorded events has two optimizers, or a rank that skips a step."""
+    """Read the events of two optimizers. The first takes a second step on rank 0 only."""
     first = step(optimizer=1, digest=5)
     second = step(optimizer=2, digest=6)
     later = step(optimizer=1, digest=7)
@@ -190,7 +190,7 @@ def test_the_last_checksum_of_each_optimizer_and_rank_is_kept(tmp_path: Path) ->
 def test_the_verdict_on_a_hang_follows_the_timeout_of_collectives(
     tmp_path: Path, timeout: float | None, verdict: type, words: str
 ) -> None:
-    """No other test has a script that waits longer than the check."""
+    """A script hangs for 75 s. Its verdict depends on the timeout of its collectives."""
     event = {"event": "start"} if timeout is None else {"event": "timeout", "seconds": timeout}
     found = hangs(records(tmp_path, [event]), 75, limit=600)
     assert type(found) is verdict
@@ -206,18 +206,18 @@ def test_the_verdict_on_a_hang_follows_the_timeout_of_collectives(
     ],
 )
 def test_a_part_of_the_state_that_is_not_restored_is_named(tmp_path: Path, state: list[float], words: str) -> None:
-    """No other test restores a part of an optimizer's state only."""
+    """Compare an optimizer's state after a resume that lost a part of the state."""
     sound = step(state={"exp_avg": [2, 1.0, 0], "buffer running_mean": [1, 1.0, 0]})
     unsound = step(state={"exp_avg": state, "buffer running_mean": [3, 2.0, 0]})
     wanted, found = records(tmp_path, [sound, unsound]).steps()
-    compare_part(wanted, found, "buffer running_mean", CLOSE, "running_mean")  # other modules have run
+    compare_part(wanted, found, "buffer running_mean", CLOSE, "running_mean")  # not compared: more modules ran
     compare_part(wanted, wanted, "exp_avg", CLOSE, "exp_avg")
     with pytest.raises(Failed, match=words):
         compare_part(wanted, found, "exp_avg", CLOSE, "exp_avg")
 
 
 def test_a_module_that_is_called_without_gradients_is_compared_at_its_first_call(tmp_path: Path) -> None:
-    """No other test of recorded events has a moving average, or a call before the first batch."""
+    """Compare a module that averages weights, and that is also called before the first batch."""
     called = {"event": "called", "name": "weights of Average", "norm": 2.0}
     read = records(tmp_path, [called, batch(1, 0), step(1), called, batch(2, 1), step(2), called])
     assert [len(each.called) for each in read.steps()] == [0, 1]
@@ -227,13 +227,13 @@ def test_a_module_that_is_called_without_gradients_is_compared_at_its_first_call
     other = {"weights of Average": [3.0]}
     rows_resume._compare_norms((wanted, {"weights of Average": [2.5]}, other), compared, CLOSE, "")
     rows_resume._compare_norms((wanted, wanted, {}), compared, CLOSE, "")
-    assert not compared  # its repetition differs, or a resume does not call it
+    assert not compared  # the undisturbed runs differ, or the resumed run does not call the module
     with pytest.raises(Failed, match="the weights of Average, which is called without gradients, differ by 3e-01 at 9"):
         rows_resume._compare_norms((wanted, wanted, other), compared, CLOSE, "at 9")
 
 
 def test_a_rank_that_skips_a_step_takes_the_later_ones_with_the_others(tmp_path: Path) -> None:
-    """No other test of recorded events has ranks with unlike numbers of steps before the last one."""
+    """Rank 1 skips step 2 of 3."""
     begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 3}
     whole = [begin, batch(1, 0), step(1), batch(2, 1), step(2), batch(3, 2), step(3)]
     skips = [begin, batch(1, 3), step(1), batch(2, 4), batch(3, 5), step(3)]
@@ -241,7 +241,7 @@ def test_a_rank_that_skips_a_step_takes_the_later_ones_with_the_others(tmp_path:
 
 
 def test_another_setting_of_a_group_is_named() -> None:
-    """No other test has a scheduler that sets more than the learning rate."""
+    """A scheduler may set the momentum, too."""
     found = [{"momentum": 0.9}]
     wanted = [{"momentum": 0.85}]
     assert difference(found, wanted) == "momentum of group 1 is 0.9, 0.85 undisturbed"
@@ -249,7 +249,7 @@ def test_another_setting_of_a_group_is_named() -> None:
 
 
 def test_a_step_is_done_when_the_first_rank_has_done_it(tmp_path: Path) -> None:
-    """No other test has ranks whose steps end at different times; rank 0 may save before the others have ended."""
+    """Rank 0 may save a step before the other ranks end the step."""
     read = records(tmp_path, [step(), step()], [{"event": "start"}, step(), step()])
     assert read.first_times() == [0, 1]
     assert [each.time for each in read.steps()] == [1, 2]
@@ -262,9 +262,9 @@ def begins(state: int) -> dict[str, Any]:
 
 
 def test_a_generator_may_be_restored_before_the_loader_draws_from_it(tmp_path: Path) -> None:
-    """No other test has steps that draw random numbers and a resume in the middle of an epoch.
+    """Resume in the middle of an epoch whose steps draw random numbers.
 
-    Undisturbed, the loader begins in state 0 and draws, and each step draws. The states at the steps are 11, 12 and 13.
+    Undisturbed, the generator has state 0 when the loader begins, and the states 11, 12 and 13 at the steps.
     """
     drawn = [step(random={"torch": 11}), step(random={"torch": 12}), step(random={"torch": 13})]
     saves = {"event": "save", "kind": "rename", "path": "x", "random": {"torch": 92}}
@@ -274,7 +274,7 @@ def test_a_generator_may_be_restored_before_the_loader_draws_from_it(tmp_path: P
         (found,) = records(tmp_path, events).steps()
         return compare_generators(steps, steps, found, k=2)
 
-    assert resumed(begins(5), drawn[2]) == ([], [])  # restored after the loader has begun
-    assert resumed(begins(12), step(random={"torch": 77})) == (["torch"], [])  # before it
+    assert resumed(begins(5), drawn[2]) == ([], [])  # restored after the loader had begun
+    assert resumed(begins(12), step(random={"torch": 77})) == (["torch"], [])  # restored before the loader began
     assert resumed(begins(92), step(random={"torch": 78})) == (["torch"], [])  # an evaluation drew before the save
     assert resumed(begins(0), step(random={"torch": 11})) == ([], ["torch"])  # not restored

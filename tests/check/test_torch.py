@@ -1,4 +1,4 @@
-"""``samestep check`` on a script of torch's, sound and with one fault each: program/train.py."""
+"""Run ``samestep check`` on a torch script (program/train.py), without faults and with one fault at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unloaded(name: str) -> Replaced:
     return ((f'        {name}.load_state_dict(state["{name}"])\n', ""),)
 
 
-# The row that must find a fault, and the texts that make it.
+# For each fault: the row that must find it, and the replacements in the script.
 FAULTS: dict[str, tuple[str, Replaced]] = {
     "random numbers by rank": ("one-rank", (("SEED + epoch)", "SEED + epoch + rank)"),)),
     "padded evaluation": (
@@ -71,14 +71,14 @@ def torchrun(folder: Path, rows: str) -> Done:
 
 
 def test_two_rows_on_the_sound_script(tmp_path: Path) -> None:
-    """In the matrix no other test shows that torch's loaders and optimizers are seen, and a resume is compared."""
+    """Record torch's loaders and optimizers in a sound script, and compare a resumed run."""
     done, verdicts = torchrun(program(tmp_path / "sound", TRAIN), "resume-optimizer,resume-position")
     assert {*verdicts.values()} == {"passed"}, done.stdout + done.stderr
     assert done.returncode == 0
 
 
 def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
-    """In the matrix no other test has torch's DistributedSampler."""
+    """The script has two faults: a padded evaluation, and an epoch order that never changes."""
     replaced = FAULTS["padded evaluation"][1] + FAULTS["epoch not set"][1]
     done, verdicts = torchrun(program(tmp_path / "unsound", TRAIN, replaced), "epoch-order,evaluation")
     assert verdicts == {"epoch-order": "failed", "evaluation": "failed"}, done.stdout + done.stderr
@@ -86,7 +86,7 @@ def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
 
 
 def test_two_rows_on_forked_ranks(tmp_path: Path) -> None:
-    """No other test shows that the hooks of torch's imports, made once, record each forked rank."""
+    """The ranks are forked after torch was imported. The hooks of that one import must record each rank."""
     folder = program(tmp_path / "forked", TRAIN)
     head, first, rest = (folder / "train.py").read_text().partition("stopping = ")
     (folder / "train.py").write_text(f"{head}if __name__ == '__main__':\n{textwrap.indent(first + rest, '    ')}")
@@ -109,9 +109,9 @@ for closure in (None, lose_a_rank, None):
 
 
 def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
-    """As with Horovod Elastic, whose ranks catch the exception and continue."""
+    """Ranks of Horovod Elastic catch the exception of a step and continue."""
     config: dict[str, Any] = {name: str(tmp_path) for name in ("work", "source", "records")} | {"checkpoint": "none"}
-    config |= {"allowed": [tempfile.gettempdir()]}  # torch looks for a place to write
+    config |= {"allowed": [tempfile.gettempdir()]}  # torch searches for a writable folder
     environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
     subprocess.run([sys.executable, "-c", STEPS], env=environ, timeout=60, check=True)
     (record,) = tmp_path.glob("*.jsonl")
@@ -121,7 +121,7 @@ def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("rows", ["quick", "all"])
 def test_no_row_of_the_sound_script_fails(tmp_path: Path, rows: str, table: list[str]) -> None:
-    """No other test runs all rows on a script of torch's, and measures their time."""
+    """The table records how long the rows take."""
     begun = time.monotonic()
     done, verdicts = torchrun(program(tmp_path / "sound", TRAIN), rows)
     took = f"{time.monotonic() - begun:.0f} s"
@@ -133,7 +133,7 @@ def test_no_row_of_the_sound_script_fails(tmp_path: Path, rows: str, table: list
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
-    """No other test shows which faults a check finds."""
+    """Put one fault into the sound script, and run the row that must find it."""
     row, replaced = FAULTS[fault]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -145,7 +145,7 @@ def test_a_fault_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
 
 @pytest.mark.soak
 def test_the_tables_of_the_tutorial(tmp_path: Path, table: list[str]) -> None:
-    """No other test shows that a check sees a script become sound, change by change."""
+    """Apply the tutorial's changes in turn. After each change, the check must find the verdicts of the page."""
     verdicts = dict[str, str]()
     count = 0
     for shown in tutorial.tables(tmp_path, tutorial.PAGE.read_text()):
@@ -158,14 +158,14 @@ def test_the_tables_of_the_tutorial(tmp_path: Path, table: list[str]) -> None:
 
 @pytest.mark.parametrize("name", [name for name, script in table_of_scripts.scripts().items() if script.quick])
 def test_a_script_of_the_table_has_the_verdicts_of_its_rows(name: str) -> None:
-    """No other test in the matrix has these faults, each in a script of its own, and their sound twins."""
+    """Check the quick rows of each script of the table."""
     script = table_of_scripts.scripts()[name]
     checked = table_of_scripts.check(script, ",".join(script.quick))
     assert not [*checked.wrong()]
 
 
 def test_the_table_has_each_script_and_at_most_ten_in_the_matrix() -> None:
-    """No other test compares the table with its folder."""
+    """Compare table.toml with the scripts in its folder."""
     found = table_of_scripts.scripts()
     files = {path.stem for path in table_of_scripts.SCRIPTS.glob("*.py")} - {"training"}
     assert found.keys() == files
@@ -178,7 +178,7 @@ def test_the_table_has_each_script_and_at_most_ten_in_the_matrix() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", table_of_scripts.scripts())
 def test_all_rows_of_a_script_of_the_table(name: str, table: list[str]) -> None:
-    """No other test shows that a sound script passes all rows, and an unsound one fails its rows alone."""
+    """A sound script must fail no row, and an unsound script must fail exactly the rows of the table."""
     checked = table_of_scripts.check(table_of_scripts.scripts()[name], "all")
     wrong = [*checked.wrong()]
     table.append(f"check: all rows of {name} | 2 | none | {len(checked.rows)} | {len(checked.rows) - len(wrong)}")

@@ -2,7 +2,7 @@
 
     python tests/check/tutorial.py
 
-writes the tables into the page. It needs torch, and takes 11 minutes.
+The command writes the tables into the page. It needs torch, and takes 11 minutes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from walk import git
 PAGE = REPOSITORY / "docs" / "make_it_survive.md"
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# A row of a table: its name, its verdict, what the check saw, and after a failed row the usual cause.
+# A row of a table: its name, its verdict, its message, and the usual cause if it failed.
 ROW = re.compile(r"^([\w-]+) +(passed|failed|cannot tell|not seen) +([^\n]*(?:\n +usual cause[^\n]*)?)", re.MULTILINE)
 
 
 class Table(NamedTuple):
-    """A table of the page: its place, its text, the command that makes it, and whether it has all rows of it."""
+    """A table of the page: its start and end in characters, its text, and the command that prints it."""
 
     start: int
     end: int
     text: str
     command: list[str]
-    whole: bool  # otherwise it has the rows that changed
+    whole: bool  # whether the table has all rows, or only the rows that changed
 
 
 def tables(folder: Path, page: str) -> Iterator[Table]:
-    """Yield each table of the page, at a time when the script in ``folder`` is the one that it shows."""
+    """Yield each table of the page while ``folder`` has the script that the table is about."""
     command = list[str]()
     whole = True
     for block in BLOCK.finditer(page):
@@ -57,7 +57,7 @@ def tables(folder: Path, page: str) -> Iterator[Table]:
 
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
-    """Return the verdict and the words of each row of a table."""
+    """Return the verdict and the message of each row of a table, by the row's name."""
     return {name: (verdict, words) for name, verdict, words in ROW.findall(text)}
 
 
@@ -73,7 +73,7 @@ def run(folder: Path, command: list[str]) -> str:
 
 
 def changed(text: str, shown: dict[str, tuple[str, str]]) -> str:
-    """Return the lines of the rows whose verdict or words differ from those shown before, numbers aside."""
+    """Return the rows whose verdict or message differs from ``shown``, apart from numbers."""
 
     def without_numbers(row: tuple[str, ...] | None) -> object:
         return row and (row[0], re.sub(r"\d+(\.\d+)?(e-\d+)?", "", row[1]))
@@ -85,7 +85,7 @@ def changed(text: str, shown: dict[str, tuple[str, str]]) -> str:
 
 
 def write(page: str) -> str:
-    """Return the page with the tables that its commands print now."""
+    """Return the page with the tables that its commands print now. Running the commands takes minutes."""
     written = ""
     position = 0
     shown = dict[str, tuple[str, str]]()

@@ -1,4 +1,4 @@
-"""Describe cifar_ddp for the common cases."""
+"""Describe cifar_ddp for the common tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEC = App(
     direction="max",
     metric_limit=0.9,
     loss_factor=0.5,
-    # 1,024 samples by 64: 16 steps an epoch. The runs that are killed, stopped or resumed have every option on.
+    # 1,024 samples in batches of 64 make 16 steps per epoch. Killed, stopped and resumed runs have every option on.
     small=(
         *("--dataset=synthetic-cifar10", "--epochs=2", "--global-batch-size=64", "--checkpoint-every=5"),
         *("--log-every=1", "--input=loader", "--workers=1", *EVERYTHING),
@@ -43,6 +43,6 @@ SPEC = App(
     exact_steps=(50, 6),
     virtual_ranks=4,
     replayed_steps=10,
-    delay=30,  # in each of three micro-batches
+    delay=30,  # ms, in each of three micro-batches
     skipped_marks=("core_only", "best", "faults", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
 )

@@ -1,4 +1,4 @@
-"""The dataset on which this app's gray images are tested."""
+"""The dataset for this app's tests of gray images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import write_idx
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """A small dataset of noise in Fashion-MNIST's format."""
+    """Return the folder of a small dataset of noise in Fashion-MNIST's format."""
     random = np.random.default_rng(0)
     (tmp_path / "fashion-mnist").mkdir()
     for split, count in (("train", 600), ("t10k", 200)):

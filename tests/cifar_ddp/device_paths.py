@@ -1,4 +1,4 @@
-"""Every device path of cifar_ddp, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of cifar_ddp and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 OWN = "tests/cifar_ddp/test_cifar_ddp.py"
 PATHS = [

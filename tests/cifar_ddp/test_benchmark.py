@@ -1,4 +1,4 @@
-"""The benchmark of time to accuracy, on a small dataset: it still runs."""
+"""Run the benchmark of time to accuracy on a small dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import ROOT
 @pytest.mark.soak
 @pytest.mark.parametrize(("way", "rows"), [([], 2), (["--inputs"], 1), (["--shares"], 1)])
 def test_the_benchmark_still_runs(data_dir: Path, way: list[str], rows: int) -> None:
-    """Four steps of the app and its competitors run; their numbers have no meaning."""
+    """Run four steps of the app and of each program that it is compared with. The results have no meaning."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "time_to_accuracy.py"), "--quick", f"--data-dir={data_dir}", *way],
         env={**os.environ, "PYTHON": sys.executable},

@@ -1,4 +1,4 @@
-"""cifar_ddp's own tests: a step with all usual parts is the same at any world size and after kills."""
+"""Test cifar_ddp: a step with all usual parts is the same at any world size and after kills."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ EVERYTHING = SPEC.variants[0]
 
 
 def uneven_batch(examples: int) -> int:
-    """Return a size of three micro-batches that neither 2 nor 3 divides, with a last batch of few samples.
+    """Return a size of a global batch of three micro-batches, whose sizes neither 2 nor 3 divides.
 
-    Of 1,024 samples: 93. The twelfth batch of an epoch then has one sample.
+    The last batch of an epoch is as small as possible. With 1,024 samples, batches have 93 and the last has 1.
     """
     micro_batches = [size for size in range(examples // 40, examples // 30) if size % 2 and size % 3]
     return min((3 * size for size in micro_batches), key=lambda size: (examples - 1) % size)
@@ -35,12 +35,12 @@ def uneven_batch(examples: int) -> int:
 
 assert SPEC.train_examples
 BATCH = uneven_batch(SPEC.train_examples)
-EPOCH = math.ceil(SPEC.train_examples / BATCH)  # steps
+EPOCH = math.ceil(SPEC.train_examples / BATCH)  # steps per epoch
 UNEVEN = f"--global-batch-size={BATCH}"
 
 
 def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness, soak: bool) -> None:
-    """Also if several ranks stop in mid-epoch, and a second start resumes."""
+    """Runs on several ranks also stop in mid-epoch and resume."""
     curves = []
     averages = []
     for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
@@ -73,11 +73,11 @@ LOADER = ("--input=loader", "--workers=1")
         (3, "bfloat16", MEMORY),
     ],
 )
-@pytest.mark.soak  # in the matrix tests/common kills a run with everything on and a loader
+@pytest.mark.soak  # the quick tests kill a run with everything on and a loader (tests/common)
 def test_everything_on_survives_kills(
     harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str], table: list[str]
 ) -> None:
-    """The launch script starts the job again from its last checkpoint; a killed rank's workers end, too."""
+    """The launch script restarts the job from its last checkpoint. The loader workers of a killed rank also end."""
     runs = amount(soak, few=1, many=5)
     kills = amount(soak, few=1, many=4)
     chance = random.Random(n)
@@ -97,9 +97,9 @@ def test_everything_on_survives_kills(
     table.append(f"| {harness.app.name} | {n} | {what} | {runs * kills} | {runs * kills} |")
 
 
-@pytest.mark.soak  # in the matrix tests/common kills and stops it without --compile
+@pytest.mark.soak  # the quick tests kill and stop the run without --compile (tests/common)
 def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
-    """A start that compiles for another first batch makes the same kernels: the same bits as undisturbed."""
+    """A restart compiles for a first batch of another size. The kernels must still compute the same bits."""
     options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5"]
     last = f"--max-steps={EPOCH + 2}"
     whole = harness.start(2, *options, last, run_dir=harness.folder / "undisturbed").finish(1200)
@@ -109,18 +109,18 @@ def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(1200), 2)
     assert (result["restarts"], ends_of(result)) == (1, expected)
-    # The first batch that the second start sees is the epoch's last, of few samples.
+    # The first batch of the second start is the last of the epoch, which has few samples.
     for stop in (EPOCH - 1, EPOCH + 2):
         parts = harness.start(2, *options, f"--max-steps={stop}", run_dir=harness.folder / "parts").finish(1200)
     result = harness.checked(parts, 2)
     assert (result["resumed_from_step"], ends_of(result)) == (EPOCH - 1, expected)
     plain = harness.train(2, *SMALL, *EVERYTHING, UNEVEN, last, run_dir=harness.folder / "plain")
-    # The same random numbers; rounding in float32 grows from step to step.
+    # The random numbers are the same. Differences by rounding in float32 grow from step to step.
     assert relative_difference(losses(Path(plain["run_dir"]))[:6], losses(Path(result["run_dir"]))[:6]) < 1e-3
 
 
 def ends_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the results that equal runs share: weights, their average, losses and evaluations."""
+    """Return the results that equal runs share: digests of the weights and their average, losses and evaluation."""
     run_dir = Path(result["run_dir"])
     average = checkpoint.weights_sha256(checkpoint.load_weights(run_dir / "model-ema.safetensors"))
     return result["weights_sha256"], average, losses(run_dir), evaluation(result)
@@ -201,7 +201,7 @@ class Kind:
     ranks: int
     steps: int
     options: Sequence[str]
-    files: Sequence[str]  # of weights
+    files: Sequence[str]  # names of the weight files, without suffix
 
 
 KINDS = {
@@ -219,7 +219,7 @@ KINDS = {
 
 
 def test_the_steps_are_those_of_a_plain_loop(harness: Harness, soak: bool) -> None:
-    """One process, torch's own batch normalisation, mean loss, two groups of weights, and the rate by its formula."""
+    """The plain loop is one process with torch's batch norm, mean loss, two parameter groups and the rate's formula."""
     kinds = amount(soak, few=["adamw"], many=[*KINDS])
     options = [f"--dataset={SPEC.dataset}", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
     options += ["--label-smoothing=0.2", "--weight-decay=0.05"]
@@ -237,7 +237,7 @@ def test_the_steps_are_those_of_a_plain_loop(harness: Harness, soak: bool) -> No
             arrays = checkpoint.load_weights(run_dir / f"{file}.safetensors")
             sums = {key: float(np.abs(arrays[key]).sum()) for key in expected}
             assert sums == pytest.approx(expected, rel=SPEC.tolerance)
-    # The best weights are the averaged weights, because the evaluation uses them.
+    # The best weights are averaged weights, because the evaluation uses averaged weights.
     run_dir = harness.folder / "adamw"
     best = checkpoint.load_weights(run_dir / "model-best.safetensors")
     step = json.loads((run_dir / "result.json").read_text())["best_step"]
@@ -450,9 +450,9 @@ print(json.dumps(told))
 
 
 def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
-    """Dropout, augmentation and the mean over samples do not rest on them. Batch statistics are a micro-batch's.
+    """Dropout, augmentation and the mean over samples do not depend on micro-batches, but batch statistics do.
 
-    And a DataLoader's workers make the same batches as one index into memory.
+    The workers of a DataLoader make the same batches as an index into memory.
     """
     reported = told_by("cifar_ddp", ALONE + STEPS, SPEC.dataset)
     assert reported["inputs"] == [[17, 16, 0, 17, 16]] * 2
@@ -496,7 +496,7 @@ print(json.dumps(told))
 def test_a_mistake_is_one_line_and_a_schedules_horizon_stays() -> None:
     reported = told_by("cifar_ddp", "import json; told = {}" + MISTAKES)
     assert reported.pop("horizon") == [True, False]
-    assert reported.pop("inputs")  # they may change at a resume
+    assert reported.pop("inputs")  # a resume may change --input
     assert len(reported) == 6
     for words, text in reported.items():
         assert "\n" not in text

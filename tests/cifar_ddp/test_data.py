@@ -1,4 +1,4 @@
-"""Gray images: Fashion-MNIST's format as the app has it."""
+"""Test how the app reads gray images in Fashion-MNIST's format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Nothing of a step, an evaluation or the average of the weights stays behind on the CPU.
+"""Test that steps, evaluations and the average of the weights compute on the device, not on the CPU.
 
-Tensors of torch's device "meta" have a device, but no content. As on a GPU, an operation refuses to mix them with the
-CPU's.
+Tensors on torch's device "meta" have a device but no content. As on a GPU, an operation that mixes them with CPU
+tensors fails.
 """
 
 from __future__ import annotations

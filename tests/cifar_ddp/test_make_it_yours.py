@@ -21,7 +21,7 @@ from repository import clone, ran, run_fresh
 
 PAGE = ROOT / "docs" / "make_it_yours.md"
 LIMIT = 120
-# The step with all that it has, as the page leaves it, small.
+# Options of a small run that uses every part of the step.
 SMALL = (
     *("--max-steps=8", "--global-batch-size=61", "--log-every=1", "--optimizer=adamw", "--warmup-steps=3"),
     *("--clip-norm=1", "--accumulate=3", "--ema=0.9"),
@@ -58,7 +58,7 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of the repository with my_app in it, with the page's changes and data."""
+    """Return a clone of the repository that contains my_app with the page's changes and data."""
     root = clone(tmp_path_factory.mktemp("walk") / "samestep")
     run(root, "bash", "scripts/new_app.sh", "my_app", "--from", "cifar_ddp")
     walk.apply_patches(root, PAGE)
@@ -71,7 +71,7 @@ def start(harness: Harness, copy: Path) -> Callable[..., Job]:
     def start(n: int, run_dir: str, *options: str) -> Job:
         folder = harness.folder / run_dir
         script = ["bash", str(copy / "scripts" / "run_my_app.sh"), str(n), f"--run-dir={folder}", *SMALL, *options]
-        # The copy's own core comes before the installed one.
+        # The core of the copy precedes the installed core.
         return harness.start_command(script, folder, copy, PYTHONPATH=str(copy / "core"))
 
     return start
@@ -86,7 +86,7 @@ def result(job: Job) -> dict[str, Any]:
 def test_the_changed_copy_takes_the_same_steps_at_any_number_of_ranks(
     copy: Path, start: Callable[..., Job], harness: Harness, soak: bool
 ) -> None:
-    """Losses at N = 1 and 2 agree, as do the metric and a plain computation and, in a soak, a killed run's weights."""
+    """Compare losses at two world sizes, the metric with a plain computation and, in a soak, a killed run's weights."""
     n = amount(soak, few=2, many=3)
     options = ["--dtype=float64", "--max-steps=24", "--checkpoint-every=3"]
     jobs = [start(ranks, f"exact-{ranks}", *options) for ranks in (1, n)]
@@ -116,8 +116,8 @@ def test_the_changed_copy_takes_the_same_steps_at_any_number_of_ranks(
     assert lines[0]["test_macro_f1"] > 0
 
 
-@pytest.mark.soak  # in the matrix the same tests of cifar_ddp run
+@pytest.mark.soak  # the quick tests run these tests for cifar_ddp
 def test_the_own_tests_of_the_changed_copy_pass(copy: Path, tmp_path: Path) -> None:
-    """The page changes none of them: they read the data, the metric and the tolerance from app_spec.py."""
+    """The page changes none of these tests: they read the data, the metric and the tolerance from app_spec.py."""
     words = [sys.executable, "-m", "pytest", "--app=my_app", "--device=cpu", "-n", "2", "tests/my_app"]
     run_fresh(copy, tmp_path / "output", 600, *words, PYTHON=sys.executable)

@@ -1,4 +1,4 @@
-"""The networks of model.py, each against one that is written out or torchvision's."""
+"""Compare each network of model.py with torchvision's, or with one that is written out layer by layer."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def test_the_resnets_are_torchvisions_and_the_small_network_is_the_one_written_o
     reported = told_by("cifar_ddp", PROGRAM)
     assert max(reported.pop("resnet18"), reported.pop("resnet50")) < 1e-4
     assert reported.pop("small") < 1e-12
-    assert reported.pop("parameters") == 242_474 - 129 * 10  # a class adds 128 weights and a bias
+    assert reported.pop("parameters") == 242_474 - 129 * 10  # each class adds 128 weights and a bias
     assert all(reported.values())

@@ -1,4 +1,4 @@
-"""The README's figures: how far the usual ways to write a step change a training."""
+"""Check the README's figures: how much the usual ways to write a step change the training."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ APART = {
 
 
 def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
-    """Each way by itself, and none of them."""
+    """Train with each usual way alone, and with none."""
     reported = told_by("cifar_ddp", "import wrong_ways; wrong_ways.main()")
     right = [reported.pop(f"{divided}: none") for divided in ("ranks", "micro-batches", "resumed")]
     assert max(right) < 1e-12
     assert right[-1] == 0
-    # The README's numbers; another processor or torch may round differently.
+    # Allow a factor of 3 from the README's numbers: another processor or torch version may round differently.
     assert reported.keys() == APART.keys()
     assert all(apart / 3 < reported[way] < 3 * apart for way, apart in APART.items()), reported

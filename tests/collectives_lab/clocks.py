@@ -2,10 +2,11 @@
 
     clocks.py RUN_DIR
 
-Tensors stay on the CPU. `distributed.session.device` is a GPU, and its stream only notes that somebody waited for it. A
-reading is early if something was computed or communicated since the last wait for the stream: on a GPU that work might
-not be done yet. For each program, RUN_DIR/clocks.json then holds the number of clock readings, the early ones (file and
-line), and the number of waits. It also holds the device that each --device means, by number of GPUs.
+Tensors stay on the CPU. `distributed.session.device` is a GPU, and its fake stream only counts waits. A clock reading
+is early if an operation or a collective ran after the last wait for the stream: a GPU might still compute then.
+The program writes RUN_DIR/clocks.json. For each program, the file holds the number of clock readings, the places of
+early readings (file and line), and the number of waits. It also holds the device that each --device selects, by the
+number of GPUs.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from samestep import ConfigError, env  # noqa: E402
 
 
 class Stream:
-    """A fake of a GPU's stream, which counts waits."""
+    """A fake GPU stream that counts waits and clock readings."""
 
     def __init__(self) -> None:
         self.waits = 0
-        self.busy = False  # with work that is not waited for yet
+        self.busy = False  # whether work was added since the last wait
         self.readings = 0
         self.early: list[str] = []
 
@@ -47,7 +48,7 @@ class Stream:
         self.busy = False
 
     def read_clock(self) -> float:
-        failing = sys.exc_info()[0] is not None  # that time is not for a timeline
+        failing = sys.exc_info()[0] is not None  # times after a failure are not in a timeline
         if threading.current_thread() is threading.main_thread() and not failing:
             self.readings += 1
             if self.busy:
@@ -57,7 +58,7 @@ class Stream:
 
 
 class Busy(TorchDispatchMode):
-    """Note every operation and every collective as work in the stream."""
+    """Mark the stream as busy at every torch operation, collectives included."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +70,7 @@ class Busy(TorchDispatchMode):
 
 
 def choices(n: int, gpus: int) -> dict[str, str]:
-    """Return what --device chooses for the last of n ranks on a machine with so many GPUs."""
+    """Return the device and backend that each --device selects for the last of n ranks, given the number of GPUs."""
     world = env.World(n - 1, n, local_rank=n - 1, local_world_size=n)
     chosen = {}
     for wanted in ("auto", "cuda", "cpu"):
@@ -103,10 +104,10 @@ def main() -> None:
         sys.argv = [module.__name__, *common, *options]
         with (
             mock.patch.object(torch.cuda, "current_stream", return_value=stream),
-            mock.patch.object(module, "rendezvous", return_value=place),  # a process joins the others once
+            mock.patch.object(module, "rendezvous", return_value=place),  # a process can join the group only once
             mock.patch.object(module, "time", clock),
             mock.patch.object(distributed, "time", clock),
-            mock.patch.object(module, "pictures", return_value=[]),  # they read no clock, and take seconds
+            mock.patch.object(module, "pictures", return_value=[]),  # drawing reads no clock, and takes seconds
             Busy(stream),
         ):
             module.main()

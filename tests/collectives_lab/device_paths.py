@@ -1,8 +1,8 @@
-"""Every device path of collectives_lab, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of collectives_lab and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 CLOCKS = "tests/collectives_lab/test_collectives_lab.py::test_on_a_gpu_every_timestamp_waits_for_the_device"
 PATHS = [
-    # device, transport, launcher or part of the program, how it is shown, its test or source
+    # device, transport, launcher or part of the program, how it is tested, its test or source
     ("cpu", "gloo", "torchrun, by the launch script", "run", "tests/collectives_lab"),
     ("cpu", "gloo", "bare ranks by RANK and WORLD_SIZE", "run", "tests/collectives_lab"),
     (

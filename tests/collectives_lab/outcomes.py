@@ -1,8 +1,8 @@
-"""Show what the programs make of outcomes that gloo and a short job do not have: one rank, with replaced collectives.
+"""Run one rank with replaced collectives, to get outcomes that neither gloo nor a short job has.
 
     outcomes.py RUN_DIR
 
-RUN_DIR/outcomes.json then holds, by name, a table's cells or the error.
+The program writes RUN_DIR/outcomes.json, which holds the cells of a table or the error, by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def outcome(what: Callable[[], Any]) -> Any:
 def operator_cells(
     operator: str, collective: Callable[..., Any], world: Any, device: Any, backend: str = "gloo"
 ) -> Any:
-    """Return the cells of ``operator``'s row, float32 to int64, when ``collective`` is all_reduce."""
+    """Return the operator's table cells (float32 to int64), counts of cases, and shown dtypes for a fake all_reduce."""
     with (
         mock.patch.dict(primitives.REDUCERS, all_reduce=collective),
         mock.patch.object(primitives, "backend", return_value=backend),
@@ -54,12 +54,12 @@ def failing(words: str) -> Callable[..., Any]:
 
 
 def accepting(x: Any, *_: Any, **__: Any) -> Any:
-    """Return what the rank holds, which on one rank is every reduction."""
+    """Return ``x``, which is the result of any reduction on one rank."""
     return x
 
 
 def data_parallel(options: Any, steps: int, gradients: float, weights: float) -> str:
-    """Return whether ``launchers`` accepts these differences."""
+    """Return "told" if ``launchers`` accepts these differences, else "error"."""
 
     def job(what: str, words: list[str], run_dir: Path) -> dict[str, Any]:
         ways = [{"way": "DDP", "gradients_difference": gradients, "weights_difference": weights}]

@@ -1,4 +1,4 @@
-"""The laboratory, driven through its launch script and as bare ranks: real processes, real collectives."""
+"""Run the laboratory by its launch script and as bare ranks, with real processes and collectives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ APP = ROOT / "apps" / "collectives_lab"
 PRIMITIVES = (
     "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all barrier send_recv isend_irecv"
 ).split()
-LIMIT = 900  # seconds for a command; several commands start a dozen jobs
+LIMIT = 900  # seconds for one command, which may start a dozen jobs
 POINT_TO_POINT = {"send_recv", "isend_irecv"}
 PLACES = ("backward", "start", "aggregation", "once")
 
 
 class Lab(Harness):
     def command(self, n: int, command: str, *options: str, run_dir: Path | None = None, **environ: str) -> Job:
-        """``scripts/run_collectives_lab.sh n command options``."""
+        """Start ``scripts/run_collectives_lab.sh n command options``."""
         run_dir = run_dir or self.folder / "run"
         script = str(ROOT / "scripts" / "run_collectives_lab.sh")
         words = ["bash", script, str(n), command, f"--run-dir={run_dir}", f"--device={self.device}", *options]
@@ -45,7 +45,7 @@ class Lab(Harness):
         return outcome
 
     def bare(self, n: int, program: str, *options: str, name: str = "run") -> list[Job]:
-        """Start the ranks of a program as a person does at n terminals: no launcher stops a rank when another fails."""
+        """Start the ranks of a program as a user at n terminals does. No launcher stops the ranks if one fails."""
         run_dir = self.folder / name
         words = [
             sys.executable,
@@ -66,7 +66,7 @@ class Lab(Harness):
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
-    """Runs the laboratory."""
+    """Yield a `Lab`, and check afterwards that no process is left."""
     app = App(name="collectives_lab", dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=())
     made = Lab(app, request.config.getoption("--device"), tmp_path)
     yield made
@@ -108,7 +108,7 @@ REDUCERS = "reduce all_reduce reduce_scatter".split()
 
 
 def check_operators(found: dict[str, Any], n: int) -> None:
-    """gloo's results are right on every rank. A refusal is reported in its words, and is not counted as right."""
+    """Check that gloo's results are right on every rank, and that a refusal has gloo's message and counts no case."""
     assert all(case["wrong"] == {} for case in found["operator_checks"])
     if found["facts"]["backend"] != "gloo":
         return
@@ -123,7 +123,7 @@ def check_operators(found: dict[str, Any], n: int) -> None:
             refused = f"Cannot use ReduceOp.{op} with non-integral dtype"
         assert case["refused"] == refused
         assert case["defined"] == (not refused)
-        assert case["cases"] == (0 if refused else 3 * (n if name == "reduce" else 1))  # layouts, roots
+        assert case["cases"] == (0 if refused else 3 * (n if name == "reduce" else 1))  # 3 layouts, for each root
     shown = {(each["operator"], each["primitive"]): each for each in found["operators"]}
     assert list(shown) == [(op, name) for op in OPERATORS for name in REDUCERS]
     assert {key for key, each in shown.items() if each["dtype"] != "int64"} == {("AVG", name) for name in REDUCERS}
@@ -136,7 +136,7 @@ def check_operators(found: dict[str, Any], n: int) -> None:
 
 
 def reduced(operator: str, numbers: Sequence[int]) -> float:
-    """By Python's own arithmetic."""
+    """Return the reduction of ``numbers`` by Python's own arithmetic."""
     pair: dict[str, Callable[[Any, Any], Any]] = {
         "PRODUCT": mul, "MIN": min, "MAX": max, "BAND": and_, "BOR": or_, "BXOR": xor,
     }  # fmt: skip
@@ -146,7 +146,7 @@ def reduced(operator: str, numbers: Sequence[int]) -> float:
 
 
 def check_values_by_hand(shown: dict[str, list[dict[str, Any]]]) -> None:
-    """3 ranks that hold [10, 11, 12], [20, 21, 22] and [30, 31, 32], or 10, 20 and 30."""
+    """Check the results of 3 ranks that hold [10, 11, 12], [20, 21, 22] and [30, 31, 32], or 10, 20 and 30."""
     assert [rank["before"] for rank in shown["broadcast"]] == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
     after = {name: [rank["after"] for rank in ranks] for name, ranks in shown.items()}
     assert after["broadcast"] == [[10, 11, 12]] * 3
@@ -164,7 +164,7 @@ def ends(jobs: list[Job]) -> list[Outcome]:
     return [job.finish() for job in jobs]
 
 
-# The quick tests use primitives that fail in different ways: in a collective, in a send, by comparison.
+# The quick tests use primitives that fail in different ways: in a collective, in a send, in a comparison of shapes.
 FAULTS = {
     "killed": ["all_reduce", "send_recv"],
     "stopped": ["broadcast", "isend_irecv"],
@@ -175,7 +175,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [*list(FAULTS)[:3], pytest.param("missing", marks=pytest.mark.soak)])
 def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, fault: str, soak: bool) -> None:
-    """Several primitives at the same time, each among ranks that nobody watches over; a soak gives each all faults."""
+    """Several jobs of bare ranks run at the same time, one for each primitive. A soak tests all primitives."""
     n = amount(soak, few=2, many=4)
     possible = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")]
     names = amount(soak, few=FAULTS[fault], many=possible)
@@ -198,10 +198,9 @@ def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, f
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> None:
-    """Torchrun stops the other ranks as soon as one has died, often before they have noticed.
+    """Torchrun stops the other ranks as soon as one rank dies, often before they detect the failure.
 
-    The console shows one of the errors if all report the lost connection; the launcher's log has them all. No other
-    test kills a rank under the launch script.
+    The console shows one error if all ranks report the lost connection. The launcher's log has all errors.
     """
     job = lab.command(n, "primitives", "--only=all_reduce", "--fault=killed", "--timeout=20")
     outcome = job.finish()
@@ -256,7 +255,7 @@ def test_the_help_of_every_command_teaches(lab: Lab, command: str) -> None:
 
 
 def lab_options() -> Any:
-    """The app's options.py as a module; it needs only the standard library and samestep."""
+    """Return the app's options.py as a module. The module needs only the standard library and samestep."""
     spec = importlib.util.spec_from_file_location("lab_options", APP / "options.py")
     assert spec is not None
     assert spec.loader is not None
@@ -266,13 +265,13 @@ def lab_options() -> Any:
 
 
 def test_help_states_the_defaults_that_the_programs_get() -> None:
-    """Each "(default: ...)" is the value that ``parse`` gives without the option, and beside --quick."""
+    """Compare each "(default: ...)" of the help with the value that ``parse`` returns, with and without --quick."""
     options = lab_options()
     stated = {}
     for command, parser in options.build_parser().commands().items():
         usual, quick = (vars(options.parse([command, *more])) for more in ([], ["--quick"]))
         for action in parser._actions:
-            if action.help == argparse.SUPPRESS or action.nargs == 0:  # hidden, or off unless given
+            if action.help == argparse.SUPPRESS or action.nargs == 0:  # a hidden option or a flag
                 continue
             text = parser._get_formatter()._expand_help(action)
             match = re.fullmatch(r".*\(default: (.*?)(?:; (\S+) with --quick)?\)", text)
@@ -283,7 +282,7 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
                 in_words = values[0] is None or match[1] == "all"
                 assert in_words or match[1] == shown[0], (command, action.dest)
                 assert (match[2] or match[1]) == shown[1] or (in_words and not match[2]), (command, action.dest)
-            else:  # without a default, or one of the choices that --help lists
+            else:  # the option has no default, or its default is one of the choices in --help
                 assert values[0] == values[1]
                 assert values[0] is None or values[0] in (action.choices or ()), (command, action.dest)
     assert stated["primitives", "repeats"] == "30 up to 1 MiB, 10 up to 16 MiB, 5 beyond"
@@ -294,7 +293,7 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
 
 
 def test_no_program_has_a_default_of_its_own() -> None:
-    """``options.x or ...`` is one that --help may not know; these two stand there in words."""
+    """A default written as ``options.x or ...`` may be missing in --help. The help describes these two in words."""
     found = []
     for path in sorted(APP.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -309,9 +308,9 @@ def test_no_program_has_a_default_of_its_own() -> None:
 
 @pytest.mark.parametrize("command", ["primitives", "aggregate", "straggler", "launchers"])
 def test_torch_distributed_launch_may_pass_local_rank(command: str) -> None:
-    """It puts --local-rank=<r> before the program's own arguments; before torch 2.0 it wrote --local_rank.
+    """The launcher adds --local-rank=<r> before the program's arguments. Before torch 2.0, it added --local_rank.
 
-    The test of the launchers starts it. Here, every command accepts both spellings, and --help does not show them.
+    Another test starts the launcher. Here, every command accepts both spellings, and --help does not show them.
     """
     options = lab_options()
     for words in (["--local_rank=1"], ["--local-rank", "1"]):
@@ -320,7 +319,7 @@ def test_torch_distributed_launch_may_pass_local_rank(command: str) -> None:
 
 
 def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
-    """Simulated by clocks.py: no collective, step or sleep begins or ends before the work ahead of it is done."""
+    """clocks.py simulates the GPU. No collective, step or sleep begins or ends before the earlier work is done."""
     run_dir = lab.folder / "run"
     words = [sys.executable, str(Path(__file__).with_name("clocks.py")), str(run_dir)]
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
@@ -330,14 +329,14 @@ def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
         assert found[program]["early"] == []
         assert min(found[program]["waits"], found[program]["readings"]) > 400
     assert found["choices"].pop("2 for 2") == {"auto": "cuda:1, nccl", "cuda": "cuda:1, nccl", "cpu": "cpu, gloo"}
-    for gpus, choices in found["choices"].items():  # fewer than ranks
+    for gpus, choices in found["choices"].items():  # there are fewer GPUs than ranks
         message = choices.pop("cuda")
         assert message.startswith(f"error: --device cuda: this machine has {gpus[0]} GPUs for 2 ranks: ")
         assert choices == {"auto": "cpu, gloo", "cpu": "cpu, gloo"}
 
 
 def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> None:
-    """Rounding that has grown over many steps is not an error. outcomes.py has the outcomes that gloo does not."""
+    """A rounding difference that grows over many steps is not an error. outcomes.py fakes what gloo never returns."""
     run_dir = lab.folder / "run"
     words = [sys.executable, str(Path(__file__).with_name("outcomes.py")), str(run_dir)]
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
@@ -345,7 +344,7 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
     found = read(run_dir, "outcomes")
     for name, message in {
         "SUM fails": "no such kernel",
-        "BAND fails": "no such kernel",  # on int64; nothing obliges it to take floating point
+        "BAND fails": "no such kernel",  # for int64; it may refuse floating point
         "BAND times out": "Timed out waiting 8000ms for recv operation: another rank is stopped, or never came",
     }.items():
         error = re.sub(r" after [\d.]+ s: ", ": ", found[name])
@@ -361,9 +360,9 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
     assert found["close"] == ["told", "error", "told", "error", "error"]
 
 
-@pytest.mark.soak  # in the matrix test_a_mistake_is_one_line
+@pytest.mark.soak  # the quick tests have test_a_mistake_is_one_line
 def test_a_primitive_of_two_ranks_is_refused_on_one(lab: Lab) -> None:
-    """Also without the launch script, which checks before it starts a rank: a row of the mistakes above."""
+    """A bare rank must refuse the primitive, too. The launch script checks this before it starts a rank."""
     (job,) = lab.bare(1, "primitives", "--only=send_recv")
     outcome = job.finish()
     assert outcome.code == 2
@@ -379,15 +378,12 @@ SYNCHRONOUS = (
 
 
 def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say(lab: Lab, soak: bool) -> None:
-    """In float64, batches that 3 ranks do not divide evenly, dropout included; in the soak also a smaller last batch.
-
-    No other test compares the strategies' weights, losses and bytes.
-    """
+    """Train in float64 with dropout and batches that 3 does not divide. The soak adds a smaller last batch."""
     steps = amount(soak, few=8, many=50)
     size = amount(soak, few=2**23, many=2**25)
     options = ["--dtype=float64", "--epochs=2", f"--max-steps={steps}", "--rounds=2", f"--bytes={size}"]
     counts = amount(soak, few=(3,), many=(1, 2, 3, 4))
-    if not soak:  # the reference: one rank and one strategy, as none has anything to average
+    if not soak:  # the reference is one rank with any strategy, because one rank has nothing to average
         (job,) = lab.bare(1, "aggregate", *options, "--strategies=ddp")
         assert job.finish(limit=LIMIT).code == 0
     lab.measure(counts[-1], "aggregate", *options, f"--ranks={','.join(map(str, counts))}")
@@ -400,7 +396,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
         assert [name for name, each in by_name.items() if each["synchronous"]] == SYNCHRONOUS
         for name in SYNCHRONOUS:
             assert by_name[name]["weights_difference"] < 1e-12, (n, name)
-            # Also at other numbers of ranks: nothing is averaged twice, no sample is seen twice.
+            # The losses agree at all world sizes: nothing is averaged twice, and no sample is repeated.
             assert max(abs(a / b - 1) for a, b in zip(by_name[name]["losses"], reference)) < 1e-12, (n, name)
         assert {f"local_{k}" for k in (4, 16)} < set(by_name)
         least = amount(soak, few=0.2, many=0.5)
@@ -416,7 +412,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
         assert sum(ring["sent_messages"]) == ring["formula_messages"] == 2 * n * (n - 1)
         for name, scheme in large["schemes"].items():
             assert len(scheme["seconds"]) == len(scheme["loopback_bytes"]) == 2
-            least = min(scheme["loopback_bytes"])  # where others share loopback, the round that they disturbed less
+            least = min(scheme["loopback_bytes"])  # if other programs use loopback, the less disturbed round
             assert least >= 0.95 * scheme["formula_bytes"], (n, name)
             if large["alone_on_loopback"]:
                 assert least <= 1.05 * scheme["formula_bytes"] + 10_000, (n, name)
@@ -458,7 +454,7 @@ os._exit(0)  # gloo's threads may abort an orderly end
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(lab: Lab, n: int) -> None:
-    """The mean that the wrapped model leaves is right; the lines that a tutorial adds divide it once more."""
+    """The wrapped model already leaves the right mean. The lines that a tutorial adds divide it by n again."""
     program = lab.folder / "program.py"
     program.write_text(TWICE)
     environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(APP)}
@@ -467,7 +463,7 @@ def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(lab: Lab, n: int) ->
     assert outcome.code == 0, outcome
 
 
-@pytest.mark.soak  # in the matrix test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say
+@pytest.mark.soak  # the quick tests take the same steps with batches that 3 does not divide
 def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab) -> None:
     options = ["--dtype=float64", "--global-batch-size=10", "--max-steps=6", "--rounds=1", "--bytes=1000"]
     lab.measure(3, "aggregate", *options, "--ranks=1,3", "--strategies=ddp,overlap,ring,gather_scatter")
@@ -481,9 +477,9 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 
 
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bool) -> None:
-    """Strategies, places and a kind are chosen, and only those sleep, as planned. With --trace, all calls are written.
+    """Only the chosen strategies, places and kind have sleeps, as the plan says. With --trace, all calls are written.
 
-    A soak compares the conditions of --quick.
+    A soak runs all conditions of --quick.
     """
     usual = ["--delays=0,100", "--steps=32", "--quick", "--global-batch-size=16", "--trace"]
     chosen = ["--strategies=reduce_broadcast,overlap,local_4", f"--where={','.join(PLACES)}", "--kind=constant"]
@@ -507,16 +503,16 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
     for block in conditions[f"{first}, one rank sleeps 100 ms in aggregation"]["blocks"]:
         assert block["ranks"][1]["slept"] >= 16 * 0.100  # sleep never returns early
         assert block["ranks"][0]["slept"] == 0
-        # A rank that sleeps 100 ms before entering is waited for, at least most of the time, on any machine.
+        # Other ranks wait for a rank that sleeps 100 ms before a collective, at least most of the time, on any machine.
         assert block["waited_for"].count(1) > 8
-        # A rank waits because another is late, so it waits no longer than the other's time outside of collectives.
+        # Rank 0 waits because rank 1 is late, so it waits no longer than rank 1 spends outside of collectives.
         assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
     assert set(found["timelines"]) == set(conditions)
     assert list((lab.folder / "run").glob("straggler-*.svg"))
     assert "Train time of 32 steps" in outcome.stdout
     if soak:
         return
-    most = {"nobody sleeps": [0, 0]}  # sleeps of 100 ms in each block
+    most = {"nobody sleeps": [0, 0]}  # number of sleeps of 100 ms in each block
     most |= {f"one rank sleeps 100 ms in {where}": [16, 16] for where in ("aggregation", "backward")}
     most |= {"one rank sleeps 100 ms in start": [1, 1], "one rank sleeps 100 ms once": [1, 0]}
     names = ("reduce_broadcast", "overlap", "local_4")
@@ -528,7 +524,7 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
 
 
 def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
-    """Each rank's file has each collective of the run, in order; the table names the rank that slept."""
+    """Check that each rank's trace has every collective of the run in order, and that the table names the slow rank."""
     folder = lab.folder / "run" / "trace-straggler-2"
     files = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.iterdir())]
     blocks = {name: sum(len(c["blocks"]) + 1 for c in conditions.values() if c["strategy"] == name)
@@ -543,7 +539,7 @@ def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
     found = read(lab.folder / "run", "trace-straggler-2")["collectives"]
     shown = {each["condition"]: each for each in found if each["collective"] == "reduce"}
     slept = shown["reduce_broadcast, one rank sleeps 100 ms in aggregation"]
-    assert sum(slept["last"]) == 32  # the calls of two blocks, without the blocks in which no rank slept
+    assert sum(slept["last"]) == 32  # the calls of the two blocks in which a rank slept
     assert slept["last"][1] > 16
     assert slept["waited"][0] >= 1.6
     title = "Who waited for whom in straggler, 2 ranks: reduce_broadcast, one rank sleeps 100 ms in aggregation"
@@ -567,7 +563,7 @@ LAUNCHERS = ["torchrun", "torch.distributed.launch", "multiprocessing.spawn", "P
 
 
 def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bool) -> None:
-    """Only torchrun is in other tests, too. The matrix leaves out torchrun and Process."""
+    """Run a job with each launcher, also with a killed rank. The quick tests leave out torchrun and Process."""
     chosen = amount(soak, few=LAUNCHERS[1:3], many=LAUNCHERS)
     option = f"--launchers={','.join(chosen)}"
     lab.measure(2, "launchers", "--steps=6", *amount(soak, few=[option], many=[]))
@@ -594,7 +590,7 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bo
 
 
 def check_data_parallel(found: dict[str, Any]) -> None:
-    """Without a GPU DataParallel is the plain step, bit for bit; its algorithm, and DDP on 2 ranks, up to rounding."""
+    """Without a GPU, DataParallel takes the plain step bit for bit. Its algorithm and DDP differ by rounding."""
     assert (found["world_size"], found["steps"], found["devices_of_data_parallel"]) == (2, 6, [])
     names = ["plain", "DataParallel", "its algorithm, in 2 pieces", "DistributedDataParallel"]
     assert [each["way"] for each in found["ways"]] == names
@@ -603,7 +599,7 @@ def check_data_parallel(found: dict[str, Any]) -> None:
     for each, most in zip(found["ways"], (0.0, 0.0, 1e-12, 1e-12)):
         assert each["gradients_difference"] <= most
         assert each["weights_difference"] <= most
-    # In float64, 21,840 parameters, and 125 images of 784 pixels. The other device has at most 63 of the images.
+    # There are 21,840 parameters and 125 images of 784 pixels, in float64. The second device gets at most 63 images.
     assert found["memory"]["measured"] == []
     assert found["memory"]["computed"] == {
         "weights": [174_720, 174_720], "gradients": [174_720, 174_720], "momentum": [174_720, 0],
@@ -615,11 +611,11 @@ def check_data_parallel(found: dict[str, Any]) -> None:
 
 LATENCY = 5e-5
 BYTE = 1e-9
-REDUCE = 2e-10  # seconds, seconds a byte, seconds a byte summed
+REDUCE = 2e-10  # LATENCY is in seconds, BYTE in seconds per byte, REDUCE in seconds per summed byte
 
 
 def measurements(noise: float = 0.0) -> dict[str, Any]:
-    """Return the result of primitives on 2 ranks if their times were exactly the formulas'."""
+    """Return a result of the program primitives on 2 ranks whose times are the formulas' times 1 ± ``noise``."""
     timings = []
     for index, count in enumerate(2**k for k in range(10, 28, 2)):
         factor = 1 + noise * (-1) ** index
@@ -643,10 +639,10 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
     assert abs(link["byte"] / BYTE - 1) < 1e-9
     assert abs(link["reduce"] / REDUCE - 1) < 1e-6
     lines = found["fits"][0]["lines"]
-    assert len(lines["all_reduce"]["errors"]) == 4  # held out: every second of 9 sizes
+    assert len(lines["all_reduce"]["errors"]) == 4  # every second of 9 sizes is held out
     assert max(abs(error) for line in lines.values() for error in line["errors"]) < 1e-9
 
-    # By hand, for 4 ranks and 1 GB.
+    # These values are computed by hand for 4 ranks and 1 GB.
     row = next(row for row in found["times"] if row["ranks"] == 4 and row["bytes"] == 10**9)
     n = 10**9
     c = REDUCE
@@ -660,7 +656,7 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
         10**11,
     }
 
-    # The longest of p exponential delays is on average mean (1 + 1/2 + ... + 1/p).
+    # The expected maximum of p exponential delays is mean (1 + 1/2 + ... + 1/p).
     rows = found["simulation"]["rows"]
     assert rows[-1]["ranks"] == 65_536
     assert all(abs(row["longest_delay"] / row["expected_longest_delay"] - 1) < 0.2 for row in rows)
@@ -670,13 +666,13 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
 def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
     run_dir = lab.folder / "run"
     run_dir.mkdir()
-    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # 0.5 held out, 1.5 fitted
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # factors: 1.5 fitted, 0.5 held out
     outcome = lab.measure(2, "predict")
     errors = read(run_dir, "predict")["fits"][0]["lines"]["all_reduce"]["errors"]
     assert all(abs(error - 2.0) < 0.01 for error in errors)
     assert "200%" in outcome.stdout
 
-    # A run dir may hold what an earlier version wrote, which did not compare DataParallel.
+    # A run dir may hold results of an earlier version, which did not compare DataParallel.
     earlier = {"facts": {"world_size": 2}, "ways": {}}
     (run_dir / "launchers.json").write_text(json.dumps(earlier))
     page = page_of(lab)
@@ -685,7 +681,7 @@ def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
 
 
 def page_of(lab: Lab) -> str:
-    """Check that the report on a run dir loads no other file, and that its tables are there as Markdown, too."""
+    """Check that the HTML report loads no other file and that report.md has its tables. Return the HTML page."""
     outcome = lab.measure(2, "report", "--markdown")
     text = (lab.folder / "run" / "report.md").read_text()
     assert text in outcome.stdout
@@ -711,7 +707,7 @@ def test_a_report_on_nothing_is_one_line(lab: Lab) -> None:
     assert "has no results" in outcome.errors[0]
 
 
-@pytest.mark.soak  # in the matrix each command has a test of its own
+@pytest.mark.soak  # the quick tests run each command separately
 def test_the_command_all_makes_one_page_of_every_measurement(lab: Lab) -> None:
     outcome = lab.command(2, "all", "--quick").finish(limit=2 * LIMIT)
     assert outcome.code == 0, outcome

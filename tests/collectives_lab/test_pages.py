@@ -1,4 +1,4 @@
-"""Run the laboratory's commands that a page's comment names; test_commands_started.py runs the training apps'."""
+"""Run the laboratory commands that comments in the pages name. test_commands_started.py runs the training apps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from repository import clone
 STARTED = {each.started: each for each in commands.found() if each.app == "collectives_lab" and each.started}
 
 
-@pytest.mark.soak  # in the matrix test_commands.py checks the options
+@pytest.mark.soak  # the quick tests check the options (test_commands.py)
 @pytest.mark.parametrize("command", STARTED, ids=[each.place for each in STARTED.values()])
 def test_each_start_of_the_pages_runs(harness: Harness, tmp_path: Path, command: str) -> None:
     repository = clone(tmp_path / "samestep")

@@ -1,4 +1,4 @@
-"""The picture of `samestep_observe.report --png`, here because this app's environment has matplotlib."""
+"""Test the picture of `samestep_observe.report --png`. Of all environments, only this app's has matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from samestep_observe import report
 
 
 def test_plots_are_drawn_by_matplotlib(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("$one_", "_two")]  # a name is not a formula
+    folders = [tmp_path / name for name in ("$one_", "_two")]  # matplotlib would read these names as formulas
     for run_dir in folders:
         (run_dir / "log").mkdir(parents=True)
         metrics = Metrics(run_dir, {"app": "toy", "options": {}, "world": {}}, None)

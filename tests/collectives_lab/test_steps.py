@@ -1,4 +1,4 @@
-"""The one-page programs of steps/ start ranks in five ways, and take the same steps."""
+"""Test that the short programs of steps/, which start ranks in five ways, take the same steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "apps" / "collectives_lab" / "steps"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-LIMIT = 120.0  # seconds that no program needs
+LIMIT = 120.0  # seconds; a program takes less
 
 
 def losses(name: str, folder: Path, launcher: list[str]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Drives an app as its users do: through its launch script, in real processes, under a time limit."""
+"""Run an app as its users do: by its launch script, in real processes, under a time limit."""
 
 from __future__ import annotations
 
@@ -26,97 +26,96 @@ from processes import environments, free_port, marked
 from samestep import checkpoint, env
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 240  # seconds for any one run
-FAULTS = Path(__file__).parent / "faults"  # its sitecustomize.py is loaded by every Python that a test starts
+LIMIT = 240  # seconds for one run
+FAULTS = Path(__file__).parent / "faults"  # every Python that a test starts loads the sitecustomize.py in this folder
 
 
 @dataclass(frozen=True)
 class App:
-    """The values of an app that the common cases need: a row. All common cases run for each app that has a row."""
+    """The values that the common tests need for one app. All common tests run for each app with an app_spec.py."""
 
-    dataset: str  # the embedded one
+    dataset: str  # the embedded dataset
     test_examples: int
-    # Options of a run of two epochs or more that takes seconds, with --log-every=1, and --checkpoint-every such that
-    # an epoch has two besides its end's. For an app without "kills" it also takes some seconds: one such
-    # run then serves more tests.
+    # Options of a run of at least two epochs that takes seconds. They include --log-every=1, and a --checkpoint-every
+    # that saves twice in each epoch, besides the checkpoint at its end.
     small: Sequence[str]
-    exact: Sequence[str]  # Options under which losses are comparable to ``tolerance``.
+    exact: Sequence[str]  # Options under which losses at all world sizes agree within ``tolerance``.
     variants: Sequence[Sequence[str]]  # The models and optimizers that ``exact`` applies to.
     batch_option: str = "--global-batch-size"  # The option that sets the size of a global batch.
-    train_examples: int | None = None  # For the app's own tests, if they depend on it.
-    metric: str = "test_loss"  # The value of its evaluation by which runs are compared.
-    direction: str = "min"  # "max" if a higher value is better, "min" if a lower one is.
-    metric_limit: float | None = None  # The defaults must reach it on the embedded dataset.
+    train_examples: int | None = None  # Number of training examples, if the app's own tests need it.
+    metric: str = "test_loss"  # The evaluated value by which runs are compared.
+    direction: str = "min"  # "max" if a higher value of ``metric`` is better, "min" if a lower value is.
+    metric_limit: float | None = None  # The value of ``metric`` that the defaults reach on the embedded dataset.
     prepare: Sequence[Sequence[str]] = ()  # Programs with their arguments, which Python runs once before the tests.
-    loss_factor: float = 1.0  # For the app's own tests: some steps lower the loss below so much of the first.
+    loss_factor: float = 1.0  # For the app's own tests: an upper bound of lowest loss / first loss.
     tolerance: float = 1e-9
-    resume_invariants: Sequence[str] = ()  # Changes of a small run's options. A resume must refuse each.
-    virtual_ranks: int | None = 3  # The most ranks, in a soak, with --virtual-ranks; None if the app refuses it.
-    defaults: Sequence[str] = ()  # A test's changes to the defaults, so that they take minutes.
-    parts: tuple[int, int] = (32, 3)  # For `Shape.odd_batch`: the training set has about so many batches.
-    exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the others.
+    resume_invariants: Sequence[str] = ()  # Options that change a small run. A resume must refuse each of them.
+    virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
+    defaults: Sequence[str] = ()  # Options that the tests add to a default run, so that it takes minutes.
+    parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
+    exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the other variants.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
-    first_tolerance: float = 1e-5  # The first losses differ at most so much, by rounding in float32.
-    diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss is soon NaN or infinite.
-    patience: int = 20  # A --timeout, in seconds, that only a stopped rank exceeds.
-    delay: int = 60  # In ms, and much longer than a step of few samples.
-    kills: int = 20  # The number of kills of each kind at random steps, in a soak.
-    replayed_steps: int = 3  # The number of random steps that a soak runs again.
-    launcher: str = "torchrun"  # The program that its launch script starts.
+    first_tolerance: float = 1e-5  # The largest relative difference of the first losses, by rounding in float32.
+    diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss soon becomes NaN or infinite.
+    patience: int = 20  # A --timeout, in seconds, that only a hung rank exceeds.
+    delay: int = 60  # The sleep of a slow rank, in ms: much longer than a step of few samples.
+    kills: int = 20  # The number of kills of each kind at random steps in a soak.
+    replayed_steps: int = 3  # The number of random steps that a soak replays.
+    launcher: str = "torchrun"  # The launcher that the app's launch script starts.
     preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
-    compared: bool = True  # Its ranks hold the same weights, and compare them.
-    # Marks of cases that the matrix leaves out for this app. ``core_only``: core alone decides the result, and another
-    # app shows it. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``, ``weights``:
-    # an app of the same framework, or a case of this app's own, shows it. ``slow``: a start takes long.
+    compared: bool = True  # Whether all ranks hold the same weights and compare them.
+    # Marks of tests that run for this app only in a soak. ``core_only``: core alone decides the result, and another
+    # app runs the test. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``,
+    # ``weights``: another app, or a test of this app's own, covers the case. ``slow``: a start takes long.
     skipped_marks: Sequence[str] = ()
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide when a run acts, from its own records."""
+    """The sizes that decide when a run saves and ends an epoch."""
 
-    examples: int  # in the training set; or tokens, if a batch has tokens
-    batch: int
+    examples: int  # examples in the training set, or tokens if batches are counted in tokens
+    batch: int  # global batch size, in examples or tokens
     every: int  # steps between checkpoints
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Shape:
-        """Return the shape of the run with this result."""
+        """Return the shape of the run that has this result."""
         header = json.loads((Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()[0])
         every = header["options"]["checkpoint_every"]
-        if "step_tokens" in result:  # tokens in place of examples
+        if "step_tokens" in result:  # batches are counted in tokens
             return cls(result["train_tokens"], result["step_tokens"], every)
         return cls(result["train_examples"], result["global_batch_size"], every)
 
     @property
     def epoch(self) -> int:
-        """Steps in an epoch."""
+        """Return the number of steps in an epoch."""
         return -(-self.examples // self.batch)
 
     def odd_batch(self, parts: int) -> int:
-        """A global batch of about one of so many parts of the training set, that neither 2 nor 3 divides."""
+        """Return a global batch size near examples / ``parts`` that neither 2 nor 3 divides."""
         return next(size for size in range(self.examples // parts, 0, -1) if size % 2 and size % 3)
 
 
 def options_of(app: str) -> Any:
-    """The app's options.py."""
+    """Return the app's options.py as a module."""
     return _module(ROOT / "apps" / app / "options.py")
 
 
 def app_spec(name: str) -> App:
-    """The row of an app, ``ROW`` in ``tests/<app>/app_spec.py``; the app's name is its folder's."""
+    """Return an app's values: ``SPEC`` in ``tests/<app>/app_spec.py``, with the folder's name as the app's name."""
     found: App = replace(_module(ROOT / "tests" / name / "app_spec.py").SPEC, name=name)
     return found
 
 
 def _module(path: Path) -> Any:
-    """The module in this file, imported as the launch script does: apps share names of files."""
+    """Import the file ``path`` under a unique module name, because apps share file names. Return the module."""
     spec = importlib.util.spec_from_file_location(f"{path.stem}_of_{path.parent.name}", path)
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found  # where dataclasses looks for the module of a class
+    sys.modules[spec.name] = found  # dataclasses looks up a class's module there
     spec.loader.exec_module(found)
     return found
 
@@ -126,7 +125,7 @@ APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))
 
 @dataclass
 class Outcome:
-    """How a run ended: exit code, what the console showed, seconds it took."""
+    """How a run ended: exit code, console output and duration in seconds."""
 
     code: int
     stdout: str
@@ -147,7 +146,7 @@ class Outcome:
 
 @dataclass
 class Job:
-    """A run under way."""
+    """A running job."""
 
     process: subprocess.Popen[str]
     run_dir: Path
@@ -163,14 +162,14 @@ class Job:
         return Outcome(self.process.returncode, stdout, stderr, time.monotonic() - self.begun)
 
     def alive(self, rank: int) -> dict[str, Any]:
-        """Return the rank's heartbeat file, or {} if it has none yet."""
+        """Return the content of the rank's heartbeat file, or {} before its first heartbeat."""
         with contextlib.suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads((self.run_dir / "log" / f"alive-{rank}").read_text())
             return found
         return {}
 
     def wait_for(self, condition: Callable[[], Any], limit: float = 120) -> Any:
-        """Poll until ``condition`` gives something true; fail when the job ends before."""
+        """Poll until ``condition`` returns a true value, and return that value. Fail if the job ends before."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             found = condition()
@@ -181,16 +180,16 @@ class Job:
         raise AssertionError("waited in vain")
 
     def wait_for_step(self, step: int) -> int:
-        """Wait until metrics.jsonl has a step of at least ``step``."""
+        """Wait until metrics.jsonl has a step of at least ``step``, and return the last step."""
         return int(self.wait_for(lambda: (found := last_step(self.run_dir)) >= step and found))
 
     def ranks(self) -> dict[int, int]:
-        """Return process ids of the job's ranks, by rank, without their children, which have the same environment."""
+        """Return the process ids of the job's ranks, by rank, without their children, whose environment is the same."""
         found: dict[int, int] = {}
         for pid, environ in environments().items():
             if f'"launcher":"{self.process.pid}@' in environ.get("SAMESTEP_JOB_INFO", ""):
                 world = env.detect(environ)
-                is_rank = world.launcher != "none" and world.role == "worker"  # launchers and schedulers have no rank
+                is_rank = world.launcher != "none" and world.role == "worker"  # omit launchers and schedulers
                 if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):
                     found[world.rank] = pid
         return found
@@ -198,7 +197,7 @@ class Job:
 
 @functools.cache
 def rank_server(modules: Sequence[str]) -> subprocess.Popen[str]:
-    """Start rank_server.py, which ends with this process."""
+    """Start rank_server.py once for each list of modules. The server ends with this process."""
     command = [sys.executable, str(Path(__file__).parent / "rank_server.py"), *modules]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ""}
     return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -214,18 +213,18 @@ class Harness:
         self._jobs: list[Job] = []
 
     def environ(self, **more: str) -> dict[str, str]:
-        """The environment of a run: this Python, the test's own mark, and none of the caller's ranks."""
+        """Return the environment of a run: this Python, the test's mark, and no rank variables of the caller."""
         kept = {
             name: value
             for name, value in os.environ.items()
             if not re.match(r"(SAMESTEP_|PET_|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_)", name)
         }
         kept |= {"PYTHON": sys.executable, "PYTHONPATH": python_path(FAULTS), "SAMESTEP_TEST": self.mark}
-        # One thread a rank: on a machine with other work, several threads wait for each other for most of the time.
+        # Each rank has one thread: on a busy machine, several threads spend most of the time waiting for each other.
         return {**kept, "OMP_NUM_THREADS": "1", **more}
 
     def start(self, n: int | str, *options: str, run_dir: Path | None = None, **environ: str) -> Job:
-        """Start ``scripts/run_<app>.sh n options`` in a session of its own."""
+        """Start ``scripts/run_<app>.sh n options`` in a new session."""
         run_dir = run_dir or self.folder / "run"
         script = str(ROOT / "scripts" / f"run_{self.app.name}.sh")
         common = [f"--run-dir={run_dir}", f"--device={self.device}", *self._start_words]
@@ -242,7 +241,7 @@ class Harness:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # Tests that were started in the background ignore INT, and so would what they start.
+            # Tests that run in the background ignore INT, and their children would inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         job = Job(process, run_dir)
@@ -253,16 +252,16 @@ class Harness:
         return self.start(n, *options, run_dir=run_dir, **environ).finish()
 
     def train(self, n: int, *options: str, run_dir: Path | None = None, **environ: str) -> dict[str, Any]:
-        """Start a run that must succeed, check all that a passed run must fulfill, and return its result.
+        """Run to the end without failure, check the run with `checked`, and return its result.
 
-        The ranks of torchrun's apps start without it, as they may: torchrun takes as long to start as a rank.
+        For apps of torchrun, the ranks start without torchrun, which takes as long to start as a rank.
         """
         if self.app.launcher == "torchrun":
             return self.checked(self._run_ranks(n, *options, run_dir=run_dir, **environ), n)
         return self.checked(self.run(n, *options, run_dir=run_dir, **environ), n)
 
     def _run_ranks(self, n: int, *options: str, run_dir: Path | None, **environ: str) -> Outcome:
-        """Run the ranks as a person at ``n`` terminals does; return rank 0's outcome, or a rank's that failed."""
+        """Run the ranks as a user at ``n`` terminals does. Return the outcome of a failed rank, or else of rank 0."""
         program = str(ROOT / "apps" / self.app.name / "train.py")
         place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks = list[dict[str, Any]]()
@@ -288,7 +287,7 @@ class Harness:
         return next((each for each in ended if each.code), ended[0])
 
     def checked(self, outcome: Outcome, n: int) -> dict[str, Any]:
-        """The result of a finished run, after comparing it with the files that it left."""
+        """Return the result of a finished run, after comparing it with the files in its run dir."""
         assert outcome.code == 0, outcome
         result = outcome.result
         run_dir = Path(result["run_dir"])
@@ -307,7 +306,7 @@ class Harness:
             if job.process.poll() is None:
                 job.process.kill()
                 job.process.communicate()
-        # A rank whose launcher was killed ends by itself within 5 s.
+        # A rank ends by itself within 5 s after its launcher was killed.
         deadline = time.monotonic() + 10
         while left := self.left_running():
             if time.monotonic() > deadline:
@@ -316,22 +315,22 @@ class Harness:
             time.sleep(0.1)
 
     def kill_all(self) -> None:
-        """Kill every process of this test at once, as a machine that fails does."""
+        """Kill every process of this test at once, as a machine failure does."""
         for pid in self.left_running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def left_running(self) -> dict[int, str]:
-        """Return the processes of this test, even if their parents have changed, with their commands."""
+        """Return the commands of this test's processes by process id, including processes with a new parent."""
         commands = {}
         for pid in marked("SAMESTEP_TEST", self.mark):
-            with contextlib.suppress(OSError):  # it may end meanwhile
+            with contextlib.suppress(OSError):  # the process may end meanwhile
                 commands[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
         return commands
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are of a step. A line being written is left out."""
+    """Return the lines of metrics.jsonl that have a step, except an incomplete last line."""
     lines = []
     with contextlib.suppress(FileNotFoundError):
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -350,19 +349,19 @@ def last_step(run_dir: Path) -> int:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """The loss of every step, which must each be there once (run with --log-every=1)."""
+    """Return the losses of all steps. Fail unless metrics.jsonl has each step once (with --log-every=1)."""
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
 
 def recorded(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without their speeds."""
+    """Return the lines of metrics.jsonl without durations and speeds."""
     return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 
 def evaluation(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the evaluation at the end of a run found."""
+    """Return the values of the evaluation at the end of a run."""
     return {name: value for name, value in result.items() if name.startswith("test_")}
 
 
@@ -375,24 +374,24 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
-    """Run a command of one's own instead of the launch script; its run dir is ``run`` in the test's folder."""
+    """Run a command in place of the launch script. Its run dir is ``run`` in the test's folder."""
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 
 def faulty(fault: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment in which ranks do what faults/sitecustomize.py makes of ``fault``."""
+    """Return environment variables that inject ``fault`` into the ranks (see faults/sitecustomize.py)."""
     return {"SAMESTEP_FAULT": json.dumps(fault)}
 
 
 def python_path(folder: Path) -> str:
-    """Return PYTHONPATH with a folder before its present folders."""
+    """Return the value of PYTHONPATH with ``folder`` as its first folder."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def told_by(app: str, program: str, given: Any = None) -> Any:
-    """Return the last output, in JSON, of a program that imports the app's own files.
+    """Run a program that imports the app's files, and return its last line of output, parsed as JSON.
 
-    It runs in its own process, because apps share file names. It gets ``given`` as JSON in ``sys.argv[1]``.
+    The program runs in a new process, because apps share file names. ``sys.argv[1]`` is ``given`` as JSON.
     """
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(given)],
@@ -407,7 +406,7 @@ def told_by(app: str, program: str, given: Any = None) -> Any:
 
 
 def write_fashion(folder: Path) -> None:
-    """Fashion-MNIST's files in its own sizes: Debian's where they are installed, else generated ones."""
+    """Write Fashion-MNIST's files in full size: copies of Debian's package if installed, else generated images."""
     folder.mkdir(parents=True)
     installed = Path("/usr/share/datasets/fashion-mnist")
     if installed.is_dir():

@@ -1,4 +1,4 @@
-"""The values, for the common cases, that all apps that train on MNIST share."""
+"""The values for the common tests that all apps on MNIST share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MNIST = App(
     metric_limit=0.95,
     dataset="mnist-5k",
     test_examples=1000,
-    # 4,000 samples by 250: 16 steps an epoch.
+    # 4,000 samples in global batches of 250 make 16 steps per epoch.
     small=("--dataset=mnist-5k", "--epochs=3", "--global-batch-size=250", "--checkpoint-every=5", "--log-every=1"),
     exact=("--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--epochs=100"),
     variants=[

@@ -1,10 +1,10 @@
-"""Fork ranks from a process that has imported their framework: the import takes longer than a short run.
+"""Fork ranks from a process that has imported their framework, because the import takes longer than a short run.
 
     python rank_server.py torch ...
 
 Each line of stdin is a job in JSON: ``program`` and its ``arguments``, the folder ``cwd``, ``limit`` in seconds, and
-``ranks``. A rank has an ``environ``, and files for ``stdout`` and ``stderr``. When all ranks have ended,
-the server writes their exit codes to stdout, in a line of JSON. It kills the ranks that still run at the limit.
+``ranks``. A rank has an ``environ``, and paths for ``stdout`` and ``stderr``. The server kills the ranks that still run
+at the limit. When all ranks have ended, it writes their exit codes to stdout as a line of JSON.
 
 Before the first fork, the server only imports modules: it starts no thread and draws no random numbers.
 """
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 
 def run_rank(job: Mapping[str, Any], rank: Mapping[str, Any]) -> NoReturn:
-    """Run the program as ``python program arguments`` does."""
+    """Run the program in this forked process as ``python program arguments`` does, then exit."""
     code = 1
     try:
         os.setsid()
@@ -39,7 +39,7 @@ def run_rank(job: Mapping[str, Any], rank: Mapping[str, Any]) -> NoReturn:
         sys.path[0:1] = [os.path.dirname(job["program"]), *rank["environ"]["PYTHONPATH"].split(os.pathsep)]
         sys.modules.pop("sitecustomize", None)
         with contextlib.suppress(ImportError):
-            importlib.import_module("sitecustomize")  # as Python does at its start
+            importlib.import_module("sitecustomize")  # Python imports this module at its start
         sys.argv = [job["program"], *job["arguments"]]
         runpy.run_path(job["program"], run_name="__main__")
         code = 0
@@ -54,7 +54,7 @@ def run_rank(job: Mapping[str, Any], rank: Mapping[str, Any]) -> NoReturn:
 
 
 def wait(pids: Sequence[int], limit: float) -> list[int]:
-    """Return the exit codes; a negative one is the signal that ended the rank."""
+    """Wait for the ranks, and return their exit codes. Code -n means that signal n ended the rank."""
     deadline = time.monotonic() + limit
     codes = dict[int, int]()
     while len(codes) < len(pids):

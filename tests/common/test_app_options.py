@@ -1,4 +1,4 @@
-"""The app's own options.py: the common options, each mistake one line, and the options that a resume must repeat."""
+"""Test the app's options.py: the common options, mistakes as errors, and the options that a resume must repeat."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_has_the_common_options_and_what_a_result_repeats(harness: Harness, m
     expected = vars(common.parse([])).keys() - {"global_batch_size"} | {batch_size}
     assert expected <= vars(parsed).keys()
     assert set(parsed.RESULT_FIELDS) <= vars(parsed).keys()
-    assert parsed.lr is not None  # what the app chooses is in the record and in the checkpoint
+    assert parsed.lr is not None  # the app's default is recorded and saved in checkpoints
     assert json.loads(json.dumps(resume_invariants(parsed))) == resume_invariants(parsed)
 
 
@@ -62,7 +62,7 @@ def test_a_mistake_is_a_user_error(module: Any, bad: list[str]) -> None:
 def test_a_near_miss_of_the_launch_scripts_own_option_is_named(module: Any) -> None:
     with pytest.raises(ConfigError, match="did you mean --dry-run"):
         module.parse(["--dry-rum"], usage="bash scripts/run.sh N")
-    with pytest.raises(ConfigError) as caught:  # train.py itself has no such option
+    with pytest.raises(ConfigError) as caught:  # train.py has no --dry-run
         module.parse(["--dry-rum"])
     assert "--dry-run" not in str(caught.value)
 
@@ -75,13 +75,13 @@ def test_what_changes_the_arithmetic_is_what_a_resume_must_repeat(harness: Harne
         name = changed.partition("=")[0].removeprefix("--").replace("-", "_")
         assert name in {key for key in found if found[key] != small[key]}
     for free in ("--epochs=9", "--max-steps=9", "--checkpoint-every=9", "--log-every=9", "--timeout=9", "--quiet"):
-        if free.partition("=")[0] in kept:  # --epochs, which some need for a schedule's horizon
+        if free.partition("=")[0] in kept:  # some apps keep --epochs as the length of a schedule
             continue
         assert resume_invariants(module.parse([*harness.app.small, free])) == small
 
 
 def test_it_needs_only_the_standard_library_of_python_3_9(harness: Harness) -> None:
-    """The launch script reads it on the system's Python, before anything is installed. -I and -S: no site-packages."""
+    """The launch script runs options.py on the system's Python before an installation. -I and -S omit site-packages."""
     path = ROOT / "apps" / harness.app.name / "options.py"
     ast.parse(path.read_text(), feature_version=(3, 9))
     core = str(Path(options.__file__).parents[1])

@@ -1,4 +1,4 @@
-"""The caller's mistakes: one clear line that names the thing and the remedy, exit code 2, nothing left behind."""
+"""Test users' mistakes: each causes a one-line error with a remedy, exit code 2, and no files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from harness import ROOT, Harness
 
-# N, options, environment, words of the error line. The launch script's first stage reports all of them.
+# Each row has N, options, environment and words of the error. The launch script's first stage reports all of them.
 MISTAKES = [
     ("0", [], {}, "N=0"),
     ("-1", [], {}, "N=-1"),
@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_the_first_stage_needs_no_packages(harness: Harness) -> None:
-    """Each mistake is reported before anything is installed: the interpreter has the standard library only."""
+    """The launch script reports each mistake before an installation, when Python has only the standard library."""
     bare = harness.folder / "bin"
     bare.mkdir()
     (bare / "python3").write_text(f'#!/bin/sh\nexec {Path("/proc/self/exe").resolve()} -S "$@"\n')
@@ -118,9 +118,9 @@ def test_help_teaches(harness: Harness) -> None:
     assert all(name in outcome.stdout for name in ("NNODES", "PYTHON", "OMP_NUM_THREADS", "exit codes"))
 
 
-@pytest.mark.soak  # in the matrix tests/core shows it, with threads
+@pytest.mark.soak  # the quick tests use threads (tests/core)
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
-    """One more start shows that a flipped bit was not the cause."""
+    """The job restarts once. The second failure shows that no flipped bit was the cause."""
     options = [*harness.app.small, *harness.app.diverges, "--log-every=1", "--max-restarts=1"]
     outcome = harness.run(2, *options)
     assert outcome.code == 1

@@ -1,4 +1,4 @@
-"""It survives: a run that was killed, stalled, stopped or damaged ends with the weights of one that was not."""
+"""Test that killed, hung, stopped and damaged runs end with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from samestep.stop import STOP_SIGNALS
 
 
 def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, Any]) -> dict[str, Any]:
-    """The run ended well, with the same weights, and with every step once in its metrics."""
+    """Check that a run succeeded with the reference's weights and has each step once, and return its result."""
     result = harness.checked(outcome, n)
     assert result["weights_sha256"] == reference["weights_sha256"]
     assert evaluation(result) == evaluation(reference)
@@ -44,7 +44,7 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
 # --- kills at random steps -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills one
+@pytest.mark.soak  # the quick tests kill a rank (test_one_run_survives_every_fault)
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_killed_at_a_random_step_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int, table: list[str]
@@ -61,7 +61,7 @@ def test_a_rank_killed_at_a_random_step_changes_no_bit(
     table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills the script, or the launcher
+@pytest.mark.soak  # the quick tests kill the script or the launcher (test_one_run_survives_every_fault)
 @pytest.mark.parametrize("victim", ["the launcher", "the script", "all processes"])
 def test_a_killed_launcher_or_script_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str, table: list[str]
@@ -77,11 +77,11 @@ def test_a_killed_launcher_or_script_changes_no_bit(
             os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
         elif victim == "the script":
             job.process.kill()
-            job = harness.start(2, *harness.app.small, run_dir=run_dir)  # at once: old ranks may still be there
+            job = harness.start(2, *harness.app.small, run_dir=run_dir)  # old ranks may still run
         else:
             harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        # Ranks notice within a second that their script is gone, and may have finished meanwhile.
+        # Ranks detect within a second that their script is gone. They may have finished before.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
     table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
@@ -98,7 +98,7 @@ class Moment:
 
 
 def written(run: Shape, path: str = "") -> str:
-    """Return a pattern of a path in the second epoch's first checkpoint while it is written."""
+    """Return a pattern that matches ``path`` in the temporary folder of the second epoch's first checkpoint."""
     return rf"/\.step-{first_of_second_epoch(run):08d}\.tmp{path}"
 
 
@@ -121,7 +121,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.soak  # in the matrix tests/core kills a save before each system call
+@pytest.mark.soak  # the quick tests kill a save before each system call (tests/core)
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
 def test_a_rank_killed_at_an_exact_moment_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment, table: list[str]
@@ -139,9 +139,9 @@ def test_a_rank_killed_at_an_exact_moment_changes_no_bit(
 
 
 def stopped_at(run_dir: Path, number: int) -> int:
-    """Return the step at which the ranks agreed to stop, or 0.
+    """Return the step at which the ranks agreed to stop, or 0 if they did not stop.
 
-    The step must be saved, and be the last in metrics.jsonl.
+    Fail unless the newest checkpoint and the last line of metrics.jsonl have this step.
     """
     stops = re.findall(
         r"stopped by (SIG\w+) at step (\d+), which is saved", (run_dir / "log" / "rank-0.log").read_text()
@@ -150,7 +150,7 @@ def stopped_at(run_dir: Path, number: int) -> int:
     if not stops:
         return 0
     assert newest is not None
-    # On INT, MindSpore's compiler sends a TERM to its own process.
+    # On INT, MindSpore's compiler sends TERM to its own process.
     assert stops[-1] in [(name, str(newest.step)) for name in (signal.Signals(number).name, "SIGTERM")]
     assert last_step(run_dir) == newest.step
     return newest.step
@@ -159,7 +159,7 @@ def stopped_at(run_dir: Path, number: int) -> int:
 @dataclass(frozen=True)
 class Stop:
     number: signal.Signals
-    to: str  # the script, its launcher, a rank
+    to: str  # "the script", "the launcher" or "a rank"
 
     def send(self, job: Job, chance: random.Random) -> None:
         if self.to == "the script":
@@ -179,15 +179,15 @@ STOPS = [
 
 
 def has_come(job: Job, n: int) -> bool:
-    """Return whether all ranks have created their Run, and handle signals."""
+    """Return whether all ranks have created their Run, and so handle signals."""
     return all(job.alive(rank) for rank in range(n))
 
 
 def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> int:
-    """The job ended as it was asked to; returns the step it saved."""
+    """Check that the job ended by the signal without errors, and return the step that it saved."""
     outcome = job.finish(limit=60)
     codes = {128 + stop.number}
-    if stop == Stop(signal.SIGINT, "a rank") and harness.app.launcher == "msrun":  # it may make a TERM of it
+    if stop == Stop(signal.SIGINT, "a rank") and harness.app.launcher == "msrun":  # the rank may then get a TERM
         codes.add(128 + signal.SIGTERM)
     assert outcome.code in codes, outcome
     assert "Traceback" not in outcome.stderr
@@ -197,11 +197,11 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
     return stopped_at(job.run_dir, stop.number)
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault sends one, tests/core the others
+@pytest.mark.soak  # the quick tests send one signal (test_one_run_survives_every_fault), and the others in tests/core
 def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    """To the script, to a rank, and to the launcher as far as that lets its ranks live; at N = 2 and 3."""
+    """Send signals to the script, a rank or the launcher, at N = 2 and 3. The launcher may kill its ranks."""
     chance = random.Random(1)
     many = 20
     if "slow" in harness.app.skipped_marks:
@@ -215,13 +215,13 @@ def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir)
         at = 0
-        if i == 0:  # as it starts: the ranks have created their Run
+        if i == 0:  # as soon as the ranks handle signals
             job.wait_for(partial(has_come, job, n))
         else:
             at = chance.randrange(1, reference["steps"] - Shape.of(reference).every)
             job.wait_for_step(at)
         stop.send(job, chance)
-        if stop.to == "the launcher":  # which may make a TERM of it, or kill its ranks, and they are started again
+        if stop.to == "the launcher":  # it may send TERM, or kill its ranks, which then restart
             outcome = job.finish()
             assert outcome.code in (0, 128 + signal.SIGTERM, 128 + stop.number), outcome
             saved = 0
@@ -243,11 +243,11 @@ def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     )
 
 
-@pytest.mark.soak  # in the matrix tests/core sends it in each phase, with threads
+@pytest.mark.soak  # the quick tests send the signal in each phase, with threads (tests/core)
 def test_a_signal_at_an_exact_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
-    """In the first step, in an evaluation, and while a checkpoint is written."""
+    """Send TERM in the first step, in an evaluation, and while a checkpoint is written."""
     reference = undisturbed(2)
     saved = 0
     checkpoint_files = {"audit": "open", "match": r"/\.step-\d+\.tmp/optimizer"}
@@ -264,11 +264,11 @@ def test_a_signal_at_an_exact_moment_saves_a_step_and_changes_no_bit(
     table.append(f"| {harness.app.name} | 2 | SIGTERM in the first step, an evaluation, a checkpoint | 3 | 3 |")
 
 
-@pytest.mark.soak  # in the matrix tests/launch has a second job
+@pytest.mark.soak  # the quick tests start a second job (tests/launch)
 def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The first runs for longer than the second waits, and is not disturbed by it."""
+    """The first job runs longer than the second job waits. The second job does not disturb it."""
     longer = ("--epochs=10000", "--max-steps=10000000")
     reference = undisturbed(1, *longer, "--max-steps=40")
     job = harness.start(1, *harness.app.small, *longer)
@@ -288,7 +288,7 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     assert relative_difference(curve[: len(expected)], expected) < 1e-6
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault stops one
+@pytest.mark.soak  # the quick tests stop a rank (test_one_run_survives_every_fault)
 @pytest.mark.stall
 def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     job = harness.start(2, *harness.app.small, f"--timeout={harness.app.patience}")
@@ -302,12 +302,12 @@ def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Cal
 
 
 def silent(pid: int) -> str:
-    """Return the pattern of the line about rank 1 when it is stopped."""
+    """Return a pattern of the line that reports rank 1, process ``pid``, as stopped by a signal."""
     who = rf"rank 1 \({re.escape(os.uname().nodename)}, pid {pid}\) last alive at step \d+"
     return rf"{who}, silent for \d+ s, stopped by a signal .*, last seen at \w+\.py:\d+ in \w+"
 
 
-@pytest.mark.soak  # in the matrix tests/launch reserves ports for two jobs
+@pytest.mark.soak  # the quick tests reserve ports for two jobs (tests/launch)
 def test_two_jobs_at_once_do_not_disturb_each_other(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -321,18 +321,17 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 
 def slow_steps(n: int) -> dict[str, str]:
-    """The environment in which each step takes 0.1 s longer, so that a fault is in time on a busy machine."""
+    """Return environment variables that make each step 0.1 s slower, so that faults are in time on a busy machine."""
     slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
     return faulty({"slow": slow, "seconds": 0.1, "every_start": True})
 
 
 @pytest.mark.faults
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """A checkpoint is damaged, ranks or their launcher are killed, one hangs, and a signal stops the run.
+    """Damage a checkpoint, kill ranks or their launcher, hang a rank, and stop the run by a signal.
 
-    The soak repeats each fault alone. Here one run goes through all of them, because a start takes long. Its
-    steps are slow, so that each fault is in time on a busy machine, too. A hanging or swapping machine looks like
-    SIGSTOP: alive, and holding all others up.
+    The soak injects each fault into its own run. Here, one run gets all faults, because a start takes long. Its steps
+    are slow, so that each fault is in time on a busy machine. SIGSTOP simulates a machine that hangs or swaps.
     """
     n = 2
     skipped = harness.app.skipped_marks
@@ -376,7 +375,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
         job.wait_for_step(saved + 1)
         job.process.kill()
         job.finish()
-        job = harness.start(n, *harness.app.small)  # at once: old ranks may still be there
+        job = harness.start(n, *harness.app.small)  # old ranks may still run
     result = check_same_end(harness, job.finish(), n, reference)
     assert result["resumed_from_step"] >= saved
 
@@ -385,20 +384,20 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
 
 
 def last_to_disturb(result: Mapping[str, Any]) -> int:
-    """The last step after which a fault still finds the run under way."""
+    """Return the last step after which a fault still disturbs the run before its end."""
     return int(result["steps"]) - Shape.of(result).every - 1
 
 
 def wait_for_start(job: Job, before: int) -> None:
-    """Wait until a start of the job has replaced metrics.jsonl, whose inode was ``before``."""
+    """Wait until a restart has replaced metrics.jsonl, whose inode was ``before``."""
     job.wait_for(lambda: (job.run_dir / "metrics.jsonl").stat().st_ino != before)
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault has three kills
+@pytest.mark.soak  # the quick tests kill three times (test_one_run_survives_every_fault)
 def test_ten_kills_in_a_row_change_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
-    """A kill soon after the restart from another: of a rank, of all ranks at once, and of the whole job."""
+    """Kill a rank, all ranks at once, or the whole job, soon after the restart that the previous kill caused."""
     n = 2
     reference = undisturbed(n)
     last = last_to_disturb(reference)
@@ -433,7 +432,7 @@ def test_ten_kills_in_a_row_change_no_bit(
                 if kind == "a rank":
                     victims = [chance.choice(victims)]
                 for pid in victims:
-                    with suppress(ProcessLookupError):  # the launcher ends the others
+                    with suppress(ProcessLookupError):  # the launcher may have ended the process
                         os.kill(pid, signal.SIGKILL)
             landed = last_step(job.run_dir)
             wait_for_start(job, before)
@@ -442,11 +441,11 @@ def test_ten_kills_in_a_row_change_no_bit(
     table.append(f"| {harness.app.name} | {n} | SIGKILL soon after a restart: rank, all ranks, job | 10 | 10 |")
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault sends one
+@pytest.mark.soak  # the quick tests send one TERM (test_one_run_survives_every_fault)
 def test_ten_stops_in_a_row_change_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
-    """A TERM to the script or a rank soon after each resume."""
+    """Send TERM to the script or to a rank soon after each resume."""
     n = 2
     reference = undisturbed(n)
     last = last_to_disturb(reference)
@@ -472,11 +471,11 @@ def test_ten_stops_in_a_row_change_no_bit(
 # --- resuming as another job ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak  # in the matrix a plain loop is compared with a resume on 3 ranks
+@pytest.mark.soak  # the quick tests compare a plain loop with a resume on 3 ranks
 def test_resume_at_other_world_sizes_repeats_no_sample(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
-    """2, then 3 and, in a soak, 1 and 4 ranks, changing in mid-epoch: the same losses, no sample twice or missed."""
+    """Change the world size in mid-epoch from 2 to 3 and, in a soak, to 1 and 4. Losses and samples stay the same."""
     run = Shape.of(undisturbed(2))
     batch = run.batch
     epoch = run.epoch
@@ -491,7 +490,7 @@ def test_resume_at_other_world_sizes_repeats_no_sample(
         result = harness.train(n, *options, f"--max-steps={stop}")
     assert relative_difference(expected, losses(harness.folder / "run")) < harness.app.tolerance
     if harness.app.batch_option != "--global-batch-size":
-        return  # tests/core has this case for batches of tokens
+        return  # tests/core covers batches of tokens
     seed = result["seed"]
     samples = result["train_examples"]
     per_epoch = GlobalBatches(samples, batch, seed).steps_per_epoch
@@ -503,7 +502,7 @@ def test_resume_at_other_world_sizes_repeats_no_sample(
         assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(samples))
 
 
-@pytest.mark.soak  # in the matrix tests/core refuses each such option
+@pytest.mark.soak  # the quick tests refuse each such option (tests/core)
 def test_a_resume_that_would_take_other_steps_is_refused(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -538,7 +537,7 @@ def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: C
     check_same_end(harness, outcome, 2, undisturbed(2))
 
 
-@pytest.mark.soak  # in the matrix tests/launch refuses it
+@pytest.mark.soak  # the quick tests refuse such a run dir (tests/launch)
 def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     run_dir = harness.folder / "run"
     checkpoint.save(run_dir, "another_app", 3, {"model": {"w": np.ones(3)}}, {}, {}, 3)
@@ -548,14 +547,14 @@ def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     assert "another_app" in outcome.errors[0]
 
 
-@pytest.mark.soak  # in the matrix tests/launch sets a run aside
+@pytest.mark.soak  # the quick tests set a run aside (tests/launch)
 def test_no_resume_starts_anew_and_keeps_the_old_run(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     reference = undisturbed(2)
     run_dir = harness.folder / "run"
     shutil.copytree(reference["run_dir"], run_dir)
-    # The newest checkpoint is of a run that could not be resumed with these options.
+    # The newest checkpoint belongs to a run that these options cannot resume.
     checkpoint.save(run_dir, harness.app.name, reference["steps"] + 1, {"model": {}}, {}, {"seed": 3}, keep=4)
     checkpoint.finish()
     kept = snapshot(run_dir)
@@ -581,7 +580,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault damages one, tests/core in each way
+@pytest.mark.soak  # the quick tests damage one file (test_one_run_survives_every_fault), and in each way in tests/core
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str, table: list[str]
@@ -590,7 +589,7 @@ def test_a_damaged_checkpoint_is_skipped(
     _, before, newest = sorted(path.name for path in (template / "checkpoints").iterdir())
     files = sorted(path.name for path in (template / "checkpoints" / newest).iterdir())
     assert "manifest.json" in files
-    if not soak:  # one file each in the matrix, all of them in a soak
+    if not soak:  # --every-case damages one file in each way, and --soak damages all files
         files = [files[list(DAMAGES).index(damage) % len(files)]]
     for name in files:
         run_dir = harness.folder / name
@@ -605,7 +604,7 @@ def test_a_damaged_checkpoint_is_skipped(
     table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
 
 
-@pytest.mark.soak  # in the matrix tests/core shows that nothing is written
+@pytest.mark.soak  # the quick tests check that nothing is written (tests/core)
 def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -622,7 +621,7 @@ def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     assert snapshot(run_dir) == kept
 
 
-@pytest.mark.soak  # in the matrix --init-from shows it
+@pytest.mark.soak  # the quick tests check this with --init-from
 def test_a_checkpoint_made_by_hand_must_fit_the_model(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
@@ -646,14 +645,14 @@ def test_a_checkpoint_made_by_hand_must_fit_the_model(
 
 
 def arrays(good: checkpoint.Checkpoint, group: str) -> dict[str, NDArray[Any]]:
-    """All of a group's, of whatever pieces they are made."""
+    """Return all arrays of a checkpoint's group by name, assembled from pieces if the checkpoint is sharded."""
     if not good.pieces:
         return good.arrays(group)
     return {name: stored.read() for name, stored in storage.stored_groups(good)[group].items()}
 
 
 def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any]]]) -> None:
-    """Replace the contents of ``good`` by ``groups``, each in one piece if the checkpoint is sharded."""
+    """Save ``groups`` in place of the arrays of ``good``. In a sharded checkpoint, each array becomes one piece."""
     run_dir = good.folder.parents[1]
     if good.pieces:
         pieces = {
@@ -668,7 +667,7 @@ def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any
 
 
 class OneRank:
-    """A job of one rank, as `samestep.run.Ranks`."""
+    """The collectives of a job of one rank, with the interface of `samestep.run.Ranks`."""
 
     def broadcast(self, content: bytes) -> bytes:
         return content
@@ -678,7 +677,7 @@ class OneRank:
 
 
 def snapshot(run_dir: Path) -> dict[str, bytes]:
-    """Return the files that must not be overwritten."""
+    """Return the contents of all files of a run dir by path, except logs and the lock."""
     return {
         str(path.relative_to(run_dir)): path.read_bytes()
         for path in run_dir.rglob("*")
@@ -699,11 +698,11 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.soak  # in the matrix tests/core shows what a write that fails does
+@pytest.mark.soak  # the quick tests make a write fail (tests/core)
 def test_a_full_disk_is_reported_and_nothing_is_lost(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Needs the right to mount a tmpfs (root)."""
+    """This test must run as root, because it mounts a tmpfs."""
     reference = undisturbed(2)
     one = sum(path.stat().st_size for path in max(Path(reference["run_dir"]).glob("checkpoints/step-*")).iterdir())
     with small_disk(harness.folder / "disk", str(int(2.6 * one) + 100_000)) as disk:

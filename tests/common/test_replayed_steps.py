@@ -1,4 +1,4 @@
-"""``samestep replay`` of an app's run: the launch script, the probes of its framework, and the recorded bits."""
+"""Run ``samestep replay`` on an app's run: its launch script, its framework's probes, and the recorded bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from harness import LIMIT, Harness, faulty
 from samestep_observe.recorded import RecordedRun
 
-STEP = 3  # before which small runs have no checkpoint, or one
-KILLED = 8  # the step at whose beginning a rank dies
+STEP = 3  # small runs have at most one checkpoint before this step
+KILLED = 8  # a rank dies at the beginning of this step
 
 
 def replay(harness: Harness, run_dir: str, step: int) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def replay(harness: Harness, run_dir: str, step: int) -> subprocess.CompletedPro
 
 @pytest.mark.replayed
 def test_a_replayed_step_has_the_recorded_bits(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """The probes see the loss of each sample, the gradients, the updates and the activations."""
+    """The probes record the loss of each sample, the gradients, the updates and the activations."""
     run_dir = undisturbed(2)["run_dir"]
     done = replay(harness, run_dir, STEP)
     assert done.returncode == 0, done
@@ -42,12 +42,12 @@ def test_a_replayed_step_has_the_recorded_bits(harness: Harness, undisturbed: Ca
 
 
 @pytest.mark.replayed
-@pytest.mark.soak  # in the matrix, the test above replays a step of a run on two ranks
+@pytest.mark.soak  # the quick tests replay a step of a run on two ranks (the test above)
 @pytest.mark.parametrize("virtual_ranks", [False, pytest.param(True, marks=pytest.mark.virtual_ranks)])
 def test_random_steps_of_a_killed_run_have_the_recorded_bits(
     harness: Harness, virtual_ranks: bool, table: list[str]
 ) -> None:
-    """The run has three ranks. With virtual ranks, one process makes the steps again."""
+    """The run has three ranks. With virtual ranks, one process replays the steps."""
     tree = ["--virtual-ranks=4"] if virtual_ranks else []
     fault = faulty({"rank": 1, "signal": signal.SIGKILL, "step": KILLED})
     job = harness.start(3, *harness.app.small, "--keep-checkpoints=99", *tree, **fault)

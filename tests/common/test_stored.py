@@ -1,17 +1,18 @@
-"""Resume a run of an earlier version: checkpoints that people have must stay good.
+"""Resume runs of earlier versions, because the checkpoints of users must stay valid.
 
-``tests/<app>/stored/version-<v>/`` has, for the apps that store one:
+For some apps, ``tests/<app>/stored/version-<v>/`` contains:
 
-* ``options``: the options of both runs, one a line.
+* ``options``: the options of both runs, one per line.
 * ``run/`` or ``run.tar.xz``: a run dir of --max-steps=2, without logs and final weights.
 * ``longer/metrics.jsonl``: the losses of a run of --max-steps=6.
-* ``longer/result.json``, from version 0.2 on: its result. On the same processor, a resume of ``run`` on 1 rank with
-  OMP_NUM_THREADS=1 ends with the same weights_sha256. Other processors round differently, so no test compares it.
+* ``longer/result.json``: the result of that run, since version 0.2. On the same processor, a resume of ``run`` on 1
+  rank with OMP_NUM_THREADS=1 ends with the same weights_sha256. Other processors round differently, so no test
+  compares the digest.
 
-Versions before 0.3 drew other random numbers for dropout. Such a run resumes with a warning, and only its first losses,
-from before the resume, are the stored ones.
+Versions before 0.3 drew other random numbers for dropout. Such a run resumes with a warning, and only the losses before
+the resume equal the stored losses.
 
-A run in ``run.tar.xz`` began with weights whose channels repeat, because a file of them is small.
+A run in ``run.tar.xz`` began with weights whose channels repeat, because they compress to a small file.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from typing import Any
 import pytest
 from harness import ROOT, Harness, losses, metrics, relative_difference
 
-# A processor or a number of ranks of its own rounds in another way.
+# Another processor or world size rounds differently.
 TOLERANCE = 1e-6
-OTHER_MASKS = 0.1  # relative difference of a step's losses, if only the masks of dropout differ
+OTHER_MASKS = 0.1  # the largest relative difference of losses if only the dropout masks differ
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Resume each stored run of the app."""
+    """Parametrize the tests with each stored version of the app."""
     stored = ROOT / "tests" / metafunc.config.getoption("--app") / "stored"
     metafunc.parametrize("version", sorted(path.parent.name for path in stored.glob("*/options")))
 
 
 def restore(folder: Path, target: Path) -> Path:
-    """Copy the stored run dir into ``target``; return where it is."""
+    """Copy the stored run dir into ``target``, and return the path of the copy."""
     if (archive := folder / "run.tar.xz").exists():
         with tarfile.open(archive) as content:
             content.extractall(target, filter="data")
@@ -69,7 +70,7 @@ def test_a_stored_run_resumes_with_the_same_losses(harness: Harness, version: st
     comparable = 2 if has_dropout else 6
     pairs = losses(expected)[:comparable], losses(run_dir)[:comparable]
     assert relative_difference(*pairs) < max(TOLERANCE, harness.app.tolerance)
-    if has_dropout:  # the same weights and momentum, with other masks
+    if has_dropout:  # the resumed run has the same weights and momentum, but other dropout masks
         assert relative_difference(losses(expected), losses(run_dir)) < OTHER_MASKS
     accuracies, expected_accuracies = ([line.get("accuracy") for line in metrics(path)] for path in (run_dir, expected))
     assert accuracies == expected_accuracies

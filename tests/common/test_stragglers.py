@@ -1,4 +1,4 @@
-"""Only the slow rank is named while it trains, with the phase of the step in which it is slow."""
+"""Test that a run reports its slow rank, and no other rank, with the phase of the step in which it is slow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from amounts import amount
 from harness import Harness, Outcome, faulty, metrics
 
 PHASES = ("input", "computing", "optimizer")
-# Steps so short that an app's ``delay`` is many times as much, on a busy machine too; and hardly an epoch ends.
+# Steps are much shorter than an app's ``delay``, even on a busy machine, and few epochs end.
 SHORT = ("--global-batch-size=12", "--epochs=100", "--checkpoint-every=0", "--log-every=10")
-WITHIN = 50 + 10  # steps; ranks synchronize every 10, and a straggler must have been slow for 50
+WITHIN = 50 + 10  # steps: a straggler must be slow for 50 steps, and ranks synchronize every 10
 
 
 def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, str, int, int]], ms: int) -> Outcome:
-    """A job whose ranks sleep in the phases of steps that ``slow`` lists: rank, phase, from and to a step."""
+    """Run a job whose ranks sleep as ``slow`` lists: rank, phase, first step, and the step after the last."""
     fault = {"slow": slow, "seconds": ms / 1000}
     options = [*harness.app.small, *SHORT, f"--max-steps={slow[-1][-1]}"]
     outcome = harness.run(n, *options, run_dir=harness.folder / name, **faulty(fault))
@@ -32,14 +32,14 @@ def straggler_lines(outcome: Outcome) -> list[str]:
 
 
 def named(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return each named rank's record, with the step of its line."""
+    """Return each record of a straggler with the step of its line in metrics.jsonl."""
     return [(line["step"], each) for line in metrics(run_dir) for each in line.get("stragglers", ())]
 
 
 @pytest.mark.slow
 @pytest.mark.stragglers
 def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
-    """Three ranks in turn, each in another phase."""
+    """Three ranks are slow in turn, each in another phase."""
     slow = [(rank, phase, 4 + 60 * rank, 64 + 60 * rank) for rank, phase in enumerate(PHASES)]
     outcome = run_slowly(harness, 3, "run", slow, harness.app.delay)
     assert len(straggler_lines(outcome)) == 3, outcome
@@ -55,7 +55,7 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
         assert line.endswith(f" to step {step}); reported once")
 
 
-@pytest.mark.soak  # in the matrix test_a_slow_rank_is_named_with_its_phase
+@pytest.mark.soak  # the quick tests slow down each rank once (test_a_slow_rank_is_named_with_its_phase)
 @pytest.mark.slow
 def test_a_delay_of_200_ms_in_any_phase_is_reported_within_60_steps(
     harness: Harness, soak: bool, table: list[str]
@@ -75,7 +75,7 @@ def test_a_delay_of_200_ms_in_any_phase_is_reported_within_60_steps(
     table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # in the matrix tests/core shows it with threads
+@pytest.mark.soak  # the quick tests use threads (tests/core)
 @pytest.mark.slow
 def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table: list[str]) -> None:
     runs = amount(soak, few=1, many=50)

@@ -1,6 +1,6 @@
-"""An app that torchrun starts: by its launchers without the launch script, on two machines, and with ranks that differ.
+"""Test apps that torchrun starts: without the launch script, on two machines, and with ranks that diverge.
 
-They depend on an app's options.py, ranks.py and train.py, so a copy has them too.
+These tests depend on an app's options.py, ranks.py and train.py, so a copy of an app also has them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def train(harness: Harness) -> str:
 
 
 def short(harness: Harness) -> list[str]:
-    """The program, and options of a run of some steps."""
+    """Return the program and the options of a run of 6 steps."""
     return [train(harness), *harness.app.small, "--max-steps=6"]
 
 
 def test_torchrun_alone_takes_the_same_steps_and_restarts(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """After torchrun's own restart, the key in the run dir's name lets the ranks find it again."""
+    """After torchrun's own restart, the ranks find the run dir by the key in its name."""
     reference = undisturbed(2)
     every = Shape.of(reference).every
-    # As the second checkpoint is begun: the one before it is then on the disk.
+    # Kill rank 0 when the second checkpoint begins: the first checkpoint is then on the disk.
     fault = {"rank": 0, "audit": "os.mkdir", "match": rf"/\.step-{2 * every:08d}\.tmp", "signal": signal.SIGKILL}
     environ = {**faulty(fault), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", train(harness), *harness.app.small]
@@ -53,11 +53,11 @@ def test_torchrun_alone_takes_the_same_steps_and_restarts(
     assert result["weights_sha256"] == reference["weights_sha256"]
 
 
-@pytest.mark.soak  # in the matrix torchrun alone starts it, and the lab starts ranks by it
+@pytest.mark.soak  # the quick tests start the app with torchrun, and the lab with torch.distributed.launch
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The launcher before torchrun. It gives ranks --local-rank, which the record omits."""
+    """This launcher preceded torchrun. It passes --local-rank to ranks, which metrics.jsonl omits."""
     command = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port", free_port()]
     result = harness.checked(bare(harness, [*command, train(harness), *harness.app.small]), 2)
     assert result["launcher"] == "torchrun"
@@ -107,7 +107,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_two_processes_with_rank_and_world_size_train_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """As DLC and a person at two terminals set them: one process each, no launcher. Core alone can be imported."""
+    """Start two processes as DLC does, or a user at two terminals: without a launcher. Only core can be imported."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
@@ -125,7 +125,7 @@ def test_two_processes_with_rank_and_world_size_train_together(
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
         *(
-            pytest.param(*case, marks=pytest.mark.soak)  # in the matrix tests/core/test_env.py has them
+            pytest.param(*case, marks=pytest.mark.soak)  # the quick tests have these cases in tests/core/test_env.py
             for case in [
                 ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2'"),
                 ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
@@ -160,7 +160,7 @@ def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
 
 @pytest.mark.core_only
 def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
-    """torchrun gives each rank a session of its own, so only the rank's watchdog can end it."""
+    """torchrun starts each rank in its own session, so only the rank's watchdog can end the rank."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", train(harness), *harness.app.small]
     job = harness.start_command([*command, "--run-dir=run", "--epochs=1000"], harness.folder / "run")
     job.wait_for_step(5)
@@ -170,7 +170,7 @@ def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
 
 
 def two_machines(harness: Harness) -> list[Job]:
-    """Two launch scripts, 1 and 2 ranks, each in a folder of its own."""
+    """Start two launch scripts with 1 and 2 ranks, each in its own folder."""
     script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     jobs = []
@@ -182,11 +182,11 @@ def two_machines(harness: Harness) -> list[Job]:
     return jobs
 
 
-@pytest.mark.soak  # in the matrix two hosts recover from a pulled cable (tests/multihost)
+@pytest.mark.soak  # the quick tests pull a cable between two hosts (tests/multihost)
 def test_two_machines_without_a_shared_disk_stop_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The second gets a signal, which stops both. After a new start they resume at the same step."""
+    """A signal to the second script stops both machines. After a new start, both resume at the same step."""
     jobs = two_machines(harness)
     jobs[0].wait_for_step(2)
     os.kill(jobs[1].process.pid, signal.SIGUSR1)
@@ -198,11 +198,11 @@ def test_two_machines_without_a_shared_disk_stop_together(
     assert result["weights_sha256"] == undisturbed(3)["weights_sha256"]
 
 
-@pytest.mark.soak  # in the matrix two hosts recover from a pulled cable (tests/multihost)
+@pytest.mark.soak  # the quick tests pull a cable between two hosts (tests/multihost)
 def test_two_machines_without_a_shared_disk_recover_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """A rank of the second is killed."""
+    """Kill a rank on the second machine."""
     expected = undisturbed(3)
     jobs = two_machines(harness)
     jobs[0].wait_for_step(10)
@@ -212,7 +212,7 @@ def test_two_machines_without_a_shared_disk_recover_together(
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert (result["node_count"], result["restarts"]) == (2, 1)
     assert (second.code, second.stdout) == (0, "")
-    # Each machine's launch script finds the heartbeats of its own ranks in its own run dir.
+    # Each machine's run dir has the heartbeats of that machine's ranks.
     for job, ranks in zip(jobs, ({"alive-0"}, {"alive-1", "alive-2"})):
         assert {path.name for path in (job.run_dir / "log").glob("alive-*")} == ranks
 
@@ -221,11 +221,11 @@ def test_two_machines_without_a_shared_disk_recover_together(
 
 
 @pytest.mark.compared
-@pytest.mark.soak  # in the matrix a flipped bit shows it, which a job survives
+@pytest.mark.soak  # the quick tests flip a bit, which a job survives
 def test_what_ranks_do_not_share_is_named_and_never_saved(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """One weight of rank 1 is changed from outside, two steps before a checkpoint."""
+    """A fault changes one weight of rank 1 two steps before a checkpoint."""
     expected = undisturbed(2)
     run = Shape.of(expected)
     at = next(step for step in range(run.epoch + 3, 2 * run.epoch) if step % run.every == 0)
@@ -247,9 +247,9 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
 def test_a_flipped_bit_is_named_and_undone(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
-    """Any of the upper 24 bits of any weight, at any step: another process writes it into the rank's memory.
+    """Flip one of the upper 24 bits of a random weight after a random step, in the rank's memory from outside.
 
-    A lower bit may be gone by rounding before ranks compare what they hold.
+    Rounding may remove the flip of a lower bit before the ranks compare their weights.
     """
     reference = undisturbed(n)
     chance = random.Random(n)
@@ -262,7 +262,7 @@ def test_a_flipped_bit_is_named_and_undone(
         job = harness.start(n, *harness.app.small, run_dir=run_dir, **faulty(fault))
         job.wait_for_step(after)
         bit = chance.randrange(8, 32)
-        if soak and i == 0:  # makes a weight huge, so the loss becomes NaN or infinite
+        if soak and i == 0:  # this bit makes a weight huge, so the loss becomes NaN or infinite
             bit = 30
         address = flip_a_bit(json.loads(addresses.read_text()), chance, bit)
         outcome = job.finish()
@@ -279,7 +279,7 @@ def test_a_flipped_bit_is_named_and_undone(
 
 
 def flip_a_bit(addresses: dict[str, Any], chance: random.Random, bit: int) -> int:
-    """Flip a bit of a random float32 weight in the memory of a process; return the weight's address."""
+    """Flip a bit of a random float32 weight in the memory of a process, and return the weight's address."""
     place = chance.choice([first + 4 * i for first, count in addresses["weights"] for i in range(count)])
     with open(f"/proc/{addresses['pid']}/mem", "r+b", buffering=0) as memory:
         memory.seek(place + bit // 8)  # little-endian

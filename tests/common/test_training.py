@@ -1,4 +1,4 @@
-"""It trains: what a run shows, what it leaves, and that it takes the same step at any number of ranks."""
+"""Test what a run prints and writes, and that it takes the same steps at any world size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amounts import amount
 from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_difference
 from samestep import checkpoint, env
 
-# Lines of code of samestep that a rank may load, and of samestep.sharded beside it.
+# The fields that every result has.
 RESULT_KEYS = set(
     "app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs "
     "steps global_batch_size seed train_loss test_loss test_examples seconds samples_per_second restarts "
@@ -59,7 +59,7 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
     assert header["options"]["seed"] == result["seed"]
     assert not {"default_dataset", "resume_mutable"} & set(header["options"])
     assert {"python", "threads", "app", "device"} <= set(header)
-    assert header["device"].strip() not in ("", "cpu", "cuda", "gpu")  # its name
+    assert header["device"].strip() not in ("", "cpu", "cuda", "gpu")  # the name of the processor or GPU
     assert result["framework_version"] in header.values()
     assert losses(run_dir)
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
@@ -72,7 +72,7 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
 
 @pytest.mark.fixed_world
 def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """The run has trained, evaluated and saved; its ranks need neither launch nor observe nor downloads."""
+    """Ranks that train, evaluate and save load no module of launch or observe, and no downloads."""
     folder = Path(undisturbed(2)["run_dir"]).parent
     loaded = [json.loads((folder / f"modules-{rank}").read_text()) for rank in range(2)]
     assert {"samestep.run", "samestep.checkpoint", "samestep.recovery.watchdog"} <= loaded[0].keys()
@@ -81,14 +81,14 @@ def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict
 
 @pytest.mark.fixed_world
 def test_our_own_code_causes_no_warning(undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """With PYTHONWARNINGS=error, a warning would end the run."""
+    """If a user sets PYTHONWARNINGS=error, a warning ends the run."""
     folder = Path(undisturbed(2)["run_dir"])
     ours = "|".join(re.escape(str(ROOT / name)) for name in ("core", "launch", "apps"))
     for log in sorted((folder / "log").glob("*.log")):
         assert not re.findall(rf"^(?:{ours})/.*:\d+: \w*Warning: .*", log.read_text(errors="replace"), re.MULTILINE)
 
 
-@pytest.mark.soak  # in the matrix test_evaluate_only_leaves_the_run_as_it_is
+@pytest.mark.soak  # the quick tests have test_evaluate_only_leaves_the_run_as_it_is
 @pytest.mark.fixed_world
 def test_zero_steps_keep_the_weights_and_evaluate_them(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
@@ -107,7 +107,7 @@ def test_zero_steps_keep_the_weights_and_evaluate_them(
 def test_evaluations_between_epochs_change_no_step_and_the_best_is_kept(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """They change no step; the best is the first of equals, and left with its weights."""
+    """The best step is the first of equal evaluations, and model-best.safetensors has its weights."""
     reference = undisturbed(2)
     run_dir = harness.folder / "run"
     run = Shape.of(reference)
@@ -127,7 +127,7 @@ def test_evaluations_between_epochs_change_no_step_and_the_best_is_kept(
     assert kept == {f"step-{best:08d}", f"step-{result['steps']:08d}"}
     last = run_dir / "model.safetensors"
     average = run_dir / "model-ema.safetensors"
-    if average.exists():  # the app evaluates it
+    if average.exists():  # the app evaluates the averaged weights
         last = average
     the_best, at_the_end = (checkpoint.load_weights(path) for path in (run_dir / "model-best.safetensors", last))
     same = checkpoint.weights_sha256(the_best) == checkpoint.weights_sha256(at_the_end)
@@ -135,12 +135,12 @@ def test_evaluations_between_epochs_change_no_step_and_the_best_is_kept(
 
 
 def test_evaluate_only_leaves_the_run_as_it_is(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """At another number of ranks, of a run that it leaves as it is, and whatever variables other launchers left."""
+    """Evaluate a run on 1 rank in place of 2, with environment variables that other launchers left."""
     result = undisturbed(2)
     run_dir = harness.folder / "run"
     shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
-    names = [name for name in env.launcher_variables() if not name.startswith("PET_")]  # PET_NNODES is for scripts
+    names = [name for name in env.launcher_variables() if not name.startswith("PET_")]  # launch scripts read PET_NNODES
     left: dict[str, Any] = dict.fromkeys(names, "3")
     outcome = harness.run(1, *harness.app.small, "--evaluate-only", **left)
     assert outcome.code == 0, outcome
@@ -151,7 +151,7 @@ def test_evaluate_only_leaves_the_run_as_it_is(harness: Harness, undisturbed: Ca
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-@pytest.mark.soak  # in the matrix apps are compared with a plain loop or with each other
+@pytest.mark.soak  # the quick tests compare apps with a plain loop or with each other
 @pytest.mark.fixed_world
 @pytest.mark.parametrize("which", [0, 1])
 def test_losses_are_the_same_at_any_number_of_ranks(
@@ -159,7 +159,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
 ) -> None:
     batch = Shape.of(undisturbed(2)).odd_batch(harness.app.parts[which])
     for i, variant in enumerate(harness.app.variants):
-        # Without --soak the first variant takes all of its steps with one batch size, the last some with the other.
+        # Without --soak, only the first variant with one batch size and the last variant with the other size train.
         if not soak and i != which * (len(harness.app.variants) - 1):
             continue
         steps = harness.app.exact_steps[0]
@@ -180,10 +180,10 @@ def test_losses_are_the_same_at_any_number_of_ranks(
             assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
 
 
-@pytest.mark.soak  # in the matrix tests/conformance compares 1 and 3 ranks, with dropout
+@pytest.mark.soak  # the quick tests compare 1 and 3 ranks with dropout (tests/conformance)
 @pytest.mark.fixed_world
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
-    """Also with dropout, in float32: rounding is all that differs."""
+    """The runs have dropout and use float32, so they differ only by rounding."""
     curves = []
     for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)
@@ -193,12 +193,12 @@ def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: b
     assert all(relative_difference(curves[0], other) < harness.app.first_tolerance for other in curves[1:])
 
 
-@pytest.mark.soak  # in the matrix each test of a job checks its exit code
+@pytest.mark.soak  # the quick tests check the exit code of each job
 @pytest.mark.fixed_world
 def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
-    """A process that used collectives may abort while it exits; the job must not fail by that.
+    """A process that used collectives may abort while it exits. The job must still exit with 0.
 
-    The first runs, short as well, also choose their own run dirs, or are asked to be quiet.
+    The first two runs choose their own run dirs, and the third run has --quiet.
     """
     options = [*harness.app.small, "--max-steps=2", "--max-restarts=0"]
     script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")

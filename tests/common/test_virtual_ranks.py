@@ -1,4 +1,4 @@
-"""--virtual-ranks: the same bits at any number of ranks, also if each resume has another number."""
+"""Test that runs with --virtual-ranks have the same bits at any world size, even if it changes at each resume."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from harness import Harness, Shape, recorded
 pytestmark = pytest.mark.virtual_ranks
 
 
-OPTIONS = ("--virtual-ranks=4", "--straggler=0")  # a report of a slow rank would be in metrics.jsonl
+OPTIONS = ("--virtual-ranks=4", "--straggler=0")  # a report of a slow rank would change metrics.jsonl
 
 
 def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Compare the weights, the last checkpoint with the optimizer's state, and metrics.jsonl."""
+    """Check that weights, metrics.jsonl and the last checkpoint, with the optimizer's state, have the same bits."""
     run_dir = Path(result["run_dir"])
     expected = Path(reference["run_dir"])
     assert result["weights_sha256"] == reference["weights_sha256"]
@@ -31,7 +31,7 @@ def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], last: int, run_dir: Path) -> Any:
-    """Start n ranks, and kill all after the step, for each (n, step); then start ``last`` ranks."""
+    """For each (n, step) of ``kills``, run n ranks and kill them after the step. Then run ``last`` ranks to the end."""
     for n, step in kills:
         job = harness.start(n, *options, run_dir=run_dir)
         job.wait_for_step(step)
@@ -51,10 +51,10 @@ def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
     check_same_bits(result, reference)
 
 
-@pytest.mark.soak  # in the matrix test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
+@pytest.mark.soak  # the quick tests have test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 @pytest.mark.parametrize("variant", [0, 1])
 def test_the_weights_have_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
-    """Two models, optimizers or norms of the app, for at most 320 steps."""
+    """Compare two models, optimizers or norms of the app for at most 320 steps."""
     counts = [n for n in (1, 2, 3, 4, 5, 8) if n <= (harness.app.virtual_ranks or 0)]
     options = [f"--dataset={harness.app.dataset}", "--max-steps=320", "--log-every=5", *harness.app.variants[variant]]
     options += ["--virtual-ranks=8", "--straggler=0"]
@@ -68,7 +68,7 @@ def test_the_weights_have_one_hash_at_any_number_of_ranks(harness: Harness, vari
     table.append(f"| {harness.app.name} | {ranks} | none: {event} | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # in the matrix test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
+@pytest.mark.soak  # the quick tests have test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 def test_four_three_one_and_two_ranks_in_turn_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:

@@ -18,7 +18,7 @@ OPTIMIZERS = {"sgd": ["--lr=0.01", "--momentum=0.875"], "adam": ["--lr=0.001"]}
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.soak), "adam"])
 def test_paddle_and_torch_have_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
-    """Start from PyTorch's weights; PyTorch then evaluates the trained weights as Paddle does."""
+    """Train from PyTorch's weights. PyTorch then evaluates Paddle's trained weights with the same result."""
     options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
     steps = amount(soak, few=30, many=100)
@@ -38,7 +38,7 @@ def test_paddle_and_torch_have_the_same_losses(harness: Harness, ddp: Harness, s
 
 @pytest.mark.soak  # the test above covers it in float64
 def test_weights_of_each_program_start_the_others(harness: Harness, ddp: Harness) -> None:
-    """Each evaluates the other's weights to the same accuracy, except for a few float32 scores that nearly tie."""
+    """Each program evaluates the other's weights. The accuracies are equal, except for a few scores that nearly tie."""
     trained = {
         "paddle": harness.train(2, "--dataset=mnist-5k", "--epochs=2"),
         "torch": ddp.train(2, "--dataset=mnist-5k", "--epochs=2", "--optimizer=adam", *TORCH),

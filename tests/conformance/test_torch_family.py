@@ -1,4 +1,4 @@
-"""One loss curve: three torch programs take the same steps, and start from each other's weights."""
+"""Test that three torch programs take the same steps, and start from each other's weights."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     ],
 )
 def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
-    """Losses agree at 3 ranks, two of them without a sample in each epoch's last batch.
+    """Losses agree on 3 ranks, although two ranks have no sample in the last batch of an epoch.
 
-    The global batch is not a multiple of 2 or 3. tests/common compares mnist_ddp's own curves, and the test suite
-    compares mnist_lightning's in its own environment.
+    Neither 2 nor 3 divides the global batch. tests/common compares losses of mnist_ddp, and tests/mnist_lightning
+    compares losses of mnist_lightning.
     """
     batch = amount(soak, few=1333, many=125)
     steps = amount(soak, few=5, many=100)
@@ -52,14 +52,14 @@ def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soa
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
 
-@pytest.mark.soak  # in the matrix tests/conformance sends weights from torch to Paddle and MindSpore, and back
+@pytest.mark.soak  # the quick tests load weights of torch in Paddle and MindSpore, and back (tests/conformance)
 def test_weights_of_each_program_start_the_others(family: dict[str, Harness]) -> None:
-    """Trained by each in turn, from the one before; all three count the same correct digits."""
+    """Each program continues from the weights of the previous one. All three count the same correct digits."""
     weights: list[str] = []
     for harness in family.values():
         result = harness.train(1, *harness.app.small, "--max-steps=8", *weights)
         weights = [f"--init-from={Path(result['run_dir']) / 'model.safetensors'}"]
-    for harness in [*family.values()][:-1]:  # the weights that the last app trained
+    for harness in [*family.values()][:-1]:  # these apps evaluate the last app's weights
         again = harness.train(1, *harness.app.small, "--max-steps=0", *weights, run_dir=harness.folder / "again")
         assert again["weights_sha256"] == result["weights_sha256"]
         assert again["test_accuracy"] == result["test_accuracy"]

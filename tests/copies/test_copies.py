@@ -1,4 +1,4 @@
-"""The tests of an unchanged copy that scripts/new_app.sh makes pass; in the soak in environments of their own."""
+"""Run the tests of an unchanged copy that scripts/new_app.sh makes. In the soak, the copy makes its environments."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from harness import APPS
 from repository import clone, run_fresh
 
-IN_MATRIX = "mnist_lightning"  # alone: its own tests are the fastest
-# The matrix collects all of its tests and runs three: by the launch script, by plain Python, and one that must fail.
+IN_MATRIX = "mnist_lightning"  # the quick tests copy only this app, whose tests are the fastest
+# The quick tests collect all tests of the copy and run three: by the launch script, by Python, and one that must fail.
 SOME = ["-n", "2", "tests/my_copy", "-k", "each_test_image or plain_python or wrong_environment"]
 
 
 def cases() -> Iterator[Any]:
-    """Yield each app, and whether its copy is a project of its own."""
+    """Yield a case for each app and each kind of copy: in the repository, or as a project outside of it."""
     for app in APPS:
         yield pytest.param(app, False, id=f"{app} in the repository", marks=pytest.mark.soak)
         marks = []
@@ -28,7 +28,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("app", "alone"), cases())
 def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: bool) -> None:
-    """Run tests/<app>, or some of them; with --soak all, lint and the common tests."""
+    """Run some tests of the copy. With --soak, run all its tests, the common tests and lint."""
     root = clone(tmp_path / "samestep")
     command = ["bash", "scripts/new_app.sh", "my_copy", f"--from={app}"]
     folder = root
@@ -41,6 +41,6 @@ def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: b
     if soak:
         run_fresh(folder, tmp_path / "testing", 7200, "bash", "scripts/test.sh", "-e", environments)
         return
-    # With this environment's packages: to install them takes longer than the tests.
+    # Use this environment's packages, because an installation takes longer than the tests.
     words = [sys.executable, "-m", "pytest", "--app=my_copy", "--device=cpu", *SOME]
     run_fresh(folder, tmp_path / "testing", 300, *words, PYTHON=sys.executable)

@@ -1,8 +1,8 @@
-"""Put each defect of defects.toml into a copy of the tree, and run the test matrix's tests of its place.
+"""Put each defect of defects.toml into a copy of the repository, and run the tests that must catch it.
 
 bash scripts/test.sh -e defects                 # all
 bash scripts/test.sh -e defects -- no-fsync     # by name
-bash scripts/test.sh -e defects -- none         # every place without a defect, which must pass
+bash scripts/test.sh -e defects -- none         # all tests, without a defect
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ sys.path.insert(0, str(HERE.parent))
 from processes import kill_marked  # noqa: E402
 from repository import clone  # noqa: E402
 
-LIMIT = 900.0  # seconds for the tests of one place; a test ends a run that hangs much earlier
+LIMIT = 900.0  # seconds for one group of tests; each test ends a hung run much earlier
 Defect = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """How pytest ended at one place: its exit code (None after the time limit), its first failed test and its error."""
+    """How one group of tests ended: pytest's exit code (None after the time limit), and its first failure."""
 
     code: int | None
     failed: str
@@ -44,7 +44,7 @@ def defects() -> list[Defect]:
 
 
 def with_defect(text: str, defect: Defect) -> str:
-    """Return a file's ``text`` with the defect. Raises ValueError unless its old code occurs exactly once."""
+    """Return a file's ``text`` with the defect. Raise ValueError unless the defect's old code occurs exactly once."""
     count = text.count(defect["old"])
     if count != 1:
         raise ValueError(f"{defect['name']}: its old code occurs {count} times in {defect['file']}: adapt defects.toml")
@@ -52,7 +52,7 @@ def with_defect(text: str, defect: Defect) -> str:
 
 
 def python_of(environment: str) -> Path:
-    """Return the Python of a tox environment, which is made if it does not exist."""
+    """Return the path of a tox environment's Python. Make the environment if it does not exist."""
     python = ROOT / ".tox" / environment / "bin" / "python"
     if not python.exists():
         subprocess.run(["bash", "scripts/test.sh", "-e", environment, "--notest"], cwd=ROOT, check=True)
@@ -60,7 +60,7 @@ def python_of(environment: str) -> Path:
 
 
 def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
-    """Run pytest on the copy until the first failure."""
+    """Run pytest in the copy until the first failure or the time limit, and return its outcome."""
     python = python_of(environment)
     app = environment.removesuffix("-cpu")
     options = ["-x", "-q", f"--basetemp={copy.parent / 'tests'}", "-n", "2", "--dist=worksteal", *arguments]
@@ -84,18 +84,18 @@ def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
     except subprocess.TimeoutExpired:
         return Outcome(None, "")
     finally:
-        kill_marked("SAMESTEP_DEFECT", str(copy), LIMIT)  # launchers and ranks have sessions of their own
+        kill_marked("SAMESTEP_DEFECT", str(copy), LIMIT)  # launchers and ranks run in other sessions
         process.wait()
     failed = re.search(r"^FAILED (.+)", output, re.MULTILINE)
     if failed:
-        return Outcome(1, failed[1])  # the exit code is 2 if xdist interrupts its workers
+        return Outcome(1, failed[1])  # pytest's own code is 2 if xdist interrupts its workers
     if process.returncode:
         print(output, file=sys.stderr)
     return Outcome(process.returncode, "")
 
 
 def try_defect(defect: Defect) -> Iterator[tuple[list[str], Outcome, float]]:
-    """Yield each place of the defect, how its tests ended and the seconds that they took, until one catches it."""
+    """Yield each group of the defect's tests, its outcome and its duration in seconds. Stop when a group catches it."""
     with tempfile.TemporaryDirectory(prefix="samestep-defect-") as folder:
         copy = clone(Path(folder, "copy"))
         if defect["file"]:
@@ -110,7 +110,7 @@ def try_defect(defect: Defect) -> Iterator[tuple[list[str], Outcome, float]]:
 
 
 def main(names: list[str]) -> int:
-    """Print a row for each place, how many defects were caught, and each miss."""
+    """Print a row for each group of tests, the number of caught defects, and each missed defect."""
     known = defects()
     places = [list(place) for place in dict.fromkeys(tuple(place) for defect in known for place in defect["tests"])]
     none: Defect = {"name": "none", "file": "", "tests": places}
@@ -120,7 +120,7 @@ def main(names: list[str]) -> int:
         print(f"error: no defect {unknown[0]}: name one of {', '.join(by_name)}", file=sys.stderr)
         return 2
     chosen = [by_name[name] for name in names] or known
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and clean up
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # sys.exit cleans up
     missed = []
     print("| defect | blind | tests run | caught | seconds |\n|---|---|---|---|---|", flush=True)
     for defect in chosen:

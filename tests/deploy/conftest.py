@@ -1,4 +1,4 @@
-"""Fixtures: the manifests of deploy/kubernetes after an overlay is rendered."""
+"""Fixtures for the rendered manifests of deploy/kubernetes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def render() -> Callable[[str], list[dict[str, Any]]]:
-    """The objects of an overlay of deploy/kubernetes, as ``kubectl kustomize``, which needs no server, renders them."""
+    """Return a function that renders an overlay of deploy/kubernetes by ``kubectl kustomize``, without a server."""
 
     @functools.cache
     def rendered(overlay: str) -> list[dict[str, Any]]:
@@ -33,5 +33,5 @@ def render() -> Callable[[str], list[dict[str, Any]]]:
 
 
 def kubectl() -> str:
-    """Return the kubectl on PATH, or else Debian's, unpacked but not installed."""
+    """Return the path of kubectl: the one on PATH, or else an unpacked copy of Debian's."""
     return shutil.which("kubectl") or str(unpacked("kubernetes-client") / "usr" / "bin" / "kubectl")

@@ -1,4 +1,4 @@
-"""The job file of deploy/dlc: parameters that the dlc client has, and a command that its launch script takes."""
+"""Test that dlc knows the parameters in the job files of deploy/dlc, and that launch scripts accept their commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_job_files_have_known_parameters_and_commands_that_are_taken(tmp_path: P
         job = job_file(path)
         assert job.keys() <= PARAMETERS, path
         assert {"name", "workspace_id", "workers", "worker_image", "command"} <= job.keys()
-        for rank in range(int(job["workers"])):  # as DLC sets it
+        for rank in range(int(job["workers"])):  # DLC starts each pod with these variables
             sets = {"RANK": str(rank), "WORLD_SIZE": job["workers"], "NPROC_PER_NODE": job["worker_gpu"]}
             sets |= {"MASTER_ADDR": "dlc-master-0", "MASTER_PORT": port}
             sets |= dict(pair.split("=") for pair in job["envs"].replace("/mnt/runs", str(tmp_path)).split(","))
@@ -64,13 +64,13 @@ def test_the_commands_of_the_page_have_known_parameters() -> None:
     commands = re.findall(r"^dlc submit pytorchjob (.*)$", text, re.MULTILINE)
     assert commands
     for command in commands:
-        # Options within quotes are the program's.
+        # Options within quotes belong to the program, not to dlc.
         names = {word[2:].partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
         assert names <= PARAMETERS | ON_THE_COMMAND_LINE_ALONE, command
 
 
 def test_each_placeholder_has_a_row_that_says_where_it_comes_from() -> None:
-    """No other test compares the words to replace with the page's table."""
+    """Compare the placeholders in commands and job files with the page's table."""
     page = (DLC / "README.md").read_text()
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     texts = [blocks, *(path.read_text() for path in DLC.glob("*.params"))]

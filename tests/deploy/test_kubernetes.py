@@ -1,4 +1,4 @@
-"""The Kubernetes manifests follow every kind's published schema and meet the needs of the programs in the pods."""
+"""Test that the Kubernetes manifests follow the published schemas and meet the needs of the programs in the pods."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from samestep.options import Parser, add_common
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OVERLAYS = ["cpu", "gpu"]
-KUBERNETES = "1.37"  # of whose API kubernetes-validate has the schemas
+KUBERNETES = "1.37"  # kubernetes-validate has the API schemas of this version
 STOPPED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
 Manifest = dict[str, Any]
 Render = Callable[[str], list[Manifest]]
 
-# The fields of an MPIJob, of kubeflow/mpi-operator v0.8.0 (pkg/apis/kubeflow/v2beta1/types.go). Its pod templates are
-# Kubernetes' own.
+# The fields of an MPIJob in kubeflow/mpi-operator v0.8.0 (pkg/apis/kubeflow/v2beta1/types.go). The pod templates have
+# the schema of Kubernetes.
 WHOLE = {"type": "integer", "minimum": 0}
 
 
@@ -72,7 +72,7 @@ MPI_JOB = fields(
 
 
 def check(manifest: Manifest) -> None:
-    """Raise where a manifest has what its kind's schema does not have, or lacks what that requires."""
+    """Raise an error if a manifest has a field that is not in its schema, or lacks a required field."""
     kind = manifest["kind"]
     if manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1":
         model = getattr(models, f"TrainerV1alpha1{kind}")
@@ -84,7 +84,7 @@ def check(manifest: Manifest) -> None:
     elif kind == "MPIJob":
         jsonschema.validate(manifest, MPI_JOB)
         for replicas in manifest["spec"]["mpiReplicaSpecs"].values():
-            # The operator puts the restart policy into the template, and a Job's must have one.
+            # Check a PodTemplate, not a Job: the operator adds the restart policy that a Job's template must have.
             template = copy.deepcopy(replicas["template"])
             check({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}, "template": template})
     else:
@@ -99,7 +99,7 @@ def jobs_of_runtime(manifest: Manifest) -> list[Manifest]:
 
 
 def templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Return every pod template by the name of its owner."""
+    """Yield every pod template with the name of its owner."""
     for manifest in manifests:
         name = f"{manifest['kind']} {manifest['metadata']['name']}"
         spec = manifest["spec"]
@@ -178,7 +178,7 @@ def test_no_pod_is_root_and_each_has_time_to_save(overlay: str, render: Render) 
             mounts = {each["name"]: each for each in container["volumeMounts"]}
             assert mounts.keys() == volumes.keys(), name
             assert "emptyDir" in volumes["tmp"], name
-            if "runs" in mounts:  # ranks run here
+            if "runs" in mounts:  # this pod runs ranks
                 assert pod["terminationGracePeriodSeconds"] > default_grace() + 10, name
                 assert mounts["data"]["readOnly"], name
                 assert mounts["shm"]["mountPath"] == "/dev/shm", name
@@ -209,13 +209,13 @@ def test_images_are_those_that_are_built_and_hold_what_is_started(overlay: str, 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: Render) -> None:
-    """2 is a mistake in the call; 128 + a signal is a job that saved its step, in whichever pod the signal came."""
+    """Code 2 is a user's mistake. Code 128 + n means that signal n stopped the job, which saved its step."""
     jobs = [each["spec"] for each in by_name(render(overlay), "Job").values()]
     for runtime in by_name(render(overlay), "TrainingRuntime").values():
         jobs += [job["template"]["spec"] for job in jobs_of_runtime(runtime)]
     assert len(jobs) == {"cpu": 4, "gpu": 2}[overlay]
     for job in jobs:
-        assert job["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy wants it
+        assert job["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy requires "Never"
         assert job["backoffLimit"] > 0
         rules = job["podFailurePolicy"]["rules"]
         containers = {each["name"] for each in job["template"]["spec"]["containers"]}
@@ -226,7 +226,7 @@ def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: 
 
 
 def test_only_its_own_pods_reach_a_job_whose_ports_have_no_authentication(render: Render) -> None:
-    """mnist_elastic's: a job's pods have the label job-name."""
+    """The ports of mnist_elastic have no authentication. All pods of its job have the label job-name."""
     policy = by_name(render("cpu"), "NetworkPolicy")["mnist-elastic"]["spec"]
     pods = {"matchLabels": {"job-name": "mnist-elastic"}}
     ingress = [{"from": [{"podSelector": pods}]}]
@@ -237,7 +237,7 @@ def test_only_its_own_pods_reach_a_job_whose_ports_have_no_authentication(render
 
 
 def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
-    """Each launch script accepts its pod's command, with the controller's settings, by --dry-run."""
+    """Run each pod's command with --dry-run and the controller's variables."""
     manifests = render("cpu")
     seen = set()
     for job in by_name(manifests, "Job").values():
@@ -248,7 +248,7 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
         variables = environment(container)
         assert spec["completionMode"] == "Indexed"
         assert spec["parallelism"] == spec["completions"] == int(variables["NNODES"])
-        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # pod 0, by the Service
+        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # the Service's name of pod 0
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"]
         assert service["spec"]["selector"] == {"job-name": name}
@@ -294,7 +294,7 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
 
 
 def environment(container: Manifest) -> dict[str, str]:
-    """Its variables. Each pod that waits for others has a secret, which no manifest holds."""
+    """Return a container's environment variables. The container must get its secret from a Kubernetes Secret."""
     secrets = [each for each in container["env"] if "valueFrom" in each]
     assert [each["name"] for each in secrets] == ["SAMESTEP_SECRET"]
     reference = secrets[0]["valueFrom"]["secretKeyRef"]
@@ -304,9 +304,9 @@ def environment(container: Manifest) -> dict[str, str]:
 
 
 def dry_run(command: list[str], variables: dict[str, str]) -> str:
-    """Return the launcher's command as the launch script shows it, with only these variables of samestep."""
+    """Return the launcher's command that the launch script prints with --dry-run and only these variables."""
     words = [word.replace("/samestep", str(REPOSITORY)) for word in command]
-    port = free_port()  # of machine 0; any free port works here
+    port = free_port()  # the port of machine 0; any free port works here
     ports = {name: port for name in variables if name.endswith("MASTER_PORT")}
     environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **variables, **ports}
     done = subprocess.run([*words, "--dry-run"], env=environ, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Paths, variables, options and arguments of images that the files of deploy/ name exist."""
+"""Test that the paths, variables, options and image arguments in the files of deploy/ exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def name(path: Path) -> str:
 
 @functools.cache
 def known_options(app: str, command: str = "") -> frozenset[str]:
-    """Return the options that its launch script takes, by its own --help."""
+    """Return the options that an app's launch script lists in --help."""
     script = REPOSITORY / "scripts" / f"run_{app}.sh"
     environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
     words = ["bash", str(script), "1", *filter(None, [command]), "--help"]
@@ -42,20 +42,20 @@ def known_options(app: str, command: str = "") -> frozenset[str]:
 
 @functools.cache
 def programs() -> str:
-    """All that reads variables."""
+    """Return the text of all programs that read environment variables."""
     folders = [REPOSITORY / name for name in ("scripts", *PACKAGES, "apps")]
     paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".sh"}]
     return "\n".join(path.read_text() for path in paths)
 
 
 def starts(text: str) -> Iterator[tuple[str, str]]:
-    """The app of every command that starts one, and the rest of that command."""
+    """Yield the app and the arguments of every command in ``text`` that starts an app."""
     text = re.sub(r"\\\n#?\s*", " ", text)
     for found in re.finditer(
         r"(?:scripts/run_(\w+)\.sh|apps/(\w+)/train\.py|deploy/slurm/(\w+)\.sbatch)([^\n`#|;&\"]*)", text
     ):
         yield found[1] or found[2] or found[3], found[4]
-    for found in re.finditer(r"^#.* samestep/(\w+):\w+ (\d[^\n`]*)", text, re.MULTILINE):  # by its entry point
+    for found in re.finditer(r"^#.* samestep/(\w+):\w+ (\d[^\n`]*)", text, re.MULTILINE):  # by an image's entry point
         entry = re.search(r"^ENTRYPOINT .*run_(\w+)\.sh", text, re.MULTILINE)
         assert entry, found[0]
         yield entry[1], found[2]

@@ -1,4 +1,4 @@
-"""The scripts of deploy/slurm hand a secret of the job to all nodes, where no other user sees it."""
+"""Test that the scripts of deploy/slurm pass the job's secret to all nodes without showing it to other users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 STARTED_BY_SRUN = sorted(
     path for path in (REPOSITORY / "deploy" / "slurm").glob("*.sbatch") if "on_every_node" in path.read_text()
 )
-COMMANDS = {  # of Slurm; the words that they get are seen by all users, the environment is not
+COMMANDS = {  # fakes of Slurm's commands; all users can see a command's arguments, but not its environment
     "scontrol": "printf 'node1\\nnode2\\n'",
     "srun": 'echo "$*"; echo "$SAMESTEP_SECRET"; export -p | grep -c "x SAMESTEP_SECRET="',
 }

@@ -1,4 +1,4 @@
-"""Zensical and MkDocs build the same site without a warning; it is complete, and loads nothing from the network."""
+"""Test that Zensical and MkDocs build the same complete site without warnings. The site uses no network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOADED_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-
 
 
 class Loads(HTMLParser):
-    """Find the addresses that a browser loads by itself when it shows a page."""
+    """Find the addresses that a browser loads when it shows a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Loads(HTMLParser):
 
 
 def run(*command: str) -> str:
-    # Material and mkdocs-redirects advertise forks of MkDocs by warnings.
+    # Material and mkdocs-redirects print warnings that advertise forks of MkDocs.
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
     command = (sys.executable, *command)
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
@@ -53,7 +53,7 @@ def run(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build the site strictly by each builder: a warning is an error."""
+    """Build the site with each builder, and return the folders of HTML by builder. A warning is an error."""
     found = {}
     for builder in BUILDERS:
         folder = tmp_path_factory.mktemp(builder)
@@ -70,7 +70,7 @@ def site(request: pytest.FixtureRequest, sites: dict[str, Path]) -> Path:
 
 
 def anchors(site: Path) -> dict[str, list[str]]:
-    """Return the anchors of the headings of each page by its place."""
+    """Return the anchors of each page's headings by the page's path."""
     pages = {str(page.relative_to(site)): page.read_text() for page in site.rglob("*.html")}
     return {name: re.findall(r'<h[1-6][^>]* id="?([^" >]+)', text) for name, text in pages.items()}
 
@@ -85,7 +85,7 @@ def test_both_builders_make_the_same_pages_and_anchors(sites: dict[str, Path]) -
 
 
 def moved(site: Path) -> list[Path]:
-    """Return the pages that redirect to another."""
+    """Return the pages that redirect to another page."""
     return [page for page in site.glob("*/index.html") if "<title>Redirecting" in page.read_text()]
 
 
@@ -95,7 +95,7 @@ def test_a_page_that_moved_leads_to_its_new_place(site: Path) -> None:
 
 
 def test_no_page_scrolls_sideways_on_a_phone_or_a_desktop(sites: dict[str, Path], tmp_path: Path) -> None:
-    """Wide tables and long code scroll inside themselves."""
+    """Wide tables and long code must have their own scroll bars."""
     site = sites["zensical"]
     alike = {*site.glob("source/**/*.html"), *site.glob("api/**/*.html")} - {site / "api" / "run" / "index.html"}
     pages = sorted({*site.rglob("*.html")} - {*moved(site), site / "404.html"} - alike)
@@ -120,7 +120,7 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
         loads.feed(page.read_text())
         assert loads.found, page
         assert not [address for address in loads.found if re.match(r"\s*['\"]?(https?:)?//", address)], page
-        # Material's own script fetches on demand a library for diagrams, and numbers of a repository on GitHub.
+        # For these two, Material's script would load a library for diagrams and GitHub's numbers of a repository.
         assert not re.search(r'class="mermaid"|data-md-component="source"', page.read_text()), page
     styles = list(site.rglob("*.css"))
     assert styles
@@ -138,7 +138,7 @@ def test_every_page_of_docs_every_readme_and_each_public_module_is_there(site: P
         assert re.search(rf">\s*{app.parent.name}\s*<", listed), app
     shown = {str(page.parent.relative_to(site / "api")) for page in site.glob("api/**/index.html")} - {"."}
     assert {"checkpoint", "env", "options", "run", "sharding", "data/datasets", "torch/reduction"} <= shown
-    assert not {each for each in shown if each.startswith(("launch", "observe"))}  # no program imports these
+    assert not {each for each in shown if each.startswith(("launch", "observe"))}  # programs do not import these
     assert len(shown) < 27
     sharding = (site / "api" / "sharding" / "index.html").read_text()
     assert "steps_per_epoch" in sharding
@@ -153,7 +153,7 @@ def test_a_link_out_of_docs_leads_to_a_page_that_shows_the_file(site: Path) -> N
 
 
 def test_what_the_repository_shows_as_a_list_or_a_table_is_one_here(site: Path) -> None:
-    """Python-Markdown wants a blank line before a list or a table where GitHub does not."""
+    """Python-Markdown requires a blank line before a list or a table. GitHub does not."""
     for page in site.rglob("*.html"):
         if "source" in page.relative_to(site).parts or "api" in page.relative_to(site).parts:
             continue

@@ -1,4 +1,4 @@
-"""Describe gpt_fsdp for the common cases."""
+"""Describe gpt_fsdp for the common tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TINY = ("--lr=0.003", "--dataset=jargon-64k", "--layers=1", "--width=32", "--con
 SPEC = App(
     dataset="jargon-64k",
     test_examples=6553,
-    # 1,843 windows by 120: 16 steps an epoch.
+    # 1,843 windows in global batches of 120 make 16 steps per epoch.
     small=(
         *(*TINY, "--epochs=6", "--global-batch-size=120", "--checkpoint-every=5", "--log-every=1"),
         *("--clip-norm=1", "--accumulate=2"),

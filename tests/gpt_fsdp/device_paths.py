@@ -1,4 +1,4 @@
-"""Every device path of gpt_fsdp, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of gpt_fsdp and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 OWN = "tests/gpt_fsdp/test_gpt_fsdp.py"
 PATHS = [

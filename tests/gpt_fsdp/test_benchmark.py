@@ -1,4 +1,4 @@
-"""The benchmarks of a step and of a checkpoint: they still run."""
+"""Run the benchmarks of a step and of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.soak
 def test_the_benchmark_of_a_step_still_runs(harness: Harness) -> None:
-    """One round of a small model, whose numbers are of no meaning."""
+    """Run one round of a small model. Its numbers have no meaning."""
     program = str(ROOT / "benchmarks" / "fsdp_step.py")
     options = ["--rounds=1", "--", "--layers=1", "--width=32", "--heads=4", "--context=32"]
     outcome = bare(harness, [*LAUNCHER, program, *options])

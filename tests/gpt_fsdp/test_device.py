@@ -1,7 +1,7 @@
-"""Nothing of a step, an evaluation or a sharded model stays behind on the CPU, with FSDP and tensor parallelism.
+"""Test that steps, evaluations and sharded models compute on the device, with FSDP and tensor parallelism.
 
-Tensors of torch's device "meta" have a device, but no content. As on a GPU, an operation refuses to mix them with the
-CPU's.
+Tensors on torch's device "meta" have a device but no content. As on a GPU, an operation that mixes them with CPU
+tensors fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gpt_fsdp's own tests: the same step at any mesh, and checkpoints of a model that no rank holds."""
+"""Test gpt_fsdp: steps are the same at any mesh, and checkpoints hold a model that no single rank holds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from samestep.sharding import GlobalBatches
 
 APP = ROOT / "apps" / "gpt_fsdp"
 TINY = ("--dataset=jargon-64k", "--layers=2", "--width=48", "--context=32", "--warmup-steps=5", "--log-every=1")
-# 1,843 windows by 25 in micro-batches of 9, 8 and 8: no number of ranks but 1 divides them, and an epoch's last has 18.
+# 1,843 windows in global batches of 25 and micro-batches of 9, 8 and 8. An epoch's last batch has 18 windows.
 UNEVEN = (*TINY, "--lr=0.003", "--global-batch-size=25", "--accumulate=3", "--clip-norm=0.5")
-# By 203 in micro-batches of 68, 68 and 67 they are ten steps an epoch, the last of 16 windows; 16 steps are made.
+# Global batches of 203 in micro-batches of 68, 68 and 67 make ten steps per epoch. The last batch has 16 windows.
 BATCH = 203
 STEPS = 16
 EXACT = (*UNEVEN, "--dtype=float64", f"--global-batch-size={BATCH}", "--checkpoint-every=3", "--epochs=2")
@@ -41,7 +41,7 @@ def size(mesh: str) -> int:
     return dp * tp
 
 
-# The model and its training once more, in one process, from plain torch except for the order of samples.
+# The same model and training in one process and plain torch, except for the order of samples.
 PLAIN = """
 import json, math
 from pathlib import Path
@@ -114,14 +114,14 @@ print(json.dumps(dict(losses=losses, test_loss=total / (len(text) - cut))))
 
 @pytest.fixture
 def whole(undisturbed: Callable[..., dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """Return the result of an undisturbed exact run at a mesh."""
+    """Return a function that returns the result of an undisturbed exact run at a mesh."""
     return lambda mesh: undisturbed(size(mesh), *EXACT, f"--max-steps={STEPS}", f"--mesh={mesh}")
 
 
 def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool
 ) -> None:
-    """AdamW, warm-up and cosine, clipping and three micro-batches, in batches that no number of ranks divides."""
+    """Train with AdamW, warm-up, cosine, clipping and three micro-batches. Batches do not divide evenly."""
     start = harness.train(1, *EXACT, "--max-steps=0", run_dir=harness.folder / "start")
     text = APP / "text" / "jargon.txt"
     initial = f"{start['run_dir']}/model.safetensors"
@@ -145,7 +145,7 @@ def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
 
 
 def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> None:
-    """Also in micro-batches that are empty on some ranks, and with activations that are computed again."""
+    """Some micro-batches are empty on some ranks, and the mesh 2x2 recomputes activations."""
     options = [*TINY, "--dtype=float64", "--dropout=0.2", "--global-batch-size=5", "--accumulate=3", "--max-steps=8"]
     harness.train(1, *options, run_dir=harness.folder / "1x1")
     expected = losses(harness.folder / "1x1")
@@ -160,18 +160,18 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
 
 
 def test_tensor_parallel_ranks_evaluate_a_batch_without_windows(harness: Harness) -> None:
-    """The last of 7 batches is the first group's; at this width its peers waited forever for a batch of no windows."""
+    """The first group evaluates the last of 7 batches. In a fixed defect, its peers then waited forever."""
     options = ["--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--max-steps=1", "--timeout=60"]
     found = harness.train(4, *options, "--mesh=2x2", run_dir=harness.folder / "2x2")
     alone = harness.train(1, *options, run_dir=harness.folder / "1x1")
     assert found["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-5)
 
 
-@pytest.mark.soak  # in the matrix a test above resumes a run of 3x1 at 1x2
+@pytest.mark.soak  # the quick tests resume a run of 3x1 at 1x2 (a test above)
 def test_a_run_killed_in_mid_epoch_resumes_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    """Losses as undisturbed, every window once."""
+    """The losses equal the losses of an undisturbed run, and each window is used once."""
     batch = BATCH
     killed_at = 5
     ranks = amount(soak, few=2, many=4)
@@ -201,7 +201,7 @@ def test_a_run_killed_in_mid_epoch_resumes_at_another_mesh(
     )
 
 
-@pytest.mark.soak  # in the matrix tests/common kills ranks of 2x1, and the test above resumes at 1x2
+@pytest.mark.soak  # the quick tests kill ranks of 2x1 (tests/common), and resume at 1x2
 @pytest.mark.parametrize("mesh", ["1x2", "4x1", "2x2"])
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
 def test_a_kill_costs_no_bit_at_the_same_mesh(
@@ -247,11 +247,11 @@ STAGES = {
         *((stage, rank) for stage in list(STAGES)[:3] for rank in (0, 2)),
     ],
 )
-@pytest.mark.soak  # in the matrix tests/core kills the ranks at each thing they do to a checkpoint
+@pytest.mark.soak  # the quick tests kill ranks before each change to a checkpoint (tests/core)
 def test_a_rank_is_killed_while_a_checkpoint_is_written(
     harness: Harness, soak: bool, stage: str, rank: int, table: list[str]
 ) -> None:
-    """The run resumes from the checkpoint before."""
+    """The run resumes from the previous checkpoint."""
     options = [*UNEVEN, "--accumulate=1", "--checkpoint-every=5", "--max-steps=12"]
     reference = harness.train(3, *options, run_dir=harness.folder / "undisturbed")
     fault = {"rank": rank, **STAGES[stage], "signal": signal.SIGKILL}
@@ -264,7 +264,7 @@ def test_a_rank_is_killed_while_a_checkpoint_is_written(
 
 
 def test_weights_are_gathered_and_text_is_written(harness: Harness, whole: Callable[[str], dict[str, Any]]) -> None:
-    """From a run that was stopped; the same file and digest as at its end."""
+    """Gather the weights without a job. The file and its digest equal those at the end of the run."""
     result = whole("3x1")
     run_dir = Path(shutil.copytree(result["run_dir"], harness.folder / "run"))
     at_its_end = (run_dir / "model.safetensors").read_bytes()
@@ -301,7 +301,7 @@ def program(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_data_file_may_move_but_not_change(harness: Harness) -> None:
-    """Its fingerprint is the run's: it may move, not change."""
+    """A checkpoint holds the fingerprint of the data file, not its path."""
     text = harness.folder / "text"
     text.write_bytes(bytes(range(256)) * 40)
     options = ["--layers=1", "--width=32", "--context=32", "--global-batch-size=20", f"--data-file={text}"]
@@ -371,9 +371,9 @@ def test_the_markov_model_is_the_one_counted_by_hand() -> None:
     assert told_by("gpt_fsdp", MARKOV) == pytest.approx(sum(bits) / len(bits), rel=1e-12)
 
 
-@pytest.mark.soak  # in the matrix a plain loop has its losses
+@pytest.mark.soak  # the quick tests compare losses with a plain loop
 def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
-    """At four ranks."""
+    """Train on four ranks with the default options."""
     outcome = harness.run(4)
     assert outcome.code == 0, outcome
     print(f"{outcome.seconds:.0f} s")  # measured, and shown by -rP
@@ -387,11 +387,11 @@ def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
 
 @pytest.mark.soak
 def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[str]) -> None:
-    """Peak memory of each of four ranks, above a tiny model's, stays limited: training, saving, loading, ending."""
+    """Limit each rank's peak memory above a tiny model's, over training, saving, loading and the end of the run."""
     few = ("--dataset=jargon-64k", "--context=64", "--global-batch-size=4", "--warmup-steps=2", "--checkpoint-every=2")
     idle = peaks(harness, "tiny", [*few, "--layers=1", "--width=32", "--max-steps=1"])
     options = [*few, "--layers=16", "--width=1024", "--heads=16"]
-    for steps in (2, 3):  # the second resumes from the first's checkpoint
+    for steps in (2, 3):  # the second run resumes from the first run's checkpoint
         found = peaks(harness, "large", [*options, f"--max-steps={steps}"])
         block = 4 * 1024**2 + 3 * 1024 * 2752 + 2 * 1024
         parameters = 16 * block + 257 * 1024
@@ -403,13 +403,13 @@ def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[s
 
 
 def peaks(harness: Harness, name: str, options: Sequence[str]) -> list[float]:
-    """The most bytes that each of four ranks held, as long as it could be asked."""
+    """Return each rank's peak memory in bytes (VmHWM) on four ranks, polled until the run ends."""
     job = harness.start(4, *options, run_dir=harness.folder / name)
     most = [0.0] * 4
     begun = time.time()
     while job.process.poll() is None:
         for rank, alive in ((rank, job.alive(rank)) for rank in range(4)):
-            with contextlib.suppress(OSError):  # it may be gone by now
+            with contextlib.suppress(OSError):  # the process may have ended
                 held = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{alive.get('pid', 0)}/status").read_text())
                 if held and alive["time"] > begun:
                     most[rank] = max(most[rank], 1024.0 * int(held[1]))

@@ -1,4 +1,4 @@
-"""The kit's `Checkpoints` for a model that FSDP2 and tensor parallelism cut: it is opened at other meshes."""
+"""Test the kit's `Checkpoints` with a model that FSDP2 and tensor parallelism shard: it resumes at other meshes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ os._exit(0)
 
 
 def run(harness: Harness, mesh: str, ranks: int) -> tuple[int, list[object]]:
-    """Run the program at a mesh; return the step that it restored, and digests of weights and optimizer state."""
+    """Run the program at a mesh. Return the step that it restored, and digests of weights and optimizer state."""
     program = harness.folder / "program.py"
     program.write_text(PROGRAM.format(app=str(ROOT / "apps" / "gpt_fsdp"), folder=str(harness.folder / "kit")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -70,6 +70,6 @@ def test_a_checkpoint_of_four_ranks_opens_at_other_meshes(harness: Harness) -> N
     assert restored == 0
     found = checkpoint.read(checkpoint.folder_of(Path(harness.folder / "kit"), 1))
     sizes = [found.files[f"model-{rank:05d}.safetensors"]["size"] for rank in range(4)]
-    assert max(sizes) < 0.4 * sum(sizes)  # no rank wrote the whole
+    assert max(sizes) < 0.4 * sum(sizes)  # no rank wrote the whole model
     assert run(harness, "3x1", 3) == (1, expected)
     assert run(harness, "1x1", 1) == (1, expected)

@@ -1,4 +1,4 @@
-"""``--trace-every`` in gpt_fsdp finds a flipped bit in a shard, although no other rank has a copy of the shard."""
+"""Test that ``--trace-every`` finds a flipped bit in a shard, although no other rank has a copy of the shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = (
 
 
 def test_a_flipped_bit_in_one_shard_is_named_and_rolled_back_once(harness: Harness) -> None:
-    """The bit flips after step 7. The restarted run has the weights and the trace of one that nothing happened to."""
+    """The bit flips after step 7. The restarted run has the weights and the trace of an undisturbed run."""
     whole = harness.train(2, *OPTIONS, run_dir=harness.folder / "whole")
     outcome = harness.run(2, *OPTIONS, **faulty({"rank": 1, "flip": 7}))
     result = harness.checked(outcome, 2)
@@ -30,7 +30,7 @@ def test_a_flipped_bit_in_one_shard_is_named_and_rolled_back_once(harness: Harne
 
 
 def test_digests_of_all_shards_are_those_of_the_whole_weights_at_any_mesh(harness: Harness) -> None:
-    """Of the initial weights, which are the same bits at any mesh."""
+    """Compare the digests of the initial weights, which have the same bits at any mesh."""
     found = []
     for mesh in ("1x1", "3x1", "1x2"):
         ranks = int(mesh[0]) * int(mesh[2])

@@ -1,9 +1,9 @@
-"""Each image is built, without a daemon, and trains: buildah, in a chroot, on a Debian made by debootstrap.
+"""Build each image with buildah in a chroot, on a Debian base from debootstrap, and train in the image.
 
-Opt-in (``tox -e images``): it needs root, Debian's buildah and debootstrap, some GB of disk and some minutes. The base
-has Debian's Python, as Docker Hub is not a package index. Wheels come from a folder that this machine's pip filled, by
-its own settings: ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` spares it CUDA. Horovod is compiled where
-build_horovod.py has no wheel of it in its cache for Debian 12's C library.
+This test is opt-in (``tox -e images``). It needs root, Debian's buildah and debootstrap, some GB of disk and some
+minutes. The base has Debian's Python, because Docker Hub is not a package index. This machine's pip downloads the
+wheels, with its own settings. ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` avoids CUDA. Horovod is
+compiled if build_horovod.py has no cached wheel for the C library of Debian 12.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ IMAGES = REPOSITORY / "deploy" / "images"
 LIMIT = 1800  # seconds for one command
 BASE = "localhost/samestep-base"
 DEBIAN = ["python3.11-minimal", "libpython3.11-stdlib", "python3.11-venv", "python3-pip"]
-WHEELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"  # build_horovod.py's
+# The cache of build_horovod.py.
+WHEELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
 
 
 class Buildah:
-    """buildah with a storage of its own, which goes with the test's folder."""
+    """Run buildah with a storage in the test's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +67,7 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
         shutil.rmtree(context)
         yield made
     finally:
-        for mounted in ("proc", "sys"):  # by a debootstrap that was stopped
+        for mounted in ("proc", "sys"):  # a stopped debootstrap leaves these mounts
             subprocess.run(["umount", str(root / mounted)], capture_output=True, timeout=LIMIT, check=False)
         subprocess.run([*made.command, "rm", "--all"], capture_output=True, timeout=LIMIT, check=False)
         shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +79,7 @@ def run(*command: str) -> None:
 
 
 def build(buildah: Buildah, family: str) -> str:
-    """Build the image of a family of frameworks, and return a container of it. Both go with the test."""
+    """Build the image of a family of frameworks, and return the name of a container of the image."""
     dockerfile = IMAGES / f"Dockerfile.{family}"
     wheels = buildah.folder / f"wheels-{family}"
     wheels.mkdir()
@@ -93,7 +94,7 @@ def build(buildah: Buildah, family: str) -> str:
     settings = buildah.folder / "pip.conf"
     settings.write_text("[global]\nfind-links = /wheels\nno-index = true\n")
     volumes = [f"{wheels}:/wheels:ro", f"{settings}:/etc/pip.conf:ro"]
-    if family == "horovod":  # compiling it takes more than wheels: here pip may ask the index
+    if family == "horovod":  # to compile Horovod, pip needs packages from the index
         settings.write_text("[global]\nfind-links = /wheels\ncert = /etc/ssl/certs/ca-certificates.crt\n")
         volumes += ["/etc/ssl/certs:/etc/ssl/certs:ro", f"{WHEELS}:/root/.cache/samestep/wheels"]
     tag = f"localhost/samestep-{family}"
@@ -108,7 +109,7 @@ def pip_download(folder: Path, *what: str) -> None:
 
 
 def run_in(buildah: Buildah, container: str, *command: str, volumes: tuple[str, ...] = ()) -> str:
-    """Run a command as the image's user. As in a pod, it can resolve its host name, and its stdout is its user's."""
+    """Run a command as the image's user, and return its stdout. As in a pod, the command can resolve its host name."""
     more = [f"--volume={volume}" for volume in volumes]
     own = ["bash", "-c", 'set -o pipefail; "$@" | cat', "-", *command]
     return buildah("run", "--isolation=chroot", "--hostname=localhost", *more, container, "--", *own)
@@ -116,7 +117,7 @@ def run_in(buildah: Buildah, container: str, *command: str, volumes: tuple[str, 
 
 def result_of(stdout: str) -> dict[str, Any]:
     line = next(line for line in reversed(stdout.splitlines()) if "RESULT {" in line)
-    print(line)  # pytest -s or -rP shows the output of the image
+    print(line)  # pytest -s or -rP shows this line
     found: dict[str, Any] = json.loads(line.partition("RESULT ")[2])
     return found
 
@@ -144,7 +145,7 @@ def test_an_image_trains(family: str, options: list[str], buildah: Buildah, tmp_
             run_in(buildah, container, "bash", f"/samestep/scripts/run_{app}.sh", *command)
     if family == "horovod":
         check_mpi_job(buildah, container, tmp_path, result["weights_sha256"])
-    # Outside of mounts, the user may write only to its runs, so that a pod's root may be read-only.
+    # Besides mounts, the user can write only to /work/runs, so that a pod may have a read-only root.
     ours = "-path /proc -o -path /dev -o -path /tmp -o -path /work/runs"
     found = run_in(
         buildah, container, "bash", "-c", f"find / '(' {ours} ')' -prune -o -type d -writable -print 2>&-; true"
@@ -155,14 +156,14 @@ def test_an_image_trains(family: str, options: list[str], buildah: Buildah, tmp_
 
 
 def check_mpi_job(buildah: Buildah, container: str, folder: Path, weights: str) -> None:
-    """The MPIJob's own commands: sshd as a worker, and mpirun that reaches it, at an address of its own, by ssh."""
+    """Run the MPIJob's commands: sshd as the worker, and mpirun, which connects to the worker's address by ssh."""
     job = yaml.safe_load((REPOSITORY / "deploy" / "kubernetes" / "base" / "mnist_horovod.yaml").read_text())["spec"]
     pods = {role: each["template"]["spec"]["containers"][0] for role, each in job["mpiReplicaSpecs"].items()}
     keys = folder / "keys"
     keys.mkdir()
     run("ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", str(keys / "id_rsa"))
     shutil.copy(keys / "id_rsa.pub", keys / "authorized_keys")
-    for path in keys.iterdir():  # as the operator's Secret: root's, and readable
+    for path in keys.iterdir():  # root owns the keys and all users can read them, as in the operator's Secret
         path.chmod(0o644)
     (folder / "hostfile").write_text("127.0.0.2 slots=2\n")
     launcher = [*pods["Launcher"]["command"], *pods["Launcher"]["args"]]
@@ -178,5 +179,5 @@ def check_mpi_job(buildah: Buildah, container: str, folder: Path, weights: str) 
     stdout = run_in(buildah, container, "bash", "/job.sh", volumes=mounts)
     result = result_of(stdout)
     assert (result["launcher"], result["backend"], result["world_size"]) == ("openmpi", "mpi", 2)
-    assert result["weights_sha256"] == weights  # two ranks: gloo's and MPI's sums are the same
+    assert result["weights_sha256"] == weights  # gloo and MPI have the same sums for two ranks
     assert stdout.splitlines()[-1] == "1"  # mpirun connected by ssh, once for the worker

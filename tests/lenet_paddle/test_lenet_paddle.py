@@ -30,7 +30,7 @@ FLEETRUN = [str(Path(sys.executable).parent / "fleetrun"), *LAUNCH[3:]]
 WAYS = [
     (api, launcher, n) for api in ("basic", "fleet", "highlevel") for launcher in ("launch", "spawn") for n in (1, 2, 3)
 ]
-# The expected curve is of basic. In the soak, a killed run compares highlevel by both launchers by hash.
+# The expected losses come from the API basic. The soak compares killed runs of highlevel by both launchers, too.
 IN_MATRIX = [("fleet", "spawn", 3), ("highlevel", "launch", 2)]
 
 
@@ -63,19 +63,19 @@ def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool
 
 
 def accuracies(run_dir: Path, name: str = "accuracy") -> list[float]:
-    """Return the share of correct predictions in training since the line before, for each line."""
+    """Return, for each line of metrics.jsonl, the fraction of correct predictions since the previous line."""
     return [line[name] for line in metrics(run_dir)]
 
 
 def check_progress(stdout: str, run_dir: Path, n: int) -> None:
-    """Check the lines that paddle.Model printed on rank 0 of ``n``: none without --verbose (n = 0)."""
+    """Check the lines that paddle.Model printed on rank 0 of ``n`` ranks. With n = 0, there must be none."""
     number = r"(\d+\.\d+(?:e-\d+)?)"
     lines = re.findall(rf"^step +(\d+)/100 - loss: {number} - acc_top1: {number} - acc_top2: {number} ", stdout, re.M)
     assert [int(step) for step, *_ in lines] == (list(range(1, 101)) if n else [])
-    assert all(float(loss) < 20 and float(top1) <= float(top2) for _, loss, top1, top2 in lines)  # of training
-    if n == 1:  # on several ranks they are of rank 0's shards
+    assert all(float(loss) < 20 and float(top1) <= float(top2) for _, loss, top1, top2 in lines)
+    if n == 1:  # on several ranks, the lines describe only rank 0's shards
         assert [float(loss) for _, loss, _, _ in lines] == pytest.approx(losses(run_dir), abs=1e-4)
-        sizes = [43] * 93 + [1]  # of the first epoch
+        sizes = [43] * 93 + [1]  # batch sizes of the first epoch
         correct = sum(size * share for size, share in zip(sizes, accuracies(run_dir)))
         assert float(lines[93][2]) == pytest.approx(correct / sum(sizes), abs=1e-4)
 
@@ -239,7 +239,7 @@ for build, words in (
 # --- recovery with every API and launcher ----------------------------------------------------------------------------
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills a rank of basic and launch
+@pytest.mark.soak  # the quick tests kill a rank of basic and launch (test_one_run_survives_every_fault)
 @pytest.mark.parametrize(
     ("api", "launcher", "n"),
     [("highlevel", "spawn", 2), ("highlevel", "launch", 2), ("fleet", "launch", 3), ("basic", "spawn", 2)],
@@ -248,11 +248,11 @@ def test_a_killed_rank_changes_nothing(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, api: str, launcher: str, n: int
 ) -> None:
     options = [*harness.app.small, f"--api={api}", f"--launcher={launcher}"]
-    expected = undisturbed(n, *([] if api == "basic" else [f"--api={api}"]))  # the same with either launcher
+    expected = undisturbed(n, *([] if api == "basic" else [f"--api={api}"]))  # both launchers have the same result
     for i in range(amount(soak, few=1, many=5)):
         job = harness.start(n, *options, run_dir=harness.folder / str(i))
         job.wait_for_step(10 + i)
-        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # spawn puts no rank into the environment
+        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # spawn sets no rank in the environment
         result = harness.checked(job.finish(), n)
         assert result["restarts"] == 1
         assert result["weights_sha256"] == expected["weights_sha256"]
@@ -265,7 +265,7 @@ def test_a_killed_rank_changes_nothing(
 def test_paddles_launchers_alone_take_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
-    """The test suite starts fleetrun here; the other launcher starts two ranks on two addresses below."""
+    """The quick tests start only fleetrun here. Another test starts the other launcher on two addresses."""
     expected = undisturbed(2)
     commands = {"fleetrun": FLEETRUN, "launch": LAUNCH}
     for name in amount(soak, few=["fleetrun"], many=["fleetrun", "launch"]):
@@ -290,13 +290,13 @@ def test_spawn_alone_takes_the_processors_that_it_may_use(harness: Harness) -> N
     harness.checked(bare(harness, command), min(2, len(os.sched_getaffinity(0))))
 
 
-@pytest.mark.soak  # in the matrix tests/multihost has two hosts
+@pytest.mark.soak  # the quick tests have two hosts (tests/multihost)
 def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Use --ips with two addresses of this machine: Paddle refuses 127.0.0.1 in a list of several."""
     hosts = ("127.0.0.2", "127.0.0.3")
     words = [f"--ips={','.join(hosts)}", f"--start_port={free_port()}", "--nproc_per_node=1"]
     jobs = []
-    for host in hosts:  # --log_dir is relative to the folder, which takes the place of the machine's own disk
+    for host in hosts:  # --log_dir is relative to the folder, which simulates a machine's disk
         folder = harness.folder / host
         folder.mkdir()
         command = [*LAUNCH[:3], *words, f"--host={host}", "--log_dir=log", TRAIN, *harness.app.small, "--max-steps=6"]
@@ -311,7 +311,7 @@ def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callab
 @pytest.mark.soak
 @pytest.mark.parametrize(("late", "flag", "ends"), [(36, "3600", True), (15, "1", False)])
 def test_gloos_own_30_seconds_decide_and_no_flag_does(harness: Harness, late: int, flag: str, ends: bool) -> None:
-    """FLAGS_stop_check_timeout does not change how long ranks wait for another, as the README states."""
+    """FLAGS_stop_check_timeout does not change how long a rank waits for another rank, as the README states."""
     code = f"""
 import sys, time
 import paddle.distributed as dist
@@ -343,9 +343,9 @@ def test_two_processes_with_rank_and_world_size_train_together(harness: Harness)
 
 
 def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness, soak: bool) -> None:
-    """The programs in steps/, started as a reader starts them: the mean loss of their ranks equals plain.py's.
+    """Start the programs in steps/ as a reader does. The mean loss of their ranks equals the loss of plain.py.
 
-    In the matrix only five of the eight starts.
+    The quick tests have only five of the eight starts.
     """
     alone = [sys.executable]
     plain = printed(harness, alone, "plain")
@@ -359,7 +359,7 @@ def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness, soak:
     for ranks, n in results:
         assert {len(values) for values in ranks.values()} == {n}
         assert mean(ranks) == pytest.approx(mean(plain), abs=2e-3)
-    of_rank_0 = [values[0] for values in launched.values()]  # the only one that prints with paddle.Model
+    of_rank_0 = [values[0] for values in launched.values()]  # with paddle.Model, only rank 0 prints
     assert mean(printed(harness, LAUNCH, "highlevel")) == pytest.approx(of_rank_0, abs=2e-3)
 
 
@@ -371,7 +371,7 @@ def printed(harness: Harness, command: list[str], name: str) -> dict[str, list[f
     text = "".join(path.read_text() for path in logs) or outcome.stdout
     shutil.rmtree(harness.folder / "paddle-log", ignore_errors=True)
     losses: dict[str, list[float]] = {"20": [], "40": [], "60": []}
-    # Without ^: two ranks write to one pipe, and print() writes the newline by itself.
+    # The pattern has no ^, because two ranks write to one pipe, and print() writes the newline separately.
     for step, loss in re.findall(r"step (20|40|60)(?:/63)? - loss: (\S+) - acc_top1: ", text):
         losses[step].append(float(loss))
     return losses
@@ -384,7 +384,7 @@ def mean(losses: dict[str, list[float]]) -> list[float]:
 @pytest.mark.soak
 @pytest.mark.parametrize(("method", "works"), [("spawn", False), ("fork", True)])
 def test_spawn_in_a_notebook_needs_fork_or_a_file(harness: Harness, method: str, works: bool) -> None:
-    """A program that Python gets by -c has no file, as a notebook's cell has none."""
+    """A program in ``python -c`` has no file, like a cell of a notebook."""
     code = f"""
 import paddle.distributed as dist
 
@@ -428,7 +428,7 @@ def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: di
 
 
 def test_as_many_ranks_come_as_were_asked_for(harness: Harness) -> None:
-    """The script and train.py both take the last of several --launcher; otherwise one rank would train alone."""
+    """The script and train.py both use the last --launcher. Otherwise, one rank would train alone."""
     assert harness.train(2, *SMALL, "--launcher=spawn", "--launcher=launch")["world_size"] == 2
     for words, spawned in (("--launcher launch --launcher spawn", True), ("--launcher=spawn --launcher launch", False)):
         shown = harness.run(2, *words.split(), "--dry-run").stdout
@@ -458,7 +458,7 @@ def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) ->
     assert outcome.code == 2, outcome
     assert len(outcome.errors) == 1
     assert "--device gpu" in outcome.errors[0]
-    assert not list(folder.glob("*"))  # the next start, in a run dir of its own, may have the folder
+    assert not list(folder.glob("*"))  # the folder stays free for the next start
 
 
 # --- decisions about GPUs that need none -----------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def test_gpus_that_do_not_suit_n_are_one_line_before_anything_starts(
 
 
 def test_a_rank_reports_the_gpus_that_paddles_old_launcher_ignored(harness: Harness) -> None:
-    """--selected_gpus starts the old launcher, whose CPU build would train on one rank."""
+    """--selected_gpus starts the old launcher, which would train on one rank with the CPU build of Paddle."""
     outcome = bare(
         harness, [*LAUNCH[:3], "--selected_gpus=0,1", "--log_dir=paddle-log", TRAIN, *SMALL, "--run-dir=run"]
     )
@@ -502,7 +502,7 @@ def test_a_rank_reports_the_gpus_that_paddles_old_launcher_ignored(harness: Harn
 
 def test_a_rank_under_paddles_launcher_alone_compares_its_gpus(harness: Harness) -> None:
     outcome = bare(harness, [*LAUNCH, TRAIN, *SMALL, "--gpus=3", "--run-dir=run"])
-    # The code is the launcher's own: -15 if it ended rank 0 for rank 1's mistake before rank 0 found its own.
+    # The launcher's code is -15 if it ended rank 0 because of rank 1's error before rank 0 found its own error.
     assert outcome.code in (2, 256 - signal.SIGTERM), outcome
     logs = "".join(path.read_text() for path in (harness.folder / "paddle-log").glob("workerlog.*"))
     assert "error: --gpus 3 names 1 GPUs for 2 ranks" in logs, outcome
@@ -531,7 +531,7 @@ def test_plain_ranks_without_local_world_size_compare_what_they_know(harness: Ha
 
 
 def test_the_gpu_build_of_paddle_counts_the_gpus_before_its_launcher_does(harness: Harness) -> None:
-    """A fake Paddle sees two GPUs. The function that the launch script calls imports it in another process only."""
+    """A fake Paddle reports two GPUs. The launch script's function imports Paddle only in another process."""
     code = """
 import os, sys
 from pathlib import Path
@@ -564,7 +564,7 @@ assert "paddle" not in sys.modules
     assert outcome.code == 0, outcome
 
 
-# Run in a rank to which Paddle's own launcher gave one of two GPUs. CUDA's answers are fake; all else is real.
+# A rank that got one of two GPUs from Paddle's launcher runs this program. Only the answers of CUDA are fake.
 TWO_GPUS = """
 import os, sys
 import paddle
@@ -626,7 +626,7 @@ assert device("gpu", "1,0", torchrun) == ("gpu", f"gpu:{other}")
 
 
 def test_spawn_takes_each_visible_gpu(harness: Harness) -> None:
-    """With the settings for Paddle, Paddle numbers the GPUs as the ranks do."""
+    """With the settings that the app passes to spawn, Paddle and the ranks number the GPUs equally."""
     code = """
 def choice(*words):
     return spawn.choose(parse(["--launcher=spawn", *words]))
@@ -655,7 +655,7 @@ assert choice() == (processors, {"backend": "gloo"})
 
 
 def test_the_gpu_wheel_needs_no_cpu_wheel_beside_it(harness: Harness) -> None:
-    """The package paddlepaddle-gpu also has the module paddle; here the CPU package gets that name."""
+    """The package paddlepaddle-gpu also has the module paddle. This test renames the CPU package to that name."""
     venv = harness.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
     (packages,) = venv.glob("lib/python*/site-packages")
@@ -686,7 +686,7 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     folder = harness.folder / "scalars"
     folder.mkdir()
     (folder / "notes.txt").write_text("own")
-    options = [*SMALL, "--global-batch-size=1000", f"--visualdl={folder}"]  # 4 steps an epoch
+    options = [*SMALL, "--global-batch-size=1000", f"--visualdl={folder}"]  # 4 steps per epoch
     harness.train(2, *options, "--max-steps=5")
     result = harness.train(1, *options, "--max-steps=9")
     assert result["resumed_from_step"] == 5

@@ -1,4 +1,4 @@
-"""Describe llm_finetune for the common cases."""
+"""Describe llm_finetune for the common tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LORA = ("--lora=4", "--lora-dropout=0.1", "--lr=0.01")
 SPEC = App(
     dataset="definitions-240",
     test_examples=24,
-    # About 17,000 tokens by 1,200: 15 steps an epoch.
+    # About 17,000 tokens in global batches of 1,200 make 15 steps per epoch.
     small=(*TINY, *LORA, "--step-tokens=1200", "--epochs=2", "--checkpoint-every=5", "--log-every=1"),
     exact=(*TINY, "--dtype=float64", "--log-every=1", "--epochs=100"),
     variants=[("--lora=0", "--lr=0.003", "--weight-decay=0.1"), LORA],

@@ -1,4 +1,4 @@
-"""Every device path of llm_finetune, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of llm_finetune and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 OWN = "tests/llm_finetune/test_llm_finetune.py"
 PATHS = [

@@ -1,4 +1,4 @@
-"""Make the folder of a small model with a chat template, in Hugging Face's format."""
+"""Make a folder with a small model and a chat template in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ tiny_model().save_pretrained(folder)
 
 
 def run_program(*words: str) -> str:
-    """Run a program of the app; return what it prints."""
+    """Run a program of the app, and return its stdout."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(APP)}
     command = [sys.executable, *words]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
@@ -43,10 +43,10 @@ def run_program(*words: str) -> str:
 
 
 def make_folder(folder: Path, more: str = "") -> None:
-    """Write the model and its tokenizer.
+    """Write the model and its tokenizer to a folder.
 
     Args:
-        folder: the folder, which is made.
-        more: Python to run afterwards, in which ``folder``, ``model`` and ``tokenizer`` are defined.
+        folder: the new folder.
+        more: Python code to run afterwards. It may use ``folder``, ``model`` and ``tokenizer``.
     """
     run_program("-c", FOLDER.format(folder=str(folder)) + more)

@@ -1,4 +1,4 @@
-"""A user's mistake is one line with the thing and the remedy, and exit code 2."""
+"""Test users' mistakes: each causes a one-line error with a remedy, and exit code 2."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(json.dumps(messages))
 
 
 def messages_of(cases: list[list[str]]) -> list[str]:
-    """Return the message of each command line, all in one process, because the imports take seconds."""
+    """Return the error message of each command line. One process parses all, because its imports take seconds."""
     messages: list[str] = told_by("llm_finetune", ROWS.format(cases=json.dumps(cases)))
     assert all("\n" not in message for message in messages)
     return messages
@@ -66,7 +66,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def folder_with(path: Path, **files: Any) -> Path:
-    """Make a folder with files in JSON; a suffix ``_json`` or ``_bin`` becomes ``.json`` or ``.bin``."""
+    """Make a folder with JSON files. A name's suffix ``_json`` or ``_bin`` becomes ``.json`` or ``.bin``."""
     path.mkdir()
     for name, content in files.items():
         (path / name.replace("_json", ".json").replace("_bin", ".bin")).write_text(json.dumps(content))
@@ -129,7 +129,7 @@ def test_the_launch_script_names_a_bad_row_before_it_starts_a_rank(harness: Harn
 
 
 def test_without_an_index_the_tiny_model_takes_over_loudly(harness: Harness) -> None:
-    """Asked for by name, SmolLM2 is an error instead."""
+    """If --model names SmolLM2, a failed download is an error instead."""
     environ = {"XDG_CACHE_HOME": str(harness.folder), "PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_NO_INDEX": "1"}
     environ |= {"PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
     short = ("--dataset=definitions-240", "--max-steps=1", "--run-dir=run")

@@ -1,7 +1,7 @@
-"""Nothing of a step or an evaluation stays behind on the CPU.
+"""Test that steps and evaluations compute on the device, not on the CPU.
 
-Tensors of torch's device "meta" have a device, but no content. As on a GPU, an operation refuses to mix them with the
-CPU's.
+Tensors on torch's device "meta" have a device but no content. As on a GPU, an operation that mixes them with CPU
+tensors fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The row of tools/gpu_proof.sh for this app, in short on a CPU over gloo."""
+"""Run the row of tools/gpu_proof.sh for this app in a short form, on a CPU over gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_proof.jobs import Proof, Row, Slots
 SECONDS = 600.0
 
 
-@pytest.mark.soak  # eight jobs that import transformers
+@pytest.mark.soak  # this test starts eight jobs that import transformers
 def test_the_row_passes_on_a_cpu(harness: Harness) -> None:
     proof = Proof(harness.folder, "cpu", True, None, None, SECONDS, time.monotonic() + SECONDS, Slots(2))
     figures = finetune(Row(proof, "a row"))

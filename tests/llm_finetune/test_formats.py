@@ -1,4 +1,4 @@
-"""transformers and peft load what a run leaves, and a model's folder with a chat template can be trained."""
+"""Test that transformers and peft load the files of a run, and that a folder with a chat template can be trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(json.dumps([*values, float((reloaded - trained).abs().max()), float((train
 
 
 def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
-    """The adapter and the merged model, which adds a rounding of the product of LoRA's matrices."""
+    """Load the adapter and the merged model. Merging rounds the product of LoRA's matrices."""
     run_dir = harness.folder / "run"
     result = harness.train(1, *harness.app.small, *SHORT, run_dir=run_dir)
     adapter = harness.folder / "adapter"
@@ -100,7 +100,7 @@ print(json.dumps(found))
 
 
 def test_a_folder_with_a_chat_template_is_trained(harness: Harness) -> None:
-    """Every turn of the assistant is a target, with its end. The run's model.safetensors is the model's own file."""
+    """Every turn of the assistant and its end token are targets. transformers loads the run's model.safetensors."""
     folder = harness.folder / "base"
     make_folder(folder)
     given, targets, refusal = told_by("llm_finetune", TOKENS.format(folder=folder))
@@ -135,7 +135,7 @@ print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
     paths = [str(published), str(exported), str(folder)]
     assert told_by("llm_finetune", program.format(paths=paths)) == [True, False]
 
-    # A resume with other data, another chat template or another base is refused.
+    # The app refuses a resume with other data, another chat template or another base model.
     for path, word in (
         (rows, "was trained on other data"),
         (folder / "chat_template.jinja", "--model-sha256"),
@@ -149,10 +149,10 @@ print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
         assert word in outcome.stderr
 
 
-@pytest.mark.soak  # downloads 93 MB once, and takes minutes
+@pytest.mark.soak  # this test downloads 93 MB once, and takes minutes
 def test_smollm2_learns_and_keeps_its_bits(harness: Harness) -> None:
-    """The default run; in float32, 2 ranks that stop end with the bits of 1."""
-    outcome = harness.run(2, "--model=smollm2-135m")  # by name, so that without the wheel the error names it
+    """Run the defaults. Then compare, in float32, 2 ranks that stop and resume with 1 rank, bit for bit."""
+    outcome = harness.run(2, "--model=smollm2-135m")  # with --model, a missing wheel is an error
     assert outcome.code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
     before = next(float(line.split()[2]) for line in lines if "before training" in line)

@@ -1,4 +1,4 @@
-"""The tables of the pages have the figures that the measurements wrote, and the measurements still run."""
+"""Test that the tables of the pages have the recorded figures, and that the measurements run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import ROOT, Harness, bare
 BENCHMARKS = ROOT / "benchmarks"
 README = (ROOT / "apps" / "llm_finetune" / "README.md").read_text()
 TRAINER = BENCHMARKS / "finetune_trainer.py"
-WAYS = {  # of wrong_ways.py, by the second column of the table
+WAYS = {  # the names in wrong_ways.py, by the second column of the table
     "mean over a rank's targets, then over ranks": "mean over ranks",
     "mean per micro-batch / K": "mean over micro-batches",
     "mean over samples of their means": "mean over samples",
@@ -37,7 +37,7 @@ def test_the_table_of_usual_ways_is_the_recorded_one() -> None:
 
 
 def test_the_table_of_the_trainer_is_the_recorded_one() -> None:
-    """Its defaults stand first, and agree."""
+    """The first two rows are the trainer's defaults, whose results agree with a plain loop."""
     rows = recorded("finetune_trainer.json")["rows"]
     table = runpy.run_path(str(TRAINER))["table"](rows)
     assert table in README
@@ -45,7 +45,7 @@ def test_the_table_of_the_trainer_is_the_recorded_one() -> None:
     assert max(row[name] for row in rows[:2] for name in ("loss", "norm", "weights")) < 1e-12
 
 
-@pytest.mark.soak  # five processes train
+@pytest.mark.soak  # this test trains in five processes
 def test_the_trainer_is_still_compared(harness: Harness) -> None:
     outcome = bare(harness, [sys.executable, str(TRAINER), "--quick"])
     assert outcome.code == 0, outcome

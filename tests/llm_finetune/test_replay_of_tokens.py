@@ -1,4 +1,4 @@
-"""``samestep replay`` finds the targets of each sample, and leaves out padding."""
+"""Test that ``samestep replay`` averages over the targets of each sample, without padding."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ print(json.dumps(load(options, load_tokenizer(options))[0].targets.tolist()))
 """
 
 
-@pytest.mark.soak  # in the matrix tests/common replays a step
+@pytest.mark.soak  # the quick tests replay a step (tests/common)
 def test_a_replay_has_the_mean_loss_of_each_samples_targets(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Weighted by their targets, these means are the loss that the run recorded."""
+    """The recorded loss is the mean of the samples' mean losses, weighted by their numbers of targets."""
     run_dir = undisturbed(2)["run_dir"]
     exported = harness.folder / "exported"
     words = ["replay", run_dir, f"--step={STEP}", f"--export={exported}"]

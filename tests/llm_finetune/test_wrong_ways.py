@@ -1,4 +1,4 @@
-"""The usual ways of a step make another training, and the core does not mention this app's packages."""
+"""Test that the usual ways to write a step change the training, and that core does not mention the app's packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = {
 }
 
 
-@pytest.mark.soak  # it takes minutes on a busy machine
+@pytest.mark.soak  # this test takes minutes on a busy machine
 def test_the_usual_ways_make_another_training() -> None:
     found = told_by("llm_finetune", "import wrong_ways; wrong_ways.main()")
     assert found.pop("none") < 1e-12

@@ -1,4 +1,4 @@
-"""Describe mnist_ddp for the common cases; only this app also runs the cases that core alone determines."""
+"""Describe mnist_ddp for the common tests. Only this app also runs the tests whose result core alone decides."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from dataclasses import replace
 
 from mnist_spec import MNIST
 
-# The other torch programs, and a plain loop, are compared with its first variant.
+# Other tests compare the other torch programs and a plain loop with its first variant.
 SPEC = replace(MNIST, virtual_ranks=8, replayed_steps=10, skipped_marks=())

@@ -1,4 +1,4 @@
-"""Every device path of mnist_ddp, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of mnist_ddp and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 TORCHRUN = "tests/common/test_torchrun.py"
 PATHS = [

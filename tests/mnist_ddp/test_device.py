@@ -1,4 +1,4 @@
-"""A simulated GPU shows which device a rank takes, and that nothing stays behind on the CPU."""
+"""Test on a simulated GPU which device a rank selects, and that no tensor stays on the CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from samestep import ConfigError
 from samestep_launch.app import check_share_gpu
 from samestep_launch.environments import has_nvidia
 
-# The app believes torch.cuda.device_count. Tensors of torch's device "meta" have a device, but no content: an
-# operation refuses to mix them with the CPU's, as it would a GPU's.
+# The program replaces torch.cuda.device_count. Tensors on torch's device "meta" have a device but no content. As on a
+# GPU, an operation that mixes them with CPU tensors fails.
 PROGRAM = """
 import json
 import os
@@ -247,7 +247,7 @@ def test_the_first_pending_collective_of_nccl_is_reported(nccl: dict[str, Any]) 
 def test_share_gpu_without_a_driver_or_on_the_cpu_is_one_line(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the script, before anything is installed, and by a rank that no script started."""
+    """The launch script reports the error before an installation. A rank without the script reports it, too."""
     contradiction = "error: --share-gpu needs a GPU, and --device cpu takes none: leave one of them out"
     outcome = harness.run(2, "--share-gpu", "--device=cpu")
     assert (outcome.code, outcome.errors) == (2, [contradiction])
@@ -280,7 +280,7 @@ def test_a_run_names_its_gpus_and_their_libraries(output: dict[str, Any]) -> Non
 
 
 def test_without_torchvision_its_input_is_refused(output: dict[str, Any]) -> None:
-    """By ranks, for a Python that a launcher or PYTHON= names."""
+    """A rank refuses --input torchvision, because a launcher or PYTHON= may select a Python without torchvision."""
     assert output["torchvision"].startswith("--input torchvision: ")
     assert "pip install torchvision==" in output["torchvision"]
     assert output["memory"]

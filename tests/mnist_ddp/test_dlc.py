@@ -1,4 +1,4 @@
-"""The job of deploy/dlc runs in two processes that simulate its two pods, with DLC's variables in each."""
+"""Run the job of deploy/dlc in two processes that simulate its two pods, each with DLC's variables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from harness import ROOT, Harness
 from processes import free_port
 
 
-@pytest.mark.soak  # in the matrix tests/deploy checks the job's file, tests/multihost two hosts
+@pytest.mark.soak  # the quick tests check the job file (tests/deploy) and two hosts (tests/multihost)
 def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """RANK and WORLD_SIZE count pods. Both write to one run dir, as on NAS; the weights equal one machine's."""
+    """RANK and WORLD_SIZE count pods. Both pods write to one run dir, as on NAS, with the weights of one machine."""
     expected = undisturbed(2)
     job_file = dict(
         line.split("=", 1) for line in (ROOT / "deploy" / "dlc" / "mnist_ddp.params").read_text().splitlines()

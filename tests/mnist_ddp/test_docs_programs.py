@@ -1,4 +1,4 @@
-"""The programs that docs/ shows run as printed."""
+"""Run the programs that docs/ shows, as printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def kill_all(folder: Path) -> None:
-    """Every process of `environ`: torchrun's ranks have sessions of their own, and outlive it."""
+    """Kill every process with the variables of `environ`. Ranks of torchrun have their own sessions and outlive it."""
     kill_marked("SAMESTEP_TEST", str(folder), LIMIT)
 
 
@@ -41,7 +41,7 @@ def test_a_runs_weights_are_loaded_as_the_page_says(tmp_path: Path) -> None:
         "checkpoint.save_weights(Path(sys.argv[1]), made)\n"
     )
     program = tmp_path / "inference.py"
-    program.write_text(make + shown)  # one start of torch for both
+    program.write_text(make + shown)  # both parts share one import of torch
     command = [sys.executable, str(program), str(tmp_path / "model.safetensors")]
     done = subprocess.run(
         command, cwd=ROOT, env=environ(tmp_path), capture_output=True, text=True, timeout=LIMIT, check=False
@@ -49,7 +49,7 @@ def test_a_runs_weights_are_loaded_as_the_page_says(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     digits = re.fullmatch(r"\[(\d), (\d), (\d)\]\n", done.stdout)
     assert digits, done.stdout
-    assert len(set(digits.groups())) == 1  # three equal images
+    assert len(set(digits.groups())) == 1  # the three images are equal
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``samestep`` in an environment that has the wheel, and this environment's other packages by their folder."""
+    """Return the command ``samestep`` of an environment with the wheel and this environment's other packages."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "venv", "venv", folder=folder)
     python = folder / "venv" / "bin" / "python"
@@ -91,9 +91,9 @@ def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.soak  # in the matrix the page's own commands run
+@pytest.mark.soak  # the quick tests run the page's own commands
 def test_the_wheel_alone_runs_a_loop_with_a_run(installed: Path, folder: Path) -> None:
-    """A killed rank costs a restart and no bit of the result; TERM saves the step, and nothing is left running."""
+    """A killed rank causes one restart. TERM saves the step, and no process is left running."""
     options = ("--epochs=40", "--checkpoint-every=50", "--max-steps=600")
     job = start(installed, folder, *options)
     wait_for_step(job, folder, 50)

@@ -1,4 +1,4 @@
-"""docs/first_run.ipynb runs as it is: it trains on 2 ranks, kills one, and draws the losses."""
+"""Run docs/first_run.ipynb unchanged: it trains on 2 ranks, kills one, and draws the losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/gpu_proof.sh, which needs a GPU, in short on a CPU over gloo: its rows work, and they notice mutations."""
+"""Run tools/gpu_proof.sh in a short form on a CPU over gloo: its rows pass, and they detect mutations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_kits_loop_has_the_same_losses_at_1_to_3_ranks_and_resumes_after_a_k
 
 @pytest.mark.soak
 def test_a_rank_that_waits_in_c_code_ends_soon_after_another_is_killed(row: Row) -> None:
-    """NCCL waits so: no lost connection ends the wait, but the launcher's signal does."""
+    """NCCL waits in this way: a lost connection does not end the wait, but the launcher's signal does."""
     figures = several.killed(row, ranks=2, blocked=True)
     assert figures["by"] == "the launcher's signal"
 

@@ -1,4 +1,4 @@
-"""The gradients of virtual ranks have the same bits on one and three ranks, by one collective or, if large, by two."""
+"""Test that gradients of virtual ranks have the same bits on one and three ranks, in one collective or in two."""
 
 from __future__ import annotations
 

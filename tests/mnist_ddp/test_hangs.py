@@ -1,4 +1,4 @@
-"""Hangs that need a collective: the console names rank and line. test_hang_diagnosis.py has those that need none."""
+"""Test that the console names rank and line of a hang in a collective. test_hang_diagnosis.py has other hangs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GRADIENTS = r"\[21840\] float"
 
 
 def place(file: str, code: str, nth: int = 0) -> str:
-    """File and line of the ``nth`` line of the app that holds this code, as a regular expression."""
+    """Return a pattern of the file and line number of the ``nth`` line (from 0) in ``file`` that contains ``code``."""
     found = [i for i, line in enumerate((APP / file).read_text().splitlines(), 1) if code in line]
     return rf"{re.escape(file)}:{found[nth]} in "
 
 
 def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
-    """A run in which this rank hangs, at step 6 where the kind has a step; it is not started again."""
+    """Run a job without restarts in which a rank hangs, at step 6 if the kind has a step. Return its outcome."""
     path = os.pathsep.join([python_path(ROOT / "tests" / "mnist_ddp" / "hangs"), str(FAULTS)])
     what = {"kind": kind, "rank": rank, "step": 6}
     options = [*harness.app.small, f"--timeout={timeout}", "--max-restarts=0"]
@@ -34,8 +34,8 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     stalled = untrusted.read_object(logs / "stalled")
     if stalled:
         waited = untrusted.read_object(logs / f"hang-{stalled['rank']}.json")["waited"]
-        over = waited - timeout  # when its line was printed
-        print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP
+        over = waited - timeout  # seconds from the timeout to the report
+        print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # pytest -rP shows this line
     return outcome
 
 
@@ -52,8 +52,8 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     ],
 )
 def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, collective: str) -> None:
-    """With two ranks, the report cannot name the guilty one, which left out a collective or changed their order."""
-    line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
+    """With two ranks, the report cannot name the faulty rank, which skipped a collective or changed the order."""
+    line = hung(harness, kind, 1, 25).errors[0]  # 25 s also suffice to create the first optimizer
     others = {
         "skip": rf"all_gather (\d+) \[16\] long at {place('train.py', 'run.save(')}train ",
         "order": rf"all_gather (\d+) \[11\] double at {place('train.py', 'run.sync()')}train ",
@@ -70,7 +70,7 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     environ = {**harness.environ(), "PYTHONPATH": str(ROOT / "core")}
     output = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
     assert line.partition("s: ")[2].rpartition("; python")[0] in output
-    # The line of rank 1, which may be failing already, as its partner has ended.
+    # This matches the line of rank 1, which may be failing because rank 0 has ended.
     assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ \S+\n      \w+", output), output
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
 
 @pytest.mark.soak
 def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
-    """Gloo does not hang: a rank that gets more than it expects aborts in C++, and the other aborts or disconnects."""
+    """Gloo does not hang. A rank that receives too much aborts in C++, and the other rank aborts or disconnects."""
     outcome = hung(harness, "shapes", 1, 15)
     where = place("train.py", "run.sync()")
     assert re.search(

@@ -1,6 +1,6 @@
-"""Six jobs at once, while their ranks, launchers and launch scripts are killed and stopped at random, for 5 minutes.
+"""Run six jobs at once, while signals kill and stop random ranks, launchers and launch scripts for 5 minutes.
 
-Variables change a run: LOAD_SECONDS, LOAD_JOBS, and LOAD_SEED, which a failure prints with all that was done.
+The variables LOAD_SECONDS, LOAD_JOBS and LOAD_SEED change the test. A failure prints the seed and all signals.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import pytest
 from harness import ROOT, Harness, metrics
 from processes import environments
 
-SECONDS = int(os.environ.get("LOAD_SECONDS", "300"))  # of disturbance
+SECONDS = int(os.environ.get("LOAD_SECONDS", "300"))  # duration of the disturbance
 JOBS = int(os.environ.get("LOAD_JOBS", "6"))
-AFTERWARDS = 240.0  # Seconds for the rest to end. With the uninterrupted runs, all takes less than 15 minutes.
-INTERVAL = 15.0 / JOBS  # Seconds between two actions, so that each job is hit every 15 s.
+AFTERWARDS = 240.0  # Seconds for the jobs to end. With the undisturbed runs, the test takes less than 15 minutes.
+INTERVAL = 15.0 / JOBS  # Seconds between two signals, so that each job gets one every 15 s.
 STOPPED = 20.0  # Seconds at most until a stopped launcher or script continues.
-STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size, about as many as 2 cores do in that time.
+STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size: 2 cores take about as many in SECONDS.
 OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--checkpoint-every=100", "--quiet"]
 
 
 @dataclass
 class Load:
-    """A job whose launch script is started again, as by a scheduler, until it succeeds."""
+    """A job whose launch script is restarted until it succeeds, as a scheduler does."""
 
     harness: Harness
     name: str
     ranks: int
     process: subprocess.Popen[bytes] | None = None
-    codes: list[int] = field(default_factory=list)  # of the launch scripts that ended
+    codes: list[int] = field(default_factory=list)  # exit codes of the launch scripts that ended
 
     @property
     def run_dir(self) -> Path:
@@ -64,7 +64,7 @@ class Load:
             )
 
     def is_done(self) -> bool:
-        """Return whether the job ended well; start it again if its launch script ended otherwise."""
+        """Return whether the job succeeded. Restart it if its launch script failed."""
         code = self.process.poll() if self.process else None
         if code is None or (self.codes and self.codes[-1] == 0):
             return code is not None
@@ -74,25 +74,25 @@ class Load:
         return code == 0
 
     def victims(self) -> dict[str, list[int]]:
-        """Return the processes of the job by kind, also an earlier script's."""
+        """Return the process ids of the job by kind, including ranks and launchers of an earlier script."""
         found: dict[str, list[int]] = {}
         for pid, environ in environments().items():
             if environ.get("SAMESTEP_TEST") == self.harness.mark and environ.get("LOAD_JOB") == self.name:
                 kind = "rank" if "LOCAL_RANK" in environ else "launcher" if "SAMESTEP_JOB_INFO" in environ else "script"
-                if kind != "script" or (self.process and pid == self.process.pid):  # not what a script asks its machine
+                if kind != "script" or (self.process and pid == self.process.pid):  # omit a script's helpers
                     found.setdefault(kind, []).append(pid)
         return found
 
 
 @dataclass
 class Disturbance:
-    """Kill and stop processes of the harness's mark at random, and note each action."""
+    """Kill and stop random processes of the jobs, and log each signal."""
 
     harness: Harness
     chance: random.Random
     begun: float = field(default_factory=time.monotonic)
     actions: list[str] = field(default_factory=list)
-    stopped: dict[int, float] = field(default_factory=dict)  # when each process that was stopped is continued
+    stopped: dict[int, float] = field(default_factory=dict)  # when each stopped process continues, by process id
 
     def note(self, text: str) -> None:
         self.actions.append(f"{time.monotonic() - self.begun:7.2f} {text}")
@@ -112,29 +112,29 @@ class Disturbance:
         kind = self.chance.choice(kinds)
         pid = self.chance.choice(sorted(victims[kind]))
         number = self.chance.choice([signal.SIGKILL, signal.SIGSTOP])
-        if number == signal.SIGSTOP and kind != "rank":  # a stopped rank is the launch script's to end
+        if number == signal.SIGSTOP and kind != "rank":  # the launch script ends a stopped rank
             self.stopped.setdefault(pid, time.monotonic() + self.chance.uniform(0.5, STOPPED))
         self.send(number, pid, f"{kind} of {load.name}")
 
     def release(self, now: float) -> None:
         for pid in [pid for pid, end in self.stopped.items() if end <= now]:
             del self.stopped[pid]
-            if pid in self.harness.left_running():  # its number may be another's by now
+            if pid in self.harness.left_running():  # another process may have this id now
                 self.send(signal.SIGCONT, pid, "what was stopped")
 
 
 @contextlib.contextmanager
 def nothing_left(harness: Harness) -> Iterator[None]:
-    """End all started processes after a failure."""
+    """Kill all started processes after a failure."""
     try:
         yield
     except BaseException:
-        for _ in range(3):  # a launcher may start another while this looks for it
+        for _ in range(3):  # a launcher may start a process meanwhile
             harness.kill_all()
         raise
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault
+@pytest.mark.soak  # the quick tests have test_one_run_survives_every_fault
 def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undisturbed_runs(
     harness: Harness, table: list[str]
 ) -> None:
@@ -173,7 +173,7 @@ def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undi
 
 
 def is_the_same(load: Load, reference: dict[str, Any]) -> bool:
-    """Return whether a job ended with the weights of the undisturbed run, and each step is once in its metrics."""
+    """Return whether a job ended with the weights of the undisturbed run and has each step once in metrics.jsonl."""
     last = load.output.read_text().rstrip("\n").rpartition("\n")[2]
     steps, expected = ([line["step"] for line in metrics(path)] for path in (load.run_dir, Path(reference["run_dir"])))
     return f'"weights_sha256": "{reference["weights_sha256"]}"' in last and steps == expected

@@ -1,4 +1,4 @@
-"""mnist_ddp's own tests: its models, one process, and a fresh machine."""
+"""Test mnist_ddp: its models, one process, and a fresh machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 
 
 def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
-    """A plain loop has the same losses: stock layers, contiguous tensors, one process, the mean loss.
+    """Compare losses with a plain loop: stock layers, contiguous tensors, one process and the mean loss.
 
-    Its last 30 steps are a resume on 3 ranks with a tutorial's dataset, transforms, DataLoader, backend and log format.
+    The last 30 steps use 3 ranks and a tutorial's dataset, transforms, DataLoader, backend and log format.
     """
     import torch
     import torch.nn.functional as F
@@ -54,7 +54,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
         loss.backward()
         optimizer.step()
         curve.append(loss.item())
-    harness.train(2, *options, "--max-steps=70", "--epochs=3")  # tests/common compares other numbers of ranks
+    harness.train(2, *options, "--max-steps=70", "--epochs=3")  # tests/common compares other world sizes
     assert relative_difference(curve[:70], losses(harness.folder / "run")) < 1e-9
 
     seeds = ["--input=torchvision", "--backend=gloo", "--log-format=full"]
@@ -68,7 +68,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     assert [line for line in lines if re.match(place + "epoch 3/4  step 96 ", line)]
 
 
-@pytest.mark.soak  # in the matrix tests/conformance compares its losses with Paddle's
+@pytest.mark.soak  # the quick tests compare its losses with Paddle's (tests/conformance)
 def test_one_process_by_plain_python_has_paddles_lenet(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL, "--model=lenet"]), 1)
     weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
@@ -105,7 +105,7 @@ def test_a_corrupted_file_is_named(harness: Harness) -> None:
 
 
 def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
-    """The README's first command on what git tracks, with no PYTHON to fall back on: makes .venvs and trains."""
+    """Run the README's first command on a copy of the tracked files, without PYTHON. It makes .venvs and trains."""
     clone = harness.folder / "clone"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -120,4 +120,4 @@ def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
     )
     outcome = harness.start_command(command, clone, clone, PYTHON="", PATH=path).finish(limit=600)
     harness.checked(outcome, 1)
-    assert "first start" in outcome.stderr  # tests/launch: the next start finds the environment
+    assert "first start" in outcome.stderr  # tests/launch has the next start, which finds the environment

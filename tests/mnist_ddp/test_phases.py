@@ -1,4 +1,4 @@
-"""Time that a rank waits for others never counts as its own, or a straggler could not be found."""
+"""Test that the time in which a rank waits for other ranks does not count as computing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness import ROOT, Harness, bare
 
 
 def test_waiting_between_two_buckets_is_no_computing(harness: Harness) -> None:
-    """If rank 0 reduces small tensors, backward() waits for the first bucket's sum before the other buckets."""
+    """For small models, backward() waits in the hook of the first bucket until rank 0 has reduced the bucket."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(ROOT / "tests" / "mnist_ddp" / "two_buckets.py")]
     outcome = bare(harness, command, GLOO_SOCKET_IFNAME="lo")

@@ -1,4 +1,4 @@
-"""A notice of preemption in a real job: its ranks save a step and end within --grace."""
+"""Test a notice of preemption in a real job: its ranks save a step and end within --grace."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from harness import Harness, last_step
 from samestep import checkpoint
 
-GRACE = 25  # seconds, as Google Cloud's 30 allow
+GRACE = 25  # seconds; Google Cloud allows 30
 OPTIONS = ["--dataset=mnist-5k", "--epochs=100000", "--log-every=1", f"--grace={GRACE}"]
 
 
 class Preemptible(BaseHTTPRequestHandler):
-    """Google Cloud's metadata server."""
+    """A fake of Google Cloud's metadata server."""
 
     notice = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The commands of the README's first minute end with equal weights, as printed and without other options."""
+"""Test that the README's first commands, exactly as printed, end with equal weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``samestep replay`` and ``samestep verify`` of real runs, one of whose ranks was killed."""
+"""Run ``samestep replay`` and ``samestep verify`` on real runs in which a rank was killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def killed_run(harness: Harness, *options: str) -> Path:
-    """Train on 3 ranks, and kill one of them after the first checkpoint; return the run dir."""
+    """Train on 3 ranks, kill one rank after the first checkpoint, and return the run dir."""
     job = harness.start(3, *OPTIONS, *options)
     job.wait_for(lambda: (job.run_dir / "checkpoints" / "step-00000015").is_dir())
     os.kill(job.ranks()[1], signal.SIGKILL)
@@ -50,7 +50,7 @@ def killed_run(harness: Harness, *options: str) -> Path:
 
 @pytest.mark.parametrize("virtual_ranks", [True, False])
 def test_replayed_steps_of_a_killed_run_have_the_recorded_bits(harness: Harness, virtual_ranks: bool) -> None:
-    """With virtual ranks on one rank, else on three. The run dir stays as it was."""
+    """With virtual ranks, the replay runs on one rank, otherwise on three. It does not change the run dir."""
     run_dir = killed_run(harness, *(["--virtual-ranks=4"] if virtual_ranks else []))
     assert step_losses.read(run_dir)["step"].tolist() == [*range(1, STEPS + 1)]
     before = sorted(path.stat().st_mtime_ns for path in run_dir.rglob("*"))
@@ -71,13 +71,13 @@ def test_replayed_steps_of_a_killed_run_have_the_recorded_bits(harness: Harness,
 
 
 def test_verify_runs_stretches_again_and_names_a_changed_loss(harness: Harness) -> None:
-    """If somebody changes both files of losses in the same way, only the replay detects it."""
+    """No line of metrics.jsonl has the changed loss, so only the replay detects the change."""
     run_dir = killed_run(harness, "--virtual-ranks=4", "--max-steps=24")
     done = command(harness, "verify", str(run_dir), "--steps=9")
     assert done.returncode == 0, done
-    assert done.stdout.count("run again: ") == 2  # from the seed to the checkpoint, and from there to the end
+    assert done.stdout.count("run again: ") == 2  # from the seed to the checkpoint, and from the checkpoint to the end
     content = bytearray((run_dir / step_losses.NAME).read_bytes())
-    content[7 * 16 + 8] ^= 1  # the lowest bit of step 8's loss, which has no line
+    content[7 * 16 + 8] ^= 1  # the lowest bit of the loss of step 8
     (run_dir / step_losses.NAME).write_bytes(content)
     done = command(harness, "verify", str(run_dir), "--steps=9")
     assert done.returncode == 1, done

@@ -1,4 +1,4 @@
-"""A real run as `samestep_observe.watch` and `samestep_observe.report` show it: while it trains, and after a kill."""
+"""Run `samestep_observe.watch` and `samestep_observe.report` on a real run, while it trains and after a kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from samestep_observe.run_reader import world_size_of
 
 
 def output_of(harness: Harness, *arguments: str | Path) -> str:
-    """Return the output of one of the programs."""
+    """Run ``python -m`` with arguments, and return its stdout."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         env=harness.environ(PYTHONPATH=str(ROOT / "core")),
@@ -40,7 +40,7 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     assert re.search(r"^ranks +2 of 2 have heartbeats here$", live, re.MULTILINE)
     for rank in (0, 1):
         assert re.search(rf"^ +{rank}  {re.escape(os.uname().nodename)} +step \d+  ", live, re.MULTILINE)
-    assert listening(harness.left_running()) == {"0100007F"}  # on one machine: the store too
+    assert listening(harness.left_running()) == {"0100007F"}  # on one machine, the store also listens on loopback only
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
     after = output_of(harness, "samestep_observe.watch", job.run_dir)

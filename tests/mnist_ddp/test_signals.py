@@ -1,4 +1,4 @@
-"""Stop signals and deaths that torch's loader workers, its launcher and forked ranks take part in."""
+"""Test stop signals and failures with torch's loader workers, torch's launcher and forked ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTS = {
 
 
 def loop_with_loader(workers: int, method: str) -> str:
-    """The program of docs/own_loop_run.py, which also draws from a data loader at each step."""
+    """Return the program of docs/own_loop_run.py, changed to draw a batch from a DataLoader at each step."""
     context = f", multiprocessing_context={method!r}" if workers else ""
     loader = f"iter(torch.utils.data.DataLoader(range(10**8), batch_size=4, num_workers={workers}{context}))"
     changes = {
@@ -51,7 +51,7 @@ SOAK = [pytest.param(*case, marks=pytest.mark.soak) for case in PRODUCT if case 
 def test_a_signal_to_the_ranks_group_saves_a_step(
     harness: Harness, start: str, number: int, workers: int, method: str
 ) -> None:
-    """The group is the rank and its loader's workers; of a forked rank, also torch's agent."""
+    """The process group has the rank and its loader workers. With forked ranks, it also has torch's agent."""
     program = harness.folder / "loop.py"
     program.write_text(loop_with_loader(workers, method))
     run_dir = harness.folder / "run"
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     ("method", "lost"),
     [
         ("exec", 0),
-        ("fork", 1),  # torch's agent then reports rank 0, which has lost its connection
+        ("fork", 1),  # torch's agent then reports rank 0, which lost its connection
         pytest.param("exec", 1, marks=pytest.mark.soak),
         pytest.param("fork", 0, marks=pytest.mark.soak),
     ],

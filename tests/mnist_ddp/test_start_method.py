@@ -1,4 +1,4 @@
-"""``--start-method fork``: ranks that are forked from one process, which a restart uses again."""
+"""Test ``--start-method fork``: one process forks the ranks, and a restart reuses this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main():
 
 
 def run(harness: Harness, program: str, *words: str, **environ: str) -> Outcome:
-    """Run a user's program on 2 ranks by ``samestep run --start-method fork``."""
+    """Run ``program`` on 2 ranks by ``samestep run --start-method fork``."""
     path = harness.folder / "program.py"
     path.write_text(program)
     run_dir = harness.folder / "own"
@@ -34,7 +34,7 @@ def log_of(harness: Harness) -> str:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_fork_and_exec_end_with_the_same_weights(harness: Harness, n: int) -> None:
-    """Two ranks take the same steps both ways in the other tests of this file and of the common ones."""
+    """Other tests of this file and the common tests compare both methods on two ranks."""
     digests = []
     for method in ("fork", "exec"):
         options = ["--max-steps=20", "--dataset=mnist-5k", f"--start-method={method}"]
@@ -44,7 +44,7 @@ def test_fork_and_exec_end_with_the_same_weights(harness: Harness, n: int) -> No
 
 
 def test_a_restart_forks_from_the_process_that_has_imported_the_program(harness: Harness) -> None:
-    """The killed run ends with the weights of an uninterrupted run of programs; ps shows each rank's number."""
+    """The killed run ends with the weights of an undisturbed run without fork. ps shows each rank's number."""
     options = [*harness.app.small]
     job = harness.start(2, *options)
     job.wait_for_step(5)
@@ -64,7 +64,7 @@ def test_a_restart_forks_from_the_process_that_has_imported_the_program(harness:
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(0)", "sys.exit()"])
 def test_a_program_without_a_main_block_runs_its_main_function(harness: Harness, end: str) -> None:
-    """However a rank ends well, the agent does not wait for it."""
+    """The agent detects the success of a rank in all three ways to end it."""
     outcome = run(harness, NO_GUARD.format(end=end), "--a", "b")
     assert outcome.code == 0, outcome
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Input by torchvision, and torchvision as a reference for a reader of MNIST and for the layouts of ResNets."""
+"""Test --input torchvision, and compare the reader of MNIST and the layouts of ResNets with torchvision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: 
 
 
 def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This environment has torchvision; the other half of the test is in tests/resnet50_mindspore."""
+    """This environment has torchvision. A test in tests/resnet50_mindspore compares the app's models."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
     importlib.import_module("common").torchvision_that_imports()
     import torch
@@ -48,11 +48,11 @@ def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monk
         assert digest(layout) == wanted
 
 
-@pytest.mark.soak  # in the matrix test_mnist_ddp.py compares a resume on 3 ranks with a plain loop
+@pytest.mark.soak  # the quick tests compare a resume on 3 ranks with a plain loop (test_mnist_ddp.py)
 @pytest.mark.parametrize("options", [(), ("--virtual-ranks=8",), ("--dtype=float32",)], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_both_inputs_have_the_same_losses(harness: Harness, n: int, options: tuple[str, ...]) -> None:
-    """From the first step, with dropout, with batches of fewer samples than ranks at the end of an epoch."""
+    """Compare all losses, with dropout. The last batch of an epoch has fewer samples than ranks."""
     common = ["--dataset=mnist-5k", "--dtype=float64", "--global-batch-size=129", "--max-steps=50", "--log-every=1"]
     for source in ("memory", "torchvision"):
         harness.train(n, *common, *options, f"--input={source}", run_dir=harness.folder / source)
@@ -62,7 +62,7 @@ def test_both_inputs_have_the_same_losses(harness: Harness, n: int, options: tup
 
 
 def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> None:
-    """Before anything is installed, because the lock lacks it; a Python that may have it is tried."""
+    """The launch script reports the error before an installation, because the lock file has no torchvision."""
     script = str(ROOT / "scripts" / "run_mnist_ddp.sh")
     outcome = harness.start_command(["bash", script, "2", "--input=torchvision"], harness.folder, PYTHON="").finish(20)
     assert (outcome.code, outcome.stdout) == (2, "")
@@ -72,12 +72,12 @@ def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> 
 
 
 def test_nccl_without_gpus_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first stage, before anything is installed, by the options alone or by the missing driver."""
+    """The first stage detects the mistake before an installation, by the options or by the missing driver."""
     options = options_of("mnist_ddp")
     with pytest.raises(ConfigError, match="--backend nccl needs GPUs"):
         options.parse(["--backend=nccl", "--device=cpu"])
     parsed = options.parse(["--backend=nccl"])
-    monkeypatch.setenv("PYTHON", "/of/the/user")  # it may have CUDA, and its ranks will find out
+    monkeypatch.setenv("PYTHON", "/of/the/user")  # the user's Python may have CUDA, so the ranks check
     options.check_ranks(parsed, 2)
     monkeypatch.delenv("PYTHON")
     for found in (None, "/usr/bin/nvidia-smi"):

@@ -1,4 +1,4 @@
-"""``--trace-every`` and ``samestep diff`` on real runs, which part by a changed weight or by exchanged samples."""
+"""Run ``samestep diff`` on real runs with ``--trace-every`` that diverge by a changed weight or exchanged samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness) -> None:
     """One weight in the memory of run B changes after step 6. A replay of A, with its trace, is equal."""
-    for name, rank in (("a", 1), ("b", 0)):  # run A has rank 0 alone
+    for name, rank in (("a", 1), ("b", 0)):  # run A has no rank 1, so its weights stay unchanged
         fault = {"rank": rank, "differ": 6}
         outcome = harness.run(1, *TRACED, run_dir=harness.folder / name, **faulty(fault))
         assert outcome.code == 0, outcome
@@ -52,7 +52,7 @@ def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness
 
 
 def test_diff_names_the_step_of_two_exchanged_samples(harness: Harness) -> None:
-    """Both are in the batch of step 3. The traces name the gradients, and the replays name the samples."""
+    """Both samples are in the batch of step 3. The traces name the gradients, and the replays name the samples."""
     folder = harness.folder / "data" / "fashion-mnist"
     write_fashion(folder)
     changed = Path(shutil.copytree(harness.folder / "data", harness.folder / "changed")) / "fashion-mnist"
@@ -73,7 +73,7 @@ def test_diff_names_the_step_of_two_exchanged_samples(harness: Harness) -> None:
 
 
 def test_trace_of_a_killed_run_is_that_of_one_process_and_costs_no_bit(harness: Harness) -> None:
-    """With virtual ranks. The resumed run has each step once, and the weights of a run without a trace."""
+    """Train with virtual ranks. The resumed run has each step once, and the weights of a run without a trace."""
     tree = "--virtual-ranks=4"
     plain = harness.train(1, *OPTIONS, "--dataset=mnist-5k", tree, run_dir=harness.folder / "plain")
     job = harness.start(3, *TRACED, tree, **faulty({"rank": 1, "signal": signal.SIGKILL, "step": 8}))

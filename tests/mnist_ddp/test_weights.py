@@ -1,4 +1,4 @@
-"""The weights of samestep.torch as arrays, and the order of DDP's buckets: in one process, without a launcher."""
+"""Test weights of samestep.torch as arrays and the order of DDP's buckets, in one process without a launcher."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ def test_state_that_does_not_fit_is_named() -> None:
 
 @pytest.mark.parametrize("setting", ["fused", "capturable", "foreach"])
 def test_a_restored_counter_is_where_the_optimizer_reads_it(setting: str) -> None:
-    """Torch has a device meta, which is here a GPU."""
+    """torch's device meta simulates a GPU."""
     model = small_model().to("meta")
     optimizer = torch.optim.Adam(model.parameters())
-    optimizer.param_groups[0][setting] = True  # Adam itself would refuse the device meta
+    optimizer.param_groups[0][setting] = True  # Adam's constructor would refuse the device meta
     moment = np.zeros((4, 5), np.float32)
     weights.load_optimizer(model, optimizer, {"0.weight.step": np.array(3, np.float32), "0.weight.exp_avg": moment})
     found = {

@@ -1,6 +1,6 @@
-"""Take steps of a model whose gradients fill two of DDP's buckets; rank 1 is slow in the input of each.
+"""Take steps of a model whose gradients fill two of DDP's buckets, with rank 1 slow in the input of each step.
 
-torchrun starts it at 2 ranks; rank 0 prints the seconds of its phases in the last three steps as JSON.
+torchrun starts the program on 2 ranks. Rank 0 prints the seconds of its phases in the last three steps as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     timer = StepTimer()
     last = nn.Linear(512, 512)
-    model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB; DDP's first bucket takes 1 MiB
+    model = nn.Sequential(nn.Linear(256, 512), last)  # the weights have 1.5 MiB; DDP's first bucket holds 1 MiB
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
     reduction.register_ordered_hook(ddp, timer)
@@ -40,7 +40,7 @@ def main() -> None:
     if rank == 0:
         assert last.bias.grad is not None
         print(json.dumps({**dict(zip(PHASES, timer.pop())), "gradient": last.bias.grad.unique().tolist()}), flush=True)
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # skip Python's shutdown, which gloo's threads may abort
 
 
 if __name__ == "__main__":

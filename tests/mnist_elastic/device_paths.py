@@ -1,4 +1,4 @@
-"""Every device path of mnist_elastic, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of mnist_elastic and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 TESTS = "tests/mnist_elastic/test_mnist_elastic.py"
 PATHS = [

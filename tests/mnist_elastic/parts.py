@@ -1,4 +1,4 @@
-"""Call parts of mnist_elastic on small inputs, and print what they decide as JSON."""
+"""Call parts of mnist_elastic on small inputs, and print their results as JSON."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Counter:
 
 
 def order() -> list[str]:
-    """Return the names of members by rank; two of the three that are ahead have the same bits."""
+    """Return the names of members in order of rank. Two of the three members ahead have the same bits."""
     states = [("000000", 8, "x"), ("000001", 9, "y"), ("000005", 9, "x"), ("000003", 9, "x")]
     found = [{"name": name, "progress": progress, "digest": digest} for name, progress, digest in states]
     return [each["name"] for each in membership._in_order(found)]
 
 
 def numbers_and_codes() -> tuple[list[int], list[int | None]]:
-    """Return the free numbers before and after rank 1 has left, and its exit code with and without a connection."""
+    """Return the free rank numbers before and after rank 1 left, and its exit codes with and without a connection."""
     ranks = Ranks(SevenStarter(), 2)
     for rank in (1, 2):
         ranks.start(rank)
@@ -61,7 +61,7 @@ def numbers_and_codes() -> tuple[list[int], list[int | None]]:
 
 
 def history() -> tuple[list[int], dict[str, Any]]:
-    """Return the updates that a history counted, and its result."""
+    """Return the updates that a `History` counted, and its result."""
     run = Counter()
     found = History(run)
     found.regrouped(0, [1, 2])

@@ -1,7 +1,7 @@
 """Connect two processes by gloo, and print whether the first accepts the proof that the second sends.
 
-The second process has the job's key in the case ``key``. In the other cases it sends the HMAC of another key, of
-another group, or the HMAC that the first sends. Each case is a line, with its name first.
+In the case ``key``, the second process has the job's key. In the other cases, it sends an HMAC with another key or of
+another group, or returns the first process's HMAC. The program prints the name and the result of each case in one line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from authentication import (  # type: ignore[import-not-found]  # noqa: E402
 
 KEY = b"k" * 32
 GROUP = "group"
-SIGNED = {  # by the second process, for the first
+SIGNED = {  # HMACs that the second process sends to the first
     "other-key": sign(b"j" * 32, GROUP, "1", "0"),
     "other-group": sign(KEY, "earlier group", "1", "0"),
     "returned": sign(KEY, GROUP, "0", "1"),
@@ -42,7 +42,7 @@ def send(proof: bytes) -> None:
 
 
 def connect_and_prove(kind: str) -> None:
-    """Be one of two processes."""
+    """Fork a second process, connect both, and print whether the first accepts the second's proof."""
     ends = [Pipe(), Pipe()]
     rank = int(os.fork() == 0)
     if rank == 0:

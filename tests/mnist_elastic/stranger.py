@@ -1,12 +1,12 @@
-"""A process of another user, without the job's key, that tries to take part in a job of mnist_elastic.
+"""Attack a job of mnist_elastic, as a process of another user without the job's key.
 
     python stranger.py PORT ...
 
-The ports are those that /proc/net/tcp shows to each user. Until stdin is closed, it proposes itself to the lighthouse,
-under a name of its own with a high progress and under the names of members. It says hello to the launcher as a member
-with another key, and it reads from all ports what they send. It prints a line as soon as the lighthouse answers. At the
-end it prints JSON. ``groups`` has the members of the groups that the lighthouse proposed, ``most_bytes`` the most bytes
-that a connection received, and ``accepted`` the number of connections that the launcher accepted.
+The arguments are the ports that /proc/net/tcp shows to each user. Until stdin is closed, the program requests groups
+from the lighthouse, under its own name with a high progress and under the names of members. It also sends a hello with
+another key to the launcher, and reads from all ports. It prints a line as soon as the lighthouse answers, and JSON at
+the end. ``groups`` has the members of the groups that the lighthouse proposed, ``most_bytes`` the most bytes that a
+connection received, and ``accepted`` the number of connections that the launcher accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Stranger:
         return {"groups": sorted(self.groups), "most_bytes": self.most_bytes, "accepted": self.accepted}
 
     def propose(self, port: int, name: str) -> None:
-        """Ask for a group under a name."""
+        """Request a group from the lighthouse under a name, until the attack is over."""
         second = timedelta(seconds=1)
         try:
             client = LighthouseClient(f"http://127.0.0.1:{port}", second)
@@ -65,12 +65,12 @@ class Stranger:
             return
         print("the lighthouse answers", flush=True)
         while not self._is_over.is_set():
-            with contextlib.suppress(Exception):  # a timeout
+            with contextlib.suppress(Exception):  # the request may time out
                 quorum = client.quorum(replica_id=name, timeout=second, data={**STATE, "name": name})
                 self.groups.add(tuple(sorted(each.replica_id for each in quorum.participants)))
 
     def greet(self, port: int) -> None:
-        """Say hello to the launcher as the first member, with another key."""
+        """Send a hello to the launcher under the first member's name, with another key."""
         while not self._is_over.is_set():
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
                 connection = Client(("127.0.0.1", port), authkey=b"another")
@@ -79,10 +79,10 @@ class Stranger:
             time.sleep(0.2)
 
     def read(self, port: int) -> None:
-        """Send zeros to a port, and read what it sends."""
+        """Send eight bytes 0xFF to a port, and record the number of bytes received."""
         while not self._is_over.is_set():
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as connection:
-                connection.sendall(b"\xff" * 8)  # to gloo: the number of a connection that it does not have
+                connection.sendall(b"\xff" * 8)  # gloo reads these bytes as the number of an unknown connection
                 content = connection.recv(2**20)
                 self.most_bytes = max(self.most_bytes, len(content))
             time.sleep(0.2)

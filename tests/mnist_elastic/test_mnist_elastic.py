@@ -1,4 +1,4 @@
-"""Ranks are lost, stopped, added and taken out, and the weights have the bits of one undisturbed rank."""
+"""Test that lost, stopped, added and removed ranks leave the weights with the bits of one undisturbed rank."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from samestep import checkpoint
 
 FAULTS = Path(__file__).parent / "faults"
 RUN = ("--dataset=mnist-5k", "--global-batch-size=100", "--checkpoint-every=50", "--log-every=1", "--virtual-ranks=4")
-SHORT = (*RUN, "--epochs=20", "--max-steps=240")  # of most tests, which share the undisturbed run
+SHORT = (*RUN, "--epochs=20", "--max-steps=240")  # options of most tests, which share the undisturbed run
 
 
 def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
-    """Return the heartbeats of the ranks, from 1; 0 is the launcher."""
+    """Return the heartbeats of the live ranks, by rank from 1. Number 0 is the launcher's."""
     found = {int(path.name[6:]): job.alive(int(path.name[6:])) for path in (job.run_dir / "log").glob("alive-[0-9]*")}
     return {rank: beat for rank, beat in sorted(found.items()) if rank and beat.get("pid") in environments()}
 
 
 def waits_for(harness: Harness, members: int) -> dict[str, str]:
-    """Return an environment in which the steps of fewer members take longer, so that the others rejoin in time."""
+    """Return variables that slow down the steps of fewer than ``members``, so that lost ranks rejoin in time."""
     path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "SAMESTEP_COMPLETE": str(members)}
 
 
 def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
-    """Kill a rank that has taken part in ``updates``, as soon as there is one, and return where it was.
+    """Wait for a rank that has taken part in at least ``updates`` updates, kill it, and return its place in words.
 
     The launcher ends the job if a rank ends four times in a row without an update.
     """
@@ -49,9 +49,9 @@ def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
 
 
 def check_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
-    """The run has the weights and all logged numbers of ``reference``, and each step once."""
+    """Check that the run has the weights and logged numbers of ``reference``, and each step once."""
     assert result["weights_sha256"] == reference["weights_sha256"]
-    losses(Path(result["run_dir"]))  # each step once
+    losses(Path(result["run_dir"]))  # fails unless each step occurs once
     assert recorded(Path(result["run_dir"])) == recorded(Path(reference["run_dir"]))
 
 
@@ -69,7 +69,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
         first = {rank: beat["pid"] for rank, beat in heartbeats(job).items()}
         assert len(first) == 4
         for _ in range(kills // 4):
-            # Kill one rank, two at once, and one that has not yet rejoined or another.
+            # Kill one rank, then two ranks at once, then a rank that may not yet have rejoined.
             where += [kill(job, chance)]
             time.sleep(chance.uniform(0, 2))
             where += [kill(job, chance), kill(job, chance)]
@@ -92,7 +92,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
 def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """One job, because a start takes long. In no other test do ranks join, or are a job's addresses listed."""
+    """One job gets all events, because a start takes long: ranks join, leave and hang, and all processes are killed."""
     reference = undisturbed(1, *SHORT)
     run_dir = harness.folder / "run"
     job = harness.start(1, *SHORT, "--timeout=16", run_dir=run_dir, **waits_for(harness, 5))
@@ -112,7 +112,7 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
 
     stopped = heartbeats(job)[2]["pid"]
     os.kill(stopped, signal.SIGSTOP)
-    job.wait_for_step(last_step(job.run_dir) + 20)  # without it
+    job.wait_for_step(last_step(job.run_dir) + 20)  # the other ranks continue without the stopped rank
     job.wait_for(lambda: heartbeats(job).get(2, {}).get("pid", stopped) != stopped)
 
     for beat in heartbeats(job).values():
@@ -136,7 +136,7 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     check_same(result, reference)
 
 
-@pytest.mark.soak  # in the matrix the test above stops a job once
+@pytest.mark.soak  # the quick tests stop a job once (the test above)
 def test_ten_stops_of_the_job_in_a_row_cost_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
@@ -166,7 +166,7 @@ def members(job: Job) -> list[list[int]]:
 KILLED = signal.SIGKILL
 REDUCED = ("reduced", 1, 0)
 FLIPPED = ("differs", 2, 0)
-# Each fault: its moment, the rank or None, and the signal. The soak runs each list in a test of its own.
+# Each fault has a moment, a rank or None, and a signal. The soak runs each list in a separate job.
 MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
     "a reduction fails on one rank, the others have updated": ([REDUCED], 0),
     "those who have updated are killed": ([REDUCED, ("updated", 2, KILLED), ("updated", 3, KILLED)], 0),
@@ -178,7 +178,7 @@ MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
 
 
 def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, int]]) -> list[dict[str, Any]]:
-    """Return the faults that strike from a step on, as faults/sitecustomize.py takes them."""
+    """Return the faults, which strike from ``step`` on, in the format of faults/sitecustomize.py."""
     return [
         {"at": at, "step": step, "signal": sent, "done": str(harness.folder / f"{at}-{rank}-{step}")}
         | ({"rank": rank} if rank else {})
@@ -187,7 +187,7 @@ def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, i
 
 
 def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """One run, because a start takes long: a flipped bit, a stranger, and ranks that are killed at three moments."""
+    """One run gets four faults, because a start takes long: a changed weight, two kinds of kills, and a stranger."""
     reference = undisturbed(1, *SHORT)
     names = ["a flipped bit is found by the next checkpoint", "those who have updated are killed"]
     names += ["a rank is killed while it sends its state", "a stranger has the place of a rank that comes back"]
@@ -197,11 +197,11 @@ def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Call
     result = harness.checked(outcome, 3)
     assert all(Path(each["done"]).exists() for each in values)
     check_same(result, reference)
-    assert not [*harness.folder.glob("stranger-*-state")]  # it received no model
+    assert not [*harness.folder.glob("stranger-*-state")]  # the stranger received no model
     assert (result["restarts"], result["rejoins"]) == (1, 5), outcome.stderr
 
 
-@pytest.mark.soak  # in the matrix one run goes through three of them
+@pytest.mark.soak  # the quick tests inject four of these in one run (the test above)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_fault_at_an_exact_moment_costs_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: str
@@ -213,14 +213,14 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
     if signal.SIGSTOP in (sent for _, _, sent in faults):
         job.wait_for(lambda: Path(values[-1]["done"]).exists())
         stopped = job.alive(2)["pid"]
-        job.wait_for_step(40)  # without it
+        job.wait_for_step(40)  # the other ranks continue without the stopped rank
         os.kill(stopped, signal.SIGCONT)
         job.wait_for(lambda: members(job)[-1] == [1, 2, 3])
         assert heartbeats(job)[2]["pid"] == stopped
     outcome = job.finish()
     result = harness.checked(outcome, 3)
     assert all(Path(each["done"]).exists() for each in values)
-    assert not [*harness.folder.glob("stranger-*-state")]  # it received no model
+    assert not [*harness.folder.glob("stranger-*-state")]  # the stranger received no model
     check_same(result, reference)
     assert result["restarts"] == restarts
     kills = sum(sent == signal.SIGKILL for _, _, sent in faults)

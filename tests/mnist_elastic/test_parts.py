@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("parts.py")
 
 
 def cases(harness: Harness) -> dict[str, Any]:
-    """Run parts.py, and return what it printed."""
+    """Run parts.py, and return the JSON that it printed."""
     outcome = bare(harness, [sys.executable, str(PROGRAM)])
     assert outcome.code == 0, outcome
     found: dict[str, Any] = json.loads(outcome.stdout.splitlines()[-1])
@@ -22,12 +22,12 @@ def cases(harness: Harness) -> dict[str, Any]:
 
 def test_members_are_ordered_ranks_numbered_and_pauses_measured(harness: Harness) -> None:
     found = cases(harness)
-    # Rank 0 is the oldest member ahead with the most frequent state, and a member behind comes last.
+    # Rank 0 is the oldest of the members ahead that have the most frequent state. A member behind comes last.
     assert found["order"] == ["000003", "000005", "000001", "000000"]
-    # A number is free if no rank has it, or its rank has left. An exit code is known once the connection has ended.
+    # A number is free if no rank has it or its rank has left. An exit code is known once the connection has ended.
     assert found["free"] == [3, 1]
     assert found["exit codes"] == [None, 7]
-    # An update counts once, and a pause lasts from the update before it to the one after it.
+    # An update counts once. A pause lasts from the last update before it to the next update.
     assert found["steps"] == [1, 2]
     assert found["result"]["members"] == [{"step": 0, "ranks": [1, 2]}, {"step": 1, "ranks": [1]}]
     assert len(found["result"]["pauses"]) == 1

@@ -1,4 +1,4 @@
-"""Ranks are forked from one process that has imported train.py, or start as programs."""
+"""Test that one process that has imported train.py forks the ranks, also after a kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_mnist_elastic import SHORT, check_same, heartbeats, waits_for  # type:
 def test_a_killed_rank_is_forked_again_from_the_process_that_has_imported_train(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """It has a title, a log and an environment of its own, and no module of the launcher."""
+    """The forked rank has its own title, log and environment, and no module of the launcher."""
     reference = undisturbed(1, *SHORT)
     job = harness.start(2, *SHORT, run_dir=harness.folder / "run", **waits_for(harness, 2))
     job.wait_for_step(5)
@@ -42,7 +42,7 @@ def test_a_killed_rank_is_forked_again_from_the_process_that_has_imported_train(
 
 
 def test_a_forked_launcher_that_is_killed_ends_with_its_ranks_and_starts_again(harness: Harness) -> None:
-    """In test_mnist_elastic.py a launcher of programs is killed."""
+    """test_mnist_elastic.py kills a launcher that does not fork."""
     job = harness.start(2, *SHORT, "--max-steps=20", run_dir=harness.folder / "run", **waits_for(harness, 3))
     job.wait_for_step(5)
     first = [beat["pid"] for beat in heartbeats(job).values()]

@@ -1,4 +1,4 @@
-"""A process without the job's key neither takes part nor receives the model, and a lost run dir ends the job."""
+"""Test that a process without the job's key cannot join or receive the model, and that a lost run dir ends the job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW_BYTES = 1000  # more than a challenge or an error of HTTP; the model has 87,
 def test_a_stranger_with_a_higher_progress_changes_no_bit_and_receives_no_model(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """It also takes the names of members, before and after the group changes."""
+    """The stranger also uses the names of members, before and after the group changes."""
     reference = undisturbed(1, *SHORT)
     job = harness.start(2, *SHORT, run_dir=harness.folder / "run", **waits_for(harness, 2))
     job.wait_for_step(5)
@@ -42,7 +42,7 @@ def test_a_stranger_with_a_higher_progress_changes_no_bit_and_receives_no_model(
         finally:
             stranger.kill()
     seen = json.loads(output.splitlines()[-1])
-    assert any("stranger" in group and len(group) > 1 for group in seen["groups"]), seen  # the lighthouse proposes it
+    assert any("stranger" in group and len(group) > 1 for group in seen["groups"]), seen  # proposed by the lighthouse
     assert seen["accepted"] == 0
     assert seen["most_bytes"] < FEW_BYTES
     outcome = job.finish()
@@ -61,7 +61,7 @@ def test_a_member_accepts_only_proofs_made_for_it_and_its_group(harness: Harness
 
 @pytest.mark.parametrize("kind", ["removed", "replaced", "emptied"])
 def test_a_run_dir_that_is_removed_or_replaced_ends_the_job(harness: Harness, kind: str) -> None:
-    """``rm -r`` may leave the folder itself, because ranks write into it meanwhile."""
+    """``rm -r`` may leave the run dir itself, because ranks write into it meanwhile."""
     run_dir = harness.folder / "run"
     job = harness.start(2, *SHORT, run_dir=run_dir, **waits_for(harness, 3))
     job.wait_for_step(3)
@@ -73,4 +73,4 @@ def test_a_run_dir_that_is_removed_or_replaced_ends_the_job(harness: Harness, ki
     assert outcome.code == 1
     assert f"{run_dir / name} was removed or replaced: leave the run dir in place" in outcome.errors[0]
     assert "starting it again" not in outcome.stderr
-    assert run_dir.exists() == (kind != "removed")  # no process makes it again
+    assert run_dir.exists() == (kind != "removed")  # no process creates it again

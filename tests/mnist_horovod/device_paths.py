@@ -1,4 +1,4 @@
-"""Every device path of mnist_horovod, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of mnist_horovod and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 APP = "tests/mnist_horovod/test_mnist_horovod.py"
 MPI = "tests/mnist_horovod_mpi/test_mpi.py"

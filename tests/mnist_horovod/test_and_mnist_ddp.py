@@ -1,4 +1,4 @@
-"""The same program as mnist_ddp, and the same steps."""
+"""Compare the program and its steps with mnist_ddp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
         assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
 
 
-@pytest.mark.soak  # in the matrix tests/conformance compares its losses with mnist_ddp's, and mnist_lightning's bits
+@pytest.mark.soak  # the quick tests compare losses with mnist_ddp (tests/conformance), and mnist_lightning's bits
 def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness, ddp: Harness) -> None:
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5", "--log-every=1"]
     ours = harness.train(3, *options)
@@ -28,8 +28,8 @@ def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness,
     assert losses(harness.folder / "run") == losses(ddp.folder / "run")
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it
-@pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2 or 3; 1333 leaves a last batch of one sample
+@pytest.mark.soak  # the quick tests compare losses with mnist_ddp (tests/conformance)
+@pytest.mark.parametrize("batch", [125, 1333])  # neither 2 nor 3 divides them; 1333 leaves a last batch of one
 def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int) -> None:
     for variant in harness.app.variants[:2]:
         options = [*harness.app.exact, *variant, f"--global-batch-size={batch}"]
@@ -43,16 +43,16 @@ def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int)
             assert relative_difference(expected, losses(run_dir)) < 1e-9, (variant, n)
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it, in float64
+@pytest.mark.soak  # the quick tests compare losses in float64 (tests/conformance)
 def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
-    """With dropout, in float32, at 3 ranks: rounding is all that differs."""
+    """The runs have dropout and use float32 on 3 ranks, so they differ only by rounding."""
     options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
     one = harness.train(3, *options)
     other = ddp.train(3, *options)
     assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-5
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it
+@pytest.mark.soak  # the quick tests load torch's weights in Paddle and MindSpore (tests/conformance)
 def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness) -> None:
     trained = ddp.train(2, "--dataset=mnist-5k", "--epochs=2")
     weights = Path(trained["run_dir"]) / "model.safetensors"
@@ -64,7 +64,7 @@ def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness)
     assert back["test_accuracy"] == trained["test_accuracy"]
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it
+@pytest.mark.soak  # the quick tests compare losses with mnist_ddp (tests/conformance)
 def test_a_rank_without_samples_takes_part(harness: Harness, ddp: Harness) -> None:
     options = [*harness.app.exact, "--global-batch-size=2", "--max-steps=10"]
     one = harness.train(3, *options)

@@ -1,4 +1,4 @@
-"""The GPUs and the build of Horovod, both simulated, determine which device a rank takes."""
+"""Test which device a rank selects, with simulated GPUs and a simulated build of Horovod."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_a_rank_takes_a_gpu_that_horovod_can_use_or_none(
         elif built:
             assert output[f"{case} auto"] == output[f"{case} cuda"] == gpu
         else:
-            assert output[f"{case} auto"] == ["cpu", "", [], int(rank == 0)]  # one warning of all ranks
+            assert output[f"{case} auto"] == ["cpu", "", [], int(rank == 0)]  # only rank 0 warns
             assert output[f"{case} cuda"].startswith("this Horovod was built without CUDA")

@@ -1,4 +1,4 @@
-"""mnist_horovod's own tests: Horovod's build, its launcher, and the data that it sends."""
+"""Test mnist_horovod: Horovod's build, its launcher, and the data that it sends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disabl
 
 
 def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """fp16 compression works on a named host."""
+    """Train with fp16 compression on a host that HOROVOD_HOSTS names."""
     expected = losses(Path(undisturbed(2)["run_dir"]))[:6]
     options = [*harness.app.small, "--max-steps=6", "--compression=fp16"]
     here = harness.train(2, *options, HOROVOD_HOSTS="127.0.0.1:2")
@@ -44,16 +44,16 @@ def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: 
 def test_a_distributed_optimizer_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Horovod's DistributedOptimizer at 3 ranks has the losses of grouped gradients at 2, up to rounding."""
+    """Horovod's DistributedOptimizer on 3 ranks has the losses of grouped gradients on 2 ranks, up to rounding."""
     expected = losses(Path(undisturbed(2)["run_dir"]))[:8]
     harness.train(3, *harness.app.small, "--gradients=optimizer", "--max-steps=8")
     assert relative_difference(expected, losses(harness.folder / "run")) < 1e-5
 
 
-@pytest.mark.soak  # in the matrix test_a_distributed_optimizer_takes_the_same_steps, in float32
+@pytest.mark.soak  # the quick tests use float32 (the test above)
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_a_distributed_optimizer_takes_the_steps_of_one_rank(harness: Harness, kind: str) -> None:
-    """In float64, resumed at another number of ranks."""
+    """Train in float64, and resume at another world size."""
     options = [*harness.app.exact, f"--optimizer={kind}", "--global-batch-size=127"]
     harness.train(1, *options, "--max-steps=50", run_dir=harness.folder / "alone")
     for first, then in ((3, 2), (2, 3), (1, 1)):
@@ -136,7 +136,7 @@ def test_torchs_old_launcher_is_refused_with_the_command_to_use(option: str) -> 
 
 # --- device, and transport of the gradients -------------------------------------------------------------------------
 
-# On PYTHONPATH: machines with GPUs that are not there.
+# This module on PYTHONPATH simulates machines with GPUs.
 GPUS = """
 import importlib.util, sys
 class Finder:
@@ -169,7 +169,7 @@ def test_gpus_that_this_horovod_cannot_use_are_left_alone(harness: Harness, four
     assert harness.checked(outcome, 2)["device"] == "cpu"
     (line,) = outcome.stderr.splitlines()
     assert line.startswith("warning: this Horovod was built without CUDA: training on the CPU, not on 4 GPUs")
-    assert (harness.folder / "run" / "log" / "launcher.log").read_text().count(line) == 1  # of both ranks together
+    assert (harness.folder / "run" / "log" / "launcher.log").read_text().count(line) == 1  # one of both ranks warns
 
 
 def test_cuda_without_a_horovod_that_has_it_is_one_line(harness: Harness, four_gpus: dict[str, str]) -> None:
@@ -188,7 +188,7 @@ def test_mpi_without_a_horovod_that_has_it_is_one_line(harness: Harness) -> None
     assert line.startswith("error: --transport mpi: this Horovod was built without MPI: ")
     shown = harness.run(2, "--transport", "mpi", "--dry-run").stdout
     assert "horovod.runner.launch --mpi -np 2 " in shown
-    outcome = harness.run(2, *SMALL, "--transport=mpi")  # before horovodrun refuses, in words of its own
+    outcome = harness.run(2, *SMALL, "--transport=mpi")  # the app refuses before horovodrun does
     assert (outcome.code, outcome.stderr.splitlines()) == (2, [line])
     assert not (harness.folder / "run").exists()
 
@@ -211,14 +211,14 @@ def test_the_installation_is_verified(harness: Harness) -> None:
 
 
 def test_a_failed_check_is_reported(harness: Harness) -> None:
-    """More ranks than the hosts have places for: horovodrun starts none."""
+    """horovodrun starts no rank, because the hosts have fewer slots than ranks."""
     outcome = bare(harness, ["bash", str(ROOT / "scripts" / "verify_horovod.sh"), "3"], HOROVOD_HOSTS="localhost:1")
     assert outcome.code == 1, outcome
     assert "FAILED" in outcome.stdout
 
 
 def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
-    """With an empty cache and only Python on PATH."""
+    """Build with an empty cache and an empty folder on PATH."""
     environ = {"PATH": str(harness.folder), "XDG_CACHE_HOME": str(harness.folder / "cache")}
     outcome = bare(harness, [sys.executable, BUILD, "--rebuild"], **environ)
     assert outcome.code == 1
@@ -294,7 +294,7 @@ def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
 def test_an_mpi_of_the_environment_comes_before_one_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment's own, else the one on PATH, else Open MPI is installed."""
+    """The build uses the environment's MPI, or the MPI on PATH, or else installs Open MPI."""
     build = app_module("build_horovod")
     own = tmp_path / "own"
     other = tmp_path / "other"
@@ -332,13 +332,13 @@ def app_options() -> Any:
 
 
 def app_module(name: str) -> Any:
-    """A file of the app as a module."""
+    """Return a file of the app as a module."""
     path = ROOT / "apps" / "mnist_horovod" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"horovod_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses looks for the module of a class
+    sys.modules[spec.name] = module  # dataclasses looks up a class's module there
     spec.loader.exec_module(module)
     return module
 
@@ -365,7 +365,7 @@ def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
 def test_a_damaged_source_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The published archive's SHA-256 is checked before anything of it runs."""
+    """The build compares the SHA-256 of the archive with the published one before it runs code of the archive."""
     source = tmp_path / "horovod-0.28.1"
     ran = tmp_path / "ran"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""The tutorial's twenty lines of Horovod, in apps/mnist_horovod/steps, take the steps of the program before them."""
+"""Test that the tutorial's twenty lines of Horovod in apps/mnist_horovod/steps do not change the program's steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Horovod over MPI, by horovodrun and bare mpirun, takes the same steps as over gloo, also after a rank is killed.
+"""Test that Horovod takes the same steps over MPI as over gloo, by horovodrun and by mpirun, also after a kill.
 
-Run with the environment's Open MPI or MPICH, by the tox environments mnist_horovod-mpi and -mpich.
+The tox environments mnist_horovod-mpi and mnist_horovod-mpich run these tests with Open MPI and MPICH.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 
 @cache
 def mpirun() -> list[str]:
-    """Return the command that starts ranks. Open MPI needs options to run as root and to share processors."""
+    """Return mpirun with its options. Open MPI needs options to run as root and to share processors."""
     version = subprocess.run(
         [BIN / "mpirun", "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
@@ -46,9 +46,9 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.soak  # in the matrix test_a_killed_rank_changes_nothing compares the weights of 2 ranks
+@pytest.mark.soak  # the quick tests compare the weights of 2 ranks (test_a_killed_rank_changes_nothing)
 def test_the_losses_are_gloos(harness: Harness) -> None:
-    """Losses agree in float64, with a global batch that is not a multiple of 2 or 3. One build has both transports."""
+    """Losses agree in float64, with a global batch that neither 2 nor 3 divides. One build has both transports."""
     steps = 40
     options = [*harness.app.exact, "--global-batch-size=125", f"--max-steps={steps}"]
     for n in (2, 3):
@@ -63,7 +63,7 @@ def test_the_losses_are_gloos(harness: Harness) -> None:
 
         run_dir = harness.folder / f"mpirun-{n}"
         harness.checked(by_mpirun(harness, n, *options, run_dir=run_dir).finish(), n)
-        assert result_of(run_dir)["backend"] == "mpi"  # without being asked for: an mpirun has started the ranks
+        assert result_of(run_dir)["backend"] == "mpi"  # mpirun starts the ranks, so --transport is not needed
         assert relative_difference(curve, losses(run_dir)) < 1e-9
 
 
@@ -71,7 +71,7 @@ def test_the_losses_are_gloos(harness: Harness) -> None:
 def test_a_killed_rank_changes_nothing(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
-    """By the launch script, which starts the job again. The sum of 2 ranks has the same bits with gloo."""
+    """The launch script restarts the job. MPI and gloo compute the same bits for the sum of 2 ranks."""
     expected = undisturbed(n, *([] if n == 2 else ["--transport=mpi"]))
     for i in range(amount(soak, few=1, many=5)):
         job = harness.start(n, *harness.app.small, "--transport=mpi", run_dir=harness.folder / str(i))
@@ -83,7 +83,7 @@ def test_a_killed_rank_changes_nothing(
         assert result["weights_sha256"] == expected["weights_sha256"]
 
 
-@pytest.mark.soak  # in the matrix test_a_killed_rank_changes_nothing
+@pytest.mark.soak  # the quick tests kill a rank (test_a_killed_rank_changes_nothing)
 def test_a_killed_rank_ends_mpirun_and_the_next_start_resumes(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -110,7 +110,7 @@ def test_stopping_the_script_stops_mpirun_and_its_ranks(harness: Harness) -> Non
 def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
     job = by_mpirun(harness, 2, "--dataset=mnist-5k", "--epochs=1000", "--log-every=1", run_dir=harness.folder / "run")
     job.wait_for_step(3)
-    assert '"backend": "mpi"' in (job.run_dir / "metrics.jsonl").read_text()  # because an mpirun has started them
+    assert '"backend": "mpi"' in (job.run_dir / "metrics.jsonl").read_text()  # because mpirun started the ranks
     job.process.kill()
     job.process.communicate()
     harness.check_nothing_left()

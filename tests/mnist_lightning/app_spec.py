@@ -1,4 +1,4 @@
-"""Describe mnist_lightning for the common cases: mnist_ddp's models with mnist_ddp's options."""
+"""Describe mnist_lightning for the common tests. It has the models and options of mnist_ddp."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mnist_spec import MNIST
 
-# Other tests compare its losses with the other torch programs' and show that core's watchdog finds a stalled rank.
+# Other tests compare its losses with the other torch programs, and test core's watchdog.
 SPEC = replace(
     MNIST,
     preload=("torch", "pytorch_lightning"),

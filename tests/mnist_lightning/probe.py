@@ -1,4 +1,4 @@
-"""mnist_lightning's program with one more callback, which writes to the file $PROBE what Lightning counts."""
+"""Run mnist_lightning's program with a callback that writes Lightning's counts of epochs and steps to $PROBE."""
 
 from __future__ import annotations
 

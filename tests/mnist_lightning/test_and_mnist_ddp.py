@@ -1,4 +1,4 @@
-"""The same step as mnist_ddp's, to the bit: Lightning adds nothing."""
+"""Test that mnist_lightning takes the steps of mnist_ddp, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from amounts import amount
 from harness import Harness, losses, recorded, relative_difference
 
 
-@pytest.mark.soak  # in the matrix test_the_weights_are_mnist_ddps_to_the_bit
+@pytest.mark.soak  # the quick tests compare weights (the test below)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
-    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
+    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # neither 2 nor 3 divides 125
     ours = harness.train(n, *options)
     reference = ddp.train(n, *options)
     assert ours["steps"] == reference["steps"] == 100
@@ -29,7 +29,7 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
     ],
 )
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
-    """In float32 with dropout, Lightning changes neither the arithmetic nor the records."""
+    """Lightning changes neither the arithmetic nor the records, in float32 with dropout."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", *options]
     ours = harness.train(n, *options)
     reference = ddp.train(n, *options)
@@ -41,7 +41,7 @@ def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n
 
 
 def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness, ddp: Harness, soak: bool) -> None:
-    """At one rank; in the soak at five, because the test set has five batches, and Lightning refuses an empty rank."""
+    """Use one rank, or five in the soak, because the test set has five batches and Lightning refuses an empty rank."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5"]
     ours = harness.train(amount(soak, few=1, many=5), *options)
     reference = ddp.train(1, *options)
@@ -49,7 +49,7 @@ def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness,
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
 
 
-@pytest.mark.soak  # in the matrix test_the_weights_are_mnist_ddps_to_the_bit
+@pytest.mark.soak  # the quick tests compare weights (a test above)
 def test_weights_move_between_the_apps(harness: Harness, ddp: Harness) -> None:
     for source, target in ((ddp, harness), (harness, ddp)):
         trained = source.train(2, "--dataset=mnist-5k", "--max-steps=20", run_dir=source.folder / "trained")

@@ -1,4 +1,4 @@
-"""mnist_lightning's own tests: Lightning's epochs, loggers, signals and launchers."""
+"""Test mnist_lightning: Lightning's epochs, loggers, signals and launchers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(harness: Harness) -> None:
-    """A plain pass over all test images gives the result of 3 ranks, although 1,000 is not a multiple of 3.
+    """Compare a plain pass over all test images with the result of 3 ranks, although 3 does not divide 1,000.
 
-    The run dir has no pickle, and one event file of the logger. The console has only the expected lines.
+    The run dir has no pickle and one event file of the logger. The console has only the expected lines.
     """
     import torch
     import torch.nn.functional as F
@@ -36,7 +36,7 @@ def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(h
     assert len(list((harness.folder / "run").glob("log/lightning/version_0/events.*"))) == 1
     files = [path for path in (harness.folder / "run").rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix in (".ckpt", ".pt", ".pth", ".pkl")]
-    # A pickle starts with its protocol, torch's own files with a zip's signature.
+    # A pickle begins with its protocol number, and a file of torch with the signature of a zip archive.
     assert not [path for path in files if path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")]
     assert not [path.name for path in harness.folder.iterdir() if path.name != "run"], "Lightning's default folders"
     lines = outcome.stdout.splitlines()
@@ -57,11 +57,11 @@ def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(h
 
 
 def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness) -> None:
-    """Lightning validates when it considers an epoch ended; the result uses that validation.
+    """Lightning validates when --max-steps cuts an epoch. The result uses this validation, but the metrics do not.
 
-    The CSV logger begins a new version at each start.
+    The CSV logger starts a new version at each start of the program.
     """
-    options = ["--dataset=mnist-5k", "--global-batch-size=250", "--log-every=7"]  # 16 steps an epoch
+    options = ["--dataset=mnist-5k", "--global-batch-size=250", "--log-every=7"]  # 16 steps per epoch
     cut = harness.train(1, *options, "--max-steps=20")
     whole = harness.train(1, *options, "--max-steps=32")
     lines = metrics(harness.folder / "run")
@@ -91,10 +91,10 @@ def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness
     ],
 )
 def test_lightning_counts_on_where_a_run_resumes(harness: Harness, options: list[str]) -> None:
-    """Its epochs and steps are the run's, also from the middle of an epoch on."""
+    """Lightning counts the epochs and steps of the whole run, also after a resume in the middle of an epoch."""
     file = harness.folder / "probe.jsonl"
     command = [sys.executable, PROBE, "--dataset=mnist-5k", "--global-batch-size=250", "--run-dir=run", *options]
-    for max_steps in (20, 40, 40):  # the last has nothing to train
+    for max_steps in (20, 40, 40):  # the last start trains no step
         harness.checked(bare(harness, [*command, f"--max-steps={max_steps}"], PROBE=str(file)), 1)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["validated"] for line in lines if "validated" in line] == [16, 20, 32, 40, 0]
@@ -143,7 +143,7 @@ print(json.dumps(told))
 
 
 def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
-    """torch reports 4 GPUs: ranks on one machine, on two, and on two with one rank for each GPU."""
+    """torch reports fake GPUs. The ranks are on one machine, on two machines, or share one GPU."""
     *own, shared = told_by("mnist_lightning", GPUS)
     assert own == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
     assert shared == ["cuda:0", "cuda:0", [0], 2, 3]
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_a_single_process_with_130_and_no_message(harness: Harness) 
 
 
 def test_plain_python_trains_in_one_process(harness: Harness) -> None:
-    """Lightning's own way with devices=N would start N - 1 children of itself."""
+    """Python starts one rank, although Lightning with devices=N would start N - 1 child processes."""
     outcome = bare(harness, [sys.executable, TRAIN, *SMALL, "--logger=none"])
     result = harness.checked(outcome, 1)
     assert result["launcher"] == "none"

@@ -1,8 +1,8 @@
-"""Hosts on one machine: network namespaces, each with an address, a name and processes of its own, on one switch.
+"""Simulate hosts on one machine by network namespaces, each with its own address, name and processes, on one switch.
 
-A host is a namespace joined by a pair of veth devices to a bridge in another namespace, so this machine's own network
-is untouched. A program on a host sees the host's name, only the host's processes, and a hosts file with the others'
-names. Needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2, as CI has.
+A pair of veth devices connects each host to a bridge in another namespace. This machine's own network does not change.
+A program on a host sees the host's name, only the host's processes, and a hosts file with the names of the other hosts.
+This module needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2, as CI has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Runs in a host's namespaces; those for files, names and processes are new each time.
+# This script enters a host. Its namespaces for files, names and processes are new each time.
 ENTER = """
 set -e
 mount --make-rprivate /
@@ -30,20 +30,20 @@ exec "$@"
 
 @dataclass(frozen=True)
 class Host:
-    """``name`` and ``address`` lead to it from all hosts of its network."""
+    """A host that all hosts of its network reach by ``name`` and by ``address``."""
 
     network: Network
     name: str
     address: str
 
     def command(self, *words: str) -> list[str]:
-        """``words``, run on this host; who kills this process ends all that it has started there."""
+        """Return the command that runs ``words`` on this host. Killing its process also kills its children."""
         enter = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", ENTER]
         return ["ip", "netns", "exec", self.namespace, *enter, "enter", self.name, str(self.names), *words]
 
     @property
     def names(self) -> Path:
-        """Its hosts file."""
+        """Return the path of this host's hosts file."""
         return self.network.folder / f"hosts-{self.name}"
 
     @property
@@ -51,7 +51,7 @@ class Host:
         return f"{self.network.prefix}-{self.name}"
 
     def cut(self) -> None:
-        """Pull its cable."""
+        """Pull this host's cable."""
         _ip("-n", f"{self.network.prefix}-switch", "link", "set", self.name, "down")
 
     def join(self) -> None:
@@ -59,7 +59,7 @@ class Host:
 
 
 class Network:
-    """A switch and its hosts, node0 and so on, 10.209.0.1 and so on."""
+    """A switch and its hosts: node0 with the address 10.209.0.1, node1 with 10.209.0.2, and so on."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.prefix = f"samestep-{uuid.uuid4().hex[:8]}"
@@ -68,9 +68,9 @@ class Network:
         self.write_names(self.hosts)
 
     def write_names(self, hosts: Sequence[Host], own: bool = False) -> None:
-        """Set which hosts' names resolve from now on.
+        """Write all hosts files, so that the names of ``hosts`` resolve from now on.
 
-        A host's own name leads to loopback, as Debian installs it, or (``own``) to its address.
+        A host's own name resolves to loopback, as in Debian, or to its address if ``own`` is true.
         """
         for host in self.hosts:
             here = {other.name: "127.0.1.1" if other is host and not own else other.address for other in hosts}
@@ -97,7 +97,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[list[Host]]:
-    """So many hosts, removed at the end."""
+    """Yield ``count`` hosts, and remove them at the end."""
     assert shutil.which("ip"), "these tests need iproute2: apt-get install iproute2"
     assert os.geteuid() == 0, "these tests make network namespaces: run them as root, with CAP_NET_ADMIN"
     folder = Path(tempfile.mkdtemp(prefix="samestep-hosts-"))

@@ -1,4 +1,4 @@
-"""ssh between hosts, as Horovod's launcher wants it: Debian's server on each, a key, and nothing of this machine's."""
+"""Provide ssh between hosts for Horovod's launcher, with Debian's server on each host, a key, and no user's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from debian import libraries, unpacked
 from hosts import Host
 
 PACKAGES = ("openssh-server", "openssh-client")
-# The user's own .ssh is hidden behind one that is made for the test, and so are the files that the server looks at.
+# Mounts hide the user's .ssh and the files that the server reads behind files of the test.
 MOUNTS = """
 set -e
 folder=$1
@@ -29,7 +29,7 @@ exec "$@"
 
 @contextlib.contextmanager
 def ssh_between(hosts: Sequence[Host], folder: Path, environ: Mapping[str, str]) -> Iterator[Callable[..., list[str]]]:
-    """A server on each host. Gives the function by which words are run on a host that can reach the others by ssh."""
+    """Run an ssh server on each host. Yield a function that returns a command to run words on a host with ssh."""
     root = unpacked(*PACKAGES)
     library_path = f"{libraries(root)}"
     keys = folder / "ssh"
@@ -43,7 +43,7 @@ def ssh_between(hosts: Sequence[Host], folder: Path, environ: Mapping[str, str])
         )
     shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
     users = Path("/etc/passwd").read_text()
-    if "\nsshd:" not in users:  # the user of a connection before its login
+    if "\nsshd:" not in users:  # sshd runs as this user before a login
         users += "sshd:x:74:65534:sshd:/run/sshd:/usr/sbin/nologin\n"
     (folder / "passwd").write_text(users)
 

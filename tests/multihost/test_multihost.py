@@ -1,4 +1,4 @@
-"""Apps on several hosts, by their own launchers: the losses of one host, broken links, late machines."""
+"""Test apps on several hosts by their own launchers: equal losses, broken links, late hosts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from hosts import Host, network
 from processes import environments
 from ssh import ssh_between
 
-PORT = "29400"  # each host has all ports to itself
+PORT = "29400"  # each host has its own ports
 STEPS = 6
 
 
 @pytest.fixture
 def of(tmp_path: Path) -> Iterator[Callable[[str], Harness]]:
-    """The harness of an app; at the end nothing of it may be left running."""
+    """Yield a function that returns an app's harness. Check at the end that no process is left."""
     made: dict[str, Harness] = {}
 
     def one(app: str) -> Harness:
@@ -62,7 +62,7 @@ def hosts() -> Iterator[list[Host]]:
 def start(
     harness: Harness, hosts: Sequence[Host], ranks: Sequence[int], *options: str, folder: str = "run", **environ: str
 ) -> list[Job]:
-    """The launch script on each host, in a folder of its own: they share no disk."""
+    """Start the launch script on each host, in separate folders, because the hosts share no disk."""
     return [start_on(harness, hosts, number, n, *options, folder=folder, **environ) for number, n in enumerate(ranks)]
 
 
@@ -73,7 +73,7 @@ def start_on(
     n: int,
     *options: str,
     folder: str = "run",
-    prefix: Sequence[str] = (),  # words before the script's
+    prefix: Sequence[str] = (),  # words before the launch script
     **environ: str,
 ) -> Job:
     work = harness.folder / f"node{number}"
@@ -91,7 +91,7 @@ def start_on(
 
 
 def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
-    """Return the first host's result, after a check that all hosts succeeded."""
+    """Check that all hosts succeeded, and return the first host's result."""
     outcomes = [job.finish() for job in jobs]
     assert [outcome.code for outcome in outcomes] == [0] * len(jobs), outcomes
     assert [outcome.stdout for outcome in outcomes[1:]] == [""] * (len(jobs) - 1)
@@ -102,7 +102,7 @@ def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
 
 
 def exact(harness: Harness) -> list[str]:
-    """Options of a comparison; the global batch is odd."""
+    """Return the options of a comparison, with an odd global batch size."""
     app = harness.app
     size = options_of(app.name).parse([*app.small]).global_batch_size // 2
     return [*app.exact, *app.variants[0], f"--global-batch-size={size - 1 + size % 2}", f"--max-steps={STEPS}"]
@@ -115,9 +115,9 @@ def check_losses(harness: Harness, folder: Path) -> None:
     assert relative_difference(alone, losses(folder)) < harness.app.tolerance
 
 
-# cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would prevent the import of Lightning.
-# In the matrix mnist_ddp takes the steps of one host on three hosts, below, for all apps that torchrun starts.
-# MindSpore compiles for a minute here. mnist_elastic has a test of its own.
+# cifar_ddp starts its ranks as mnist_ddp does, and its torchvision would prevent the import of Lightning. The quick
+# tests run mnist_ddp on three hosts (below) for all apps of torchrun. MindSpore compiles for a minute here, and
+# mnist_elastic has a separate test.
 @pytest.mark.parametrize(
     "app",
     [
@@ -153,9 +153,9 @@ def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str],
 
 
 def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
-    """1 + 2 + 1 ranks: at first no name resolves, and the third host joins while the others wait.
+    """Start 1 + 2 + 1 ranks. At first no name resolves, and the third host joins while the other hosts wait.
 
-    With virtual ranks they end with the bits of one rank.
+    With virtual ranks, the run ends with the bits of one rank.
     """
     harness = of("mnist_ddp")
     for run in range(amount(soak, few=1, many=20)):
@@ -189,7 +189,7 @@ def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness],
 def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
 ) -> None:
-    """Every process on both hosts ends within the timeout, with a reason. A new start ends as an undisturbed run."""
+    """All processes on both hosts end within the timeout and report a reason. A new start ends with equal weights."""
     harness = of(app)
     timeout = 20
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
@@ -207,9 +207,9 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
         assert [outcome.code for outcome in outcomes] == [1] * len(jobs), outcomes
         for outcome in outcomes:
             reasons = [line for line in outcome.errors if "no progress for" in line or re.search(r"rank \d", line)]
-            assert reasons, outcome  # and not only that the job has ended
+            assert reasons, outcome  # the job's exit code alone is not a reason
             assert "Traceback" not in outcome.stderr
-        left = 2 * timeout  # seconds from the cut in which ranks on the host that nobody reaches end by themselves, too
+        left = 2 * timeout  # seconds after the cut; ranks on the unreachable host also end
         while ranks := [pid for pid, words in harness.left_running().items() if "train.py" in words]:
             assert time.monotonic() < cut + left, ranks
             time.sleep(0.2)
@@ -221,9 +221,9 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     assert steps == list(range(1, expected["steps"] + 1))
 
 
-@pytest.mark.soak  # in the matrix a later start resumes after a pulled cable
+@pytest.mark.soak  # the quick tests resume by a later start
 def test_the_same_scripts_resume_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
-    """They start again by themselves, and wait for each other."""
+    """The launch scripts restart the ranks and wait for each other."""
     harness = of("mnist_ddp")
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
     jobs = start(harness, hosts[:2], (1, 1), *harness.app.small, "--timeout=20")
@@ -237,16 +237,16 @@ def test_the_same_scripts_resume_when_the_cable_is_back(of: Callable[[str], Harn
 
 
 def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
-    """The second host stops by a signal, as for maintenance, and rejoins; then one of its ranks is killed.
+    """Stop the second host by a signal, as for maintenance, let it rejoin, and then kill one of its ranks.
 
-    In the soak, its cable is pulled for 20 s, in which it takes no step.
+    The soak also pulls the host's cable for 20 s, in which the host takes no step.
     """
     harness = of("mnist_elastic")
     options = ["--dataset=mnist-5k", "--global-batch-size=100", "--log-every=1", "--virtual-ranks=3"]
     options.append(f"--epochs={amount(soak, few=5, many=60)}")
     options.append(f"--timeout={amount(soak, few=60, many=15)}")
     faults = os.pathsep.join([str(ROOT / "tests" / "mnist_elastic" / "faults"), harness.environ()["PYTHONPATH"]])
-    slow = amount(soak, few={"PYTHONPATH": faults, "SAMESTEP_COMPLETE": "3"}, many={})  # while a rank is missing
+    slow = amount(soak, few={"PYTHONPATH": faults, "SAMESTEP_COMPLETE": "3"}, many={})  # for missing ranks
     alone = harness.train(1, *options, run_dir=harness.folder / "alone")
     first, second = start(harness, hosts[:2], (1, 2), *options, **slow)
     first.wait_for_step(10)
@@ -268,21 +268,21 @@ def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: lis
     assert trained[0] == {1, 2, 3}
     assert {1} in trained
     assert {1, 2, 3} in trained[trained.index({1}) :]
-    assert result["rejoins"] >= 1  # rank 3 may be back before the others regroup
+    assert result["rejoins"] >= 1  # rank 3 may rejoin before the other ranks regroup
     if soak:
         assert trained[-1] > {1} in trained[trained.index({1}) + 1 :]
 
 
 def members(run_dir: Path) -> list[list[int]]:
-    """The ranks that have trained, in the order of the events."""
+    """Return the ranks of each group that trained, in the order of the events."""
     lines = [json.loads(line) for line in (run_dir / "log" / "events.jsonl").read_text().splitlines()]
     return [line["ranks"] for line in lines if line["kind"] == "members"]
 
 
 def newest(harness: Harness, info: str = "", **variables: str) -> int:
-    """The newest process of the test that has these variables; without one whose value is empty.
+    """Return the id of the test's newest process with these environment variables. An empty value means no variable.
 
-    Its SAMESTEP_JOB_INFO contains ``info``.
+    The SAMESTEP_JOB_INFO of the process contains ``info``.
     """
     return max(
         pid
@@ -296,7 +296,7 @@ def newest(harness: Harness, info: str = "", **variables: str) -> int:
 def start_horovod(
     harness: Harness, hosts: Sequence[Host], command: Callable[..., list[str]], *options: str
 ) -> list[Job]:
-    """On the first host, whose launcher starts the ranks of both."""
+    """Start the launch script on the first host. Horovod's launcher starts the ranks of both hosts."""
     work = harness.folder / "node0"
     work.mkdir(exist_ok=True)
     hosts[0].network.write_names(hosts, own=True)
@@ -309,7 +309,7 @@ def start_horovod(
 
 
 def refused(jobs: Sequence[Job]) -> tuple[int, str]:
-    """The code and the one line with which all hosts end."""
+    """Check that all hosts end with the same exit code and one error line, and return both."""
     outcomes = [job.finish(limit=60) for job in jobs]
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
     assert {outcome.stdout for outcome in outcomes} == {""}
@@ -320,7 +320,7 @@ def refused(jobs: Sequence[Job]) -> tuple[int, str]:
 
 
 def test_hosts_that_do_not_fit_are_named_on_all(of: Callable[[str], Harness], hosts: list[Host]) -> None:
-    """Before any framework is loaded. The hosts' names are in the lines."""
+    """Each host reports the contradiction with the hosts' names, before it imports a framework."""
     harness = of("mnist_ddp")
     two = hosts[:2]
     jobs = [start_on(harness, two, 0, 1, "--epochs=2"), start_on(harness, two, 1, 1, "--epochs=3")]
@@ -356,7 +356,7 @@ def test_hosts_that_do_not_fit_are_named_on_all(of: Callable[[str], Harness], ho
 
 
 def test_a_sharded_run_needs_a_run_dir_that_all_hosts_share(of: Callable[[str], Harness], hosts: list[Host]) -> None:
-    """The second host has another file system where the first one's run dir is."""
+    """The second host has another file system at the path of the first host's run dir."""
     harness = of("gpt_fsdp")
     two = hosts[:2]
     options = [*exact(harness), "--max-restarts=0"]

@@ -1,9 +1,9 @@
-"""Change one operator, number or statement of a module at a time; list the changes that its tests do not notice.
+"""Change one operator, number or statement of a module at a time. List the changes that no test detects.
 
 bash scripts/test.sh -e mutation                       # all modules, at most 45 minutes
 bash scripts/test.sh -e mutation -- sharding stop      # by name
 
-README.md explains the changes that no test can notice, and how to read the list.
+README.md explains the changes that no test can detect, and how to read the list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import tomllib
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# The tests of each module: those that run in one process, or start small ones.
+# The tests of each module that run in one process or start small processes.
 MODULES = {
     "stop": "tests/core/test_stop.py",
     "sharding": "tests/core/test_sharding.py",
@@ -46,7 +46,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 class Mutant(NamedTuple):
-    """One change: its module, the line, the old and the new code of that statement, and the changed file."""
+    """One change: its module, the line, the old and new code of the statement, and the text of the changed file."""
 
     module: str
     line: int
@@ -56,12 +56,12 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The change without its line number, which edits elsewhere move."""
+        """Return the change without its line number, which other edits move."""
         return f"{self.old}  ->  {self.new}"
 
 
 def _variants(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield each replacement of ``node``, as a changed copy."""
+    """Yield each replacement of ``node`` as a changed copy."""
     changed: Any = copy.deepcopy(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
         changed.ops[0] = OPERATORS[type(node.ops[0])]()
@@ -106,7 +106,7 @@ def _statements(tree: ast.AST) -> Iterator[tuple[ast.stmt, list[tuple[ast.AST, s
 
 
 def mutants(module: str, text: str) -> list[Mutant]:
-    """Return all changes of a module's ``text``, in the order of its lines. Messages stay as they are."""
+    """Return all changes of a module's ``text`` in the order of its lines. The texts of messages do not change."""
     tree = ast.parse(text)
     made = []
 
@@ -144,7 +144,7 @@ def mutants(module: str, text: str) -> list[Mutant]:
 
 
 def is_noticed(core: Path, module: str, limit: float) -> bool:
-    """Return whether the module's tests fail, or exceed ``limit`` seconds, with the package in ``core``."""
+    """Return whether the module's tests fail or exceed ``limit`` seconds with the package in ``core``."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TOX_"))}
     environ |= {"PYTHONPATH": str(core), "PYTHONDONTWRITEBYTECODE": "1"}
     tests = MODULES[module].split()
@@ -162,7 +162,7 @@ def is_noticed(core: Path, module: str, limit: float) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Try the mutants, print each that no test notices and that `explained` lacks, and return 1 if there is one."""
+    """Try the mutants, print each undetected mutant that explained.toml lacks, and return 1 if there is one."""
     parser = argparse.ArgumentParser(description="Mutation tests of core.")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"default: {' '.join(MODULES)}")
     parser.add_argument("--minutes", type=float, default=45.0, help="start no mutant after this time")

@@ -1,4 +1,4 @@
-"""The changes of docs/recipes.md, applied to its scripts: equal losses at 1 and 3 ranks, and a resume after a kill."""
+"""Apply the changes of docs/recipes.md to its scripts, and test equal losses on 1 and 3 ranks and after a kill."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
-LIMIT = 240.0  # seconds that no run needs
+LIMIT = 240.0  # seconds; a run takes less
 EPOCHS = 2
-STEPS = 28  # 1,000 examples in batches of 37; the last has one
+STEPS = 28  # 1,000 examples in global batches of 37; the last batch has one
 SAVED = 20  # steps between checkpoints
 SCRIPTS = {
     "accelerate": "docs/recipes/with_accelerate.py",
@@ -40,7 +40,7 @@ CHECKPOINTS = {
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the scripts, and the page's changes applied."""
+    """Return a folder with the scripts, to which the page's changes are applied."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "docs" / "recipes", folder / "docs" / "recipes")
     shutil.copy(ROOT / "docs" / "own_loop_exact.py", folder / "docs")
@@ -52,7 +52,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose processes must have ended at the end of a test."""
+    """Yield a folder. Check at the end of the test that no process marked with the folder is left."""
     yield tmp_path
     left = marked("SAMESTEP_TEST", str(tmp_path))
     kill_marked("SAMESTEP_TEST", str(tmp_path), LIMIT)
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def start(script: Path, world_size: int, folder: Path, out: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start a job of torchrun; return its process and the file of its output."""
+    """Start a job of torchrun, and return its process and the path of its output."""
     log = folder / f"{out}-{os.urandom(4).hex()}.log"
     options = [f"--epochs={EPOCHS}", "--batch-size=37", "--dtype=float64", f"--out={folder / out}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
@@ -78,16 +78,16 @@ def start(script: Path, world_size: int, folder: Path, out: str) -> tuple[subpro
 
 
 def run(script: Path, world_size: int, folder: Path, out: str) -> str:
-    """Run a job to its end; return its output."""
+    """Run a job to its end, and return its output."""
     process, log = start(script, world_size, folder, out)
     assert process.wait(timeout=LIMIT) == 0, log.read_text()[-3000:]
     return log.read_text()
 
 
 def run_until_killed(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
-    """Kill a job between its first save and its second; return its output.
+    """Kill a job between its first and second save, and return its output.
 
-    Lightning and Trainer leave a damaged file if the kill strikes a save, so a job that came too far is started again.
+    A kill during a save damages a file of Lightning or Trainer, so a job that came too far is repeated.
     """
     for _ in range(10):
         shutil.rmtree(folder / out, ignore_errors=True)
@@ -98,7 +98,7 @@ def run_until_killed(script: Path, world_size: int, folder: Path, out: str, chec
 
 
 def _kill_after_save(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
-    """Kill a job as soon as it has saved, and has trained 3 steps more; return its output."""
+    """Kill a job 3 steps after its first save, and return its output."""
     process, log = start(script, world_size, folder, out)
     deadline = time.monotonic() + LIMIT
     while len(losses(log.read_text())) < SAVED + 3 or not (folder / out / checkpoint).exists():
@@ -115,7 +115,7 @@ def losses(text: str) -> list[float]:
 
 
 def evaluated(text: str) -> list[str]:
-    """The number of test examples of each evaluation."""
+    """Return the number of test examples of each evaluation."""
     return re.findall(r"accuracy .*\d+ of (\d+)\)", text)
 
 
@@ -126,7 +126,7 @@ def weights(out: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_job_resumes_with_the_losses_of_one_rank(changed: Path, folder: Path, name: str) -> None:
-    """At 3 ranks, in the middle of an epoch; each test example counts once, also for a last batch of one example."""
+    """Kill 3 ranks in the middle of an epoch. Each test example counts once, also if the last batch has one example."""
     script = changed / SCRIPTS[name]
     one = run(script, 1, folder, "one")
     expected = losses(one)
@@ -135,7 +135,7 @@ def test_a_killed_job_resumes_with_the_losses_of_one_rank(changed: Path, folder:
     first = EPOCHS * STEPS - len(losses(resumed))
     assert first == SAVED
     assert len(expected) == EPOCHS * STEPS
-    limit = 1e-6 if name == "trainer" else 1e-12  # Trainer adds up its losses in float32
+    limit = 1e-6 if name == "trainer" else 1e-12  # Trainer sums its losses in float32
     assert killed[:first] + losses(resumed) == pytest.approx(expected, abs=limit, rel=0)
     assert evaluated(one) == ["999"] * EPOCHS
     assert evaluated(resumed)[-1] == "999"
@@ -156,7 +156,7 @@ def test_a_killed_job_ends_with_the_same_bits(changed: Path, folder: Path, name:
     assert all(torch.equal(value, others[key]) for key, value in weights(folder / "undisturbed").items())
 
 
-@pytest.mark.soak  # it shows that the changes are needed
+@pytest.mark.soak  # this test shows that the changes are needed
 @pytest.mark.parametrize("name", list(SCRIPTS)[:3])
 def test_the_unchanged_script_has_other_losses_at_three_ranks(folder: Path, name: str) -> None:
     script = ROOT / SCRIPTS[name]

@@ -1,4 +1,4 @@
-"""Settings of frameworks that would undo what the kit does: an error on each rank, with the remedy."""
+"""Test that settings of frameworks that contradict the kit cause an error with a remedy on each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Module(lightning.LightningModule):
 
 
 def test_lightning_names_its_option_for_samplers(tmp_path: Path) -> None:
-    """Lightning's own message, which the page promises."""
+    """Check Lightning's own error message, which the page quotes."""
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, default_root_dir=tmp_path)
     loader = DataLoader(torch.arange(10.0), batch_sampler=GlobalBatchSampler(10, 4, 0, 2))
     with pytest.raises(TypeError, match=r"use_distributed_sampler=False"):

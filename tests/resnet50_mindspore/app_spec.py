@@ -1,4 +1,4 @@
-"""Describe resnet50_mindspore for the common cases."""
+"""Describe resnet50_mindspore for the common tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPEC = App(
     metric_limit=0.8,
     dataset="synthetic-cifar10",
     test_examples=256,
-    # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.
+    # 1,024 samples in global batches of 256 make 4 steps per epoch. Smaller images take less time.
     small=(
         *("--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--epochs=2", "--max-steps=8"),
         *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
@@ -40,10 +40,10 @@ SPEC = App(
     exact_steps=(6, 4),
     first_steps=("--depth=10", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
     first_tolerance=1e-4,
-    diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
+    diverges=("--lr=1e30", "--freeze-bn"),  # batch normalization would keep the loss finite
     patience=40,
     kills=5,
     virtual_ranks=None,
-    # Each start compiles for seconds. The own test of a rehearsal compares the losses of one rank and two.
+    # Each start compiles for seconds. The app's test of a rehearsal compares the losses of one rank and two ranks.
     skipped_marks=("core_only", "launcher", "stall", "slow"),
 )

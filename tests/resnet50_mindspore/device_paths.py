@@ -1,4 +1,4 @@
-"""Every device path of resnet50_mindspore, and how it is shown; docs/device_paths.py makes docs/devices.md."""
+"""List every device path of resnet50_mindspore and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 OWN = "tests/resnet50_mindspore/test_resnet50_mindspore.py"
 EACH = "tests/resnet50_mindspore/test_each_device.py"

@@ -1,11 +1,11 @@
-"""Run the app's ResNet-50 in a process of its own, beside torchvision_side.py; test_depth_50.py starts both.
+"""Run the app's ResNet-50 in a separate process. test_depth_50.py starts this program and torchvision_side.py.
 
     python mindspore_side.py FOLDER
 
-For each file of weights `<name>-<size>.safetensors` in FOLDER, this writes a file of that name in FOLDER/told. Its
-"images" are the first of the test set as the app feeds them at that size, float32 [16, 3, size, size]. Its "logits" are
-the model's outputs for them with those weights. `told/first-step.safetensors` has the app's initial weights of seed 1,
-and its first two training images at 224 x 224.
+For each file of weights `<name>-<size>.safetensors` in FOLDER, the program writes a file of that name to FOLDER/told.
+Its "images" are the first 16 test images as inputs of the model, float32 [16, 3, size, size]. Its "logits" are the
+model's outputs for these images and weights. `told/first-step.safetensors` has the app's initial weights of seed 1, and
+its first two training images at 224 x 224.
 """
 
 from __future__ import annotations
@@ -45,4 +45,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # MindSpore's threads are not waited for
+    os._exit(0)  # end without waiting for MindSpore's threads

@@ -1,7 +1,7 @@
-"""ResNet-50 itself, trained, resumed, at 32 and at 224 pixels, and beside torchvision's: same logits, same step.
+"""Test ResNet-50 at 32 and 224 pixels: training, resume, and the same logits and step as torchvision's.
 
-MindSpore and torch are asked in processes of their own: mindspore_side.py and torchvision_side.py. In the matrix
-tests/conformance has ResNet-50 trained beside cifar_ddp's, and depth 18 resumed.
+MindSpore and torch run in separate processes: mindspore_side.py and torchvision_side.py. In the quick tests,
+tests/conformance compares the training with cifar_ddp.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from samestep import checkpoint
 
 pytestmark = pytest.mark.soak
 
-# Each rank's four images are one pixel each in the last layers: at the default rate the weights would soon explode.
+# In the last layers, each of a rank's four images has one pixel, so the default rate would make the weights explode.
 TRAINED = ["--depth=50", "--image-size=32", "--global-batch-size=8", "--lr=1e-3", "--max-steps=2"]
 TRAINED += ["--checkpoint-every=1"]
 LARGE = ["--dataset=synthetic-cifar10", "--image-size=224", "--global-batch-size=2", "--max-steps=1", "--log-every=1"]
 
 
 def side(harness: Harness, program: str, *arguments: str) -> str:
-    """Return the output of torchvision_side.py or mindspore_side.py."""
+    """Run torchvision_side.py or mindspore_side.py, and return its stdout."""
     command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
     outcome = harness.start_command(command, harness.folder, GLOG_v="3").finish()
     assert outcome.code == 0, outcome
@@ -50,13 +50,13 @@ def test_a_resumed_run_ends_with_the_same_weights(harness: Harness, undisturbed:
 
 
 def test_it_is_torchvisions_resnet50(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Both ways: torchvision loads what the app trained, the app starts from torchvision's weights.
+    """Load the app's trained weights in torchvision, and start the app from torchvision's weights.
 
-    Logits, in eval mode, are compared to 1e-4 of the largest one: 2e-6 was seen.
+    Logits in eval mode may differ by 1e-4 of the largest logit. A measured difference is 2e-6.
     """
     folder = harness.folder / "sides"
     folder.mkdir()
-    large = harness.start(1, *LARGE, run_dir=harness.folder / "224")  # the evaluation takes most of its time
+    large = harness.start(1, *LARGE, run_dir=harness.folder / "224")  # this run's evaluation takes most of the time
 
     expected = json.loads(side(harness, "torchvision_side.py", "make", str(folder)).splitlines()[-1])
     other = folder / "torchvision-32.safetensors"
@@ -82,7 +82,7 @@ def test_it_is_torchvisions_resnet50(harness: Harness, undisturbed: Callable[...
     assert trained["test_loss"] == pytest.approx(reported["evaluated"]["test_loss"], rel=1e-4)
     assert trained["test_accuracy"] == pytest.approx(reported["evaluated"]["test_accuracy"], abs=1 / 256)
 
-    # The step at 224. Rounding grows on its way back to the first layers: there torch's own float32 is 2% off, too.
+    # Compare the step at 224 pixels. Rounding grows toward the first layers, where torch's float32 is also 2% off.
     assert losses(harness.folder / "224")[0] == pytest.approx(reported["loss"], rel=1e-5)
     assert max(reported["off"].values()) < 0.1, reported["off"]
     last = {name: off for name, off in reported["off"].items() if name.startswith("fc.") or "running" in name}
@@ -90,7 +90,7 @@ def test_it_is_torchvisions_resnet50(harness: Harness, undisturbed: Callable[...
 
 
 def test_weights_that_explode_in_the_first_step_overflow_in_the_evaluation_alone(harness: Harness) -> None:
-    """As torchvision's do: with the weights of this run its logits are 2e39 in float64, and NaN in float32."""
+    """torchvision's model overflows, too: with these weights, its logits are 2e39 in float64 and NaN in float32."""
     options = ["--dataset=synthetic-cifar10", "--global-batch-size=4", "--lr=0.05", "--max-steps=1"]
     outcome = harness.run(1, *options)
     result = harness.checked(outcome, 1)

@@ -1,6 +1,6 @@
-"""Each rank started by a rank table gets its device's entry; errors are reported before any rank starts.
+"""Test that each rank of a rank table gets its device's entry, and that errors are reported before a rank starts.
 
-The ranks are small programs, but real processes. Each writes its environment, which the tests compare with the table.
+The ranks are small programs in real processes. Each rank writes its environment, and tests compare it with the table.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from samestep.job_info import JobInfo
 APP = ROOT / "apps" / "resnet50_mindspore"
 HOST = socket.gethostname()
 ELSEWHERE = "203.0.113.7"
-FURTHER = "203.0.113.8"  # of a network that documentation is written with
+FURTHER = "203.0.113.8"  # both addresses are reserved for documentation
 
-UTF8 = {"LC_ALL": "C.UTF-8"}  # under which Python adds nothing of its own to its environment
+UTF8 = {"LC_ALL": "C.UTF-8"}  # with this locale, Python adds no variable to its environment
 
-Servers = dict[str, dict[int, int]]  # by server_id, then device_id: rank_id
-# The devices of a server, and their ranks, which need not be in the devices' order.
+Servers = dict[str, dict[int, int]]  # rank_id by server_id and device_id
+# The ranks of a server's devices. The order of ranks may differ from the order of devices.
 FOUR = {0: 0, 1: 1, 2: 2, 3: 3}
 UPPER = {4: 3, 5: 1, 6: 0, 7: 2}
 FIRST = dict(zip(range(8), range(8)))
@@ -44,7 +44,7 @@ with open("told.json.tmp", "w") as file:
 os.rename("told.json.tmp", "told.json")
 print("this is rank", os.environ["RANK_ID"])
 """
-# A program that does not end by itself; each rank has a child that TERM does not end.
+# LASTING does not end by itself, and each rank starts the child DEAF, which ignores TERM.
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 LASTING = (
     RANK.partition("os.rename")[0]
@@ -64,7 +64,7 @@ time.sleep(600)
 
 
 def document(form: str, servers: Servers) -> Any:
-    """A rank table of these servers, as it is in JSON."""
+    """Return a rank table of these servers in one of the two forms, as a JSON object."""
     ips = {(name, device): f"10.1.{i}.{device + 1}" for i, name in enumerate(servers) for device in range(16)}
     if form == "1.0":
         lists = {
@@ -93,7 +93,7 @@ def document(form: str, servers: Servers) -> Any:
 
 
 def listed(table: Path, server_id: str) -> list[tuple[str, str]]:
-    """Return the file's (device_id, rank_id) of each device of a server, in the order of their ranks."""
+    """Return (device_id, rank_id) of each device of a server in a rank table, in order of rank."""
     content = json.loads(table.read_text())
     if "version" in content:
         (server,) = (each for each in content["server_list"] if each["server_id"] == server_id)
@@ -111,7 +111,7 @@ def write(path: Path, form: str, servers: Servers) -> Path:
 
 
 def start(harness: Harness, app: Path, program: str, n: int | str, *options: str, **environ: str) -> Job:
-    """each_device.py of an app, in the test's folder, with ranks that are the given program."""
+    """Start an app's each_device.py in the test's folder. Each rank runs ``program``."""
     (harness.folder / "rank.py").write_text(program)
     command = [sys.executable, str(app / "each_device.py"), str(n), "rank.py", "--run-dir=run", *options]
     return harness.start_command(command, harness.folder / "run", harness.folder, **UTF8, **environ)
@@ -122,7 +122,7 @@ def record_of(folder: Path) -> Any:
 
 
 def of_server(run_dir: Path, table: Path, server_id: str) -> Path:
-    """Where a server's devices have their folders."""
+    """Return the folder in which a server's devices have their folders."""
     content = json.loads(table.read_text())
     listing = content["server_list"] if "version" in content else content["group_list"][0]["instance_list"]
     names = {each["server_id"] for each in listing}
@@ -154,16 +154,17 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
 @pytest.mark.parametrize(
     ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL only compares server_ids
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL only compares server_ids as text
         ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
         (
             {"127.0.0.1": FIRST, "127.0.0.2": SECOND},
             "127.0.0.1",
             {"NODE_RANK": "0"},
             "group",
-        ),  # both are this machine's
+        ),  # both addresses belong to this machine
         ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.2", {"NNODES": "2", "NODE_RANK": "1"}, "1.0"),
-        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}, "group"),  # the first by its ranks
+        # Machine 0 is the server with rank 0.
+        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}, "group"),
         ({ELSEWHERE: {0: 0, 1: 1}, "127.0.0.1": {5: 3, 6: 2}}, "127.0.0.1", {}, "1.0"),
         ({HOST: {5: 3, 6: 2}, ELSEWHERE: {0: 0, 1: 1}}, HOST, {}, "group"),
         ({"rack-1": {5: 0}, "rack-2": {6: 1}}, "rack-2", {"NODE_RANK": "1"}, "1.0"),
@@ -181,7 +182,7 @@ def test_each_rank_gets_what_the_table_lists(
 
 
 def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) -> None:
-    """Ranks get absolute paths, and a table given by its other name, but not the placement of this process."""
+    """Ranks get absolute paths and the variable that names the table, but not the variables that place this process."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0, 2: 1}})
     (harness.folder / "run" / "device6").mkdir(parents=True)
     (harness.folder / "run" / "device6" / "kept").touch()
@@ -218,7 +219,7 @@ def changed(servers: Servers, old: str, new: str, form: str = "1.0") -> str:
     return text.replace(old, new)
 
 
-# name: (N, the table's text, environment, words of the message)
+# Values: N, the table's text, environment, words of the message.
 MISTAKES: dict[str, tuple[int | str, str | None, dict[str, str], Sequence[str]]] = {
     "no table": (4, None, {}, ["No such file", "name a rank table that can be read"]),
     "no JSON": (4, "rank 0: device 0", {}, ["line 1 column 1", "correct it there"]),
@@ -305,7 +306,7 @@ def test_a_missing_table_or_run_dir_is_refused(harness: Harness) -> None:
     outcome = harness.start_command(command, harness.folder, RANK_TABLE_FILE=table).finish()
     refused(outcome, "--run-dir is missing: name")
     (harness.folder / "run").mkdir()
-    (harness.folder / "run" / "device5").touch()  # the second that is started
+    (harness.folder / "run" / "device5").touch()  # the script starts this device second
     outcome = start(harness, APP, LASTING, 4, RANK_TABLE_FILE=table).finish()
     refused(outcome, f"{harness.folder}/run/device5: Not a directory: name a --run-dir")
 
@@ -328,7 +329,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses looks up a class's module there
     spec.loader.exec_module(module)
     return module
 
@@ -343,7 +344,7 @@ def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Make a repository with only this app, on a machine that appears to have Ascend's driver; a stub is the rank."""
+    """Return an app in a new repository with a stub as train.py. The machine appears to have Ascend's driver."""
     root = tmp_path / "project"
     (root / "scripts").mkdir(parents=True)
     for name in ("launch.py", "launch.sh", "run_resnet50_mindspore.sh"):
@@ -367,7 +368,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, project: Path) -> None:
-    """Rank 1, on device 5. Rank 2 and a child of each do not listen to TERM; at the end the harness looks for them."""
+    """Rank 1 on device 5 fails. Rank 2 and each rank's child ignore TERM. The harness checks that none is left."""
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     outcome = start(harness, project, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (7, "")
@@ -398,7 +399,7 @@ def test_a_job_that_is_ended_leaves_nothing(
 
 
 def test_a_rehearsal_has_what_msrun_sets(harness: Harness) -> None:
-    """The variables of each rank on CPU, and who starts MindSpore's scheduler if a table has two servers."""
+    """Check each rank's variables on a CPU, and which server starts MindSpore's scheduler."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0}, "127.0.0.2": {3: 1}})
     given = {"RANK_TABLE_FILE": str(table), "MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"}
     refused(
@@ -419,7 +420,7 @@ def test_a_rehearsal_has_what_msrun_sets(harness: Harness) -> None:
     assert (environ["MS_ROLE"], environ["NODE_RANK"]) == ("MS_SCHED", "0")
 
 
-# The second rank dies as it starts. When it starts again, its training and its evaluation compile for longer.
+# The second rank dies at its start. After the restart, its training and its evaluation compile for longer.
 SECOND_RANK = """
 import os, pathlib, signal, time
 if os.environ.get("RANK_ID") == "1":
@@ -437,10 +438,10 @@ if os.environ.get("RANK_ID") == "1":
 
 
 def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> None:
-    """In the matrix this alone starts ranks by each_device.py that train, and ``python train.py`` for the other run.
+    """Compare the losses of two ranks and one, with `Model` and shards of 2 and 1 samples.
 
-    It alone compares the losses of two ranks and one, with `Model` and shards of 2 and 1 samples. It alone has a rank
-    that compiles for 20 s, to which --first-step-timeout applies, not --timeout.
+    No other quick test trains by each_device.py or ``python train.py``. A rank compiles for 20 s, which
+    --first-step-timeout allows and --timeout would not.
     """
     options = [*harness.app.exact, *harness.app.variants[1], "--global-batch-size=3", "--max-steps=4"]
     alone = [sys.executable, str(APP / "train.py"), f"--run-dir={harness.folder / 'alone'}", *options]
@@ -457,11 +458,11 @@ def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> 
     assert "epoch: 1 step: 4, loss is" in (job.run_dir / "log" / "rank-0.log").read_text()
 
 
-@pytest.mark.soak  # in the matrix the rank dies before its first step
+@pytest.mark.soak  # in the quick tests, the rank dies before its first step
 def test_a_rehearsal_on_cpu_survives_a_killed_rank(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """It resumes from a checkpoint and ends with the weights of msrun's ranks."""
+    """The job resumes from a checkpoint and ends with the weights of a job by msrun."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 1, 2: 0}})
     job = harness.start(2, *harness.app.small, RANK_TABLE_FILE=str(table))
     job.wait_for_step(3)
@@ -473,7 +474,7 @@ def test_a_rehearsal_on_cpu_survives_a_killed_rank(
 
 
 def check_rehearsal(result: dict[str, Any], table: Path) -> None:
-    """Check the one restart, and the logs of the two devices and of MindSpore's scheduler."""
+    """Check that the job restarted once, and check the logs of both devices and of MindSpore's scheduler."""
     run_dir = Path(result["run_dir"])
     assert result["restarts"] == 1
     ended = f"rank 1 (device 6) ended with code 137: see {run_dir}/device6/train.log\n"
@@ -507,7 +508,7 @@ def launch(harness: Harness, project: Path, n: int, *options: str, **environ: st
 def test_the_launch_script_needs_the_table_alone(
     harness: Harness, project: Path, servers: Servers, this: str, environ: dict[str, str]
 ) -> None:
-    """No NNODES, no MASTER_ADDR, no MASTER_PORT."""
+    """The script runs without NNODES, MASTER_ADDR and MASTER_PORT."""
     table = write(harness.folder / "rank_table.json", "1.0", servers)
     outcome = launch(harness, project, len(servers[this]), RANK_TABLE_FILE="rank_table.json", **environ)
     assert (outcome.code, outcome.stderr) == (0, ""), outcome
@@ -524,7 +525,7 @@ def test_the_launch_script_needs_the_table_alone(
         assert info.machines == (len(servers) if len(servers) > 1 else None)
         assert record["words"][0] == str(project / "train.py")
         assert f"--data-dir={harness.folder / 'data'}" in record["words"]
-        assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
+        assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves --resume
 
 
 def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: Harness, project: Path) -> None:
@@ -537,7 +538,7 @@ def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: H
 
 
 def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, project: Path) -> None:
-    """The script refuses it before it makes an environment. PYTHON, which would prevent that, is not set."""
+    """The script reports the contradiction before it makes an environment. PYTHON is empty, so it would make one."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
     for n, words, environ in (
         (8, "N=8, but RANK_TABLE_FILE=rank_table.json lists 4 for this machine (6, 5, 7, 4): give N=4", {}),

@@ -1,4 +1,4 @@
-"""make_rank_table.py: what it makes it accepts, in both forms, and each broken table is refused by its rule."""
+"""Test that make_rank_table.py accepts the tables that it makes in both forms, and refuses broken tables by rule."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SPEC = importlib.util.spec_from_file_location("make_rank_table", SCRIPT)
 assert SPEC is not None
 assert SPEC.loader is not None
 TOOL = importlib.util.module_from_spec(SPEC)
-sys.modules["make_rank_table"] = TOOL  # dataclasses look their module up
+sys.modules["make_rank_table"] = TOOL  # dataclasses looks up a class's module there
 SPEC.loader.exec_module(TOOL)
 
 IPS = [f"192.{1 + i % 4}.27.{6 + i // 4}" for i in range(8)]
-# MindSpore's tutorial on distributed training prints this table for 8 devices, with the comma before "]".
+# MindSpore's tutorial on distributed training prints this table for 8 devices, with a comma before "]".
 SEED = Path(__file__).with_name("tutorial_rank_table.json").read_text()
 MENDED = SEED.replace("},\n]", "}\n]")
 
 
 def run(*arguments: object, cwd: Path | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the tool as a process. Without ``path``, PATH has no hccn_tool."""
+    """Run the tool in a process, and return the process. Without ``path``, PATH has no hccn_tool."""
     command = [sys.executable, "-S", str(SCRIPT), *map(str, arguments)]
     env = {"PATH": str(path or "/nowhere")}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
-    """The same in this process, for the many cases of a property."""
+    """Run the tool in this process, which is faster. Return its exit code, stdout and stderr."""
     out = io.StringIO()
     err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -128,7 +128,7 @@ LEGAL = [
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[str, list[int], list[str], list[list[str]]]:
-    """A product, the devices on each server, the servers, and the addresses of each one's devices."""
+    """Draw a product, the devices of each server, the names of servers, and the addresses of each server's devices."""
     product = draw(st.sampled_from(["training", "training-cann7", "a2", "a3", "300i-duo"]))
     servers = draw(st.integers(1, 4))
     if product.startswith("training"):
@@ -206,7 +206,7 @@ def test_merging_in_any_order_gives_valid_ranks(
     with tempfile.TemporaryDirectory() as folder:
         files = []
         for i in order:
-            # One server's legal layout may be narrower than several servers', never wider, for these products.
+            # For these products, a layout that is legal for one server is also legal for several servers.
             one = make_job((product, ids, [names[i]], [ips[i]]), data.draw(forms))
             files.append(Path(folder, f"{i}.json"))
             files[-1].write_text(json.dumps(one))
@@ -592,14 +592,14 @@ def hccn_tool(folder: Path, body: str) -> Path:
 def test_without_hccn_conf_hccn_tool_gives_the_addresses(tmp_path: Path) -> None:
     path = hccn_tool(tmp_path / "bin", 'echo "ipaddr:192.168.$2.1$3$4"; echo netmask:255.255.255.0')
     made = run("make", "--server", "a", "--devices", "4-7", path=path)
-    refused(made.returncode, made.stdout, made.stderr, "'192.168.4.1-ip-g', which is no IP address")  # it was asked so
+    refused(made.returncode, made.stdout, made.stderr, "'192.168.4.1-ip-g', which is no IP address")
     hccn_tool(path, 'echo "ipaddr:192.168.$2.1"; echo netmask:255.255.255.0')
     made = run("make", "--server", "a", "--devices", "4-7", path=path)
     assert (made.returncode, made.stderr) == (0, "")
     devices = json.loads(made.stdout)["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == [f"192.168.{i}.1" for i in range(4, 8)]
     (tmp_path / "hccn.conf").write_text(CONF)
-    made = run("make", "--server", "a", "--hccn-conf", tmp_path / "hccn.conf", path=path)  # a file that is named wins
+    made = run("make", "--server", "a", "--hccn-conf", tmp_path / "hccn.conf", path=path)  # the option takes precedence
     assert [each["device_ip"] for each in json.loads(made.stdout)["server_list"][0]["device"]] == IPS
 
 
@@ -619,7 +619,7 @@ def test_this_machines_own_hccn_conf_is_the_last_source(monkeypatch: pytest.Monk
     (tmp_path / "hccn.conf").write_text(CONF)
     devices = make("--server", "a")["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == IPS
-    hccn_tool(tmp_path, 'echo "ipaddr:192.168.$2.1"')  # where the driver puts it
+    hccn_tool(tmp_path, 'echo "ipaddr:192.168.$2.1"')  # the driver's place for hccn_tool
     devices = make("--server", "a")["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == [f"192.168.{i}.1" for i in range(8)]
 

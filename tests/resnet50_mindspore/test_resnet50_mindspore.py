@@ -1,4 +1,4 @@
-"""resnet50_mindspore's own tests: model, losses, images, launchers, and batch normalization over ranks."""
+"""Test resnet50_mindspore: model, losses, images, launchers, and batch normalization over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from samestep.sharding import GlobalBatches
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 TRAIN = str(APP / "train.py")
-# 1,024 samples by 10 at 2 ranks: 5 rows each.
+# Each of 2 ranks has 5 rows of a global batch of 10.
 TINY = ["--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--global-batch-size=10", "--log-every=1"]
 
 
@@ -34,7 +34,7 @@ def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
 
 
 def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
-    """Start a program by msrun without the launch script, on two ranks."""
+    """Run a program on two ranks by msrun, without the launch script."""
     launcher = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2"]
     launcher += ["--join=True", f"--master_port={free_port()}", "--log_dir=msrun"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # msrun calls python
@@ -42,9 +42,9 @@ def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
 
 
 def ask(folder: Path, program: str) -> Any:
-    """Return the JSON in the last line that a program prints; it imports the app's own files.
+    """Run a program that imports the app's files, and return its last line of output, parsed as JSON.
 
-    It runs in a process, as apps share file names, and from a file, because MindSpore compiles from the source.
+    The program runs in a new process because apps share file names, and from a file because MindSpore compiles source.
     """
     (folder / "program.py").write_text(program)
     answer = subprocess.run(
@@ -184,7 +184,7 @@ def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any) -> None:
-    """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
+    """A rank restores its own running statistics at the same world size, and the averaged ones at another."""
     output = told_of_models["WEIGHTS"]
     assert output["groups"] == ["buffers", "model", "optimizer"]
     assert output["each"]
@@ -201,7 +201,7 @@ def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any)
 
 
 def test_the_models_are_torchvisions(told_of_models: Any) -> None:
-    """Names, shapes and dtypes are all that strict loading asks for; another environment has torchvision."""
+    """Strict loading compares names, shapes and dtypes. A test in another environment has torchvision."""
     output = told_of_models["MODELS"]
     assert output["18"]["parameters"] == 11_181_642
     assert output["50"]["parameters"] == 23_528_522
@@ -219,7 +219,7 @@ def test_the_models_are_torchvisions(told_of_models: Any) -> None:
 
 
 def test_the_losses_are_equal_and_the_cpu_sinks_no_data(told_of_models: Any) -> None:
-    """The losses: also where an exponential is too large or too small for float32, and their gradients.
+    """Compare losses and gradients, also with exponentials that are too large or too small for float32.
 
     On a CPU, Model ignores dataset_sink_mode=True and reads a batch from memory at each of 2 x 4 steps.
     """
@@ -403,7 +403,7 @@ def told_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks: Any) -> None:
-    """MindSpore's messages begin with rules and titles."""
+    """MindSpore's messages begin with lines of dashes and titles."""
     assert told_of_ranks["summaries"] == ["", "", "only a title:", "Launch failed: op1", "one"]
 
 
@@ -411,7 +411,7 @@ def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks:
 
 
 def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
-    """Record the calls of MindSpore's functions for Ascend, which are replaced."""
+    """Replace MindSpore's functions for Ascend, and compare the recorded calls."""
     *made, refused = told_of_ranks["called"]
     assert made == [["Ascend", 3], "init", "init"]
     assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
@@ -424,7 +424,7 @@ def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any
 
 
 def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
-    """In two loops of three, the run receives each update, and a NaN or infinite loss with its step."""
+    """In two loops of three updates, the run gets each update, and the step of a NaN or infinite loss."""
     assert told_of_ranks["made"] == [
         ["forward", {"optimizer": "optimizer"}],
         [2, "shards", "LossMonitor", {"dataset_sink_mode": True, "sink_size": 3}],
@@ -436,14 +436,14 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
 
 
 def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
-    """MindSpore's own AutoParallel has the mode, averages gradients, and semi-auto cuts the last layer's features."""
+    """AutoParallel of MindSpore has the mode and averages gradients. semi-auto shards the last layer's features."""
     auto, semi_auto = told_of_ranks["cut"]
     assert auto == ["AutoParallel", "recursive_programming", True, None]
     assert semi_auto == ["AutoParallel", "semi_auto", True, [[1, 8], [1, 8]]]
 
 
 def test_weights_that_mindspore_has_cut_are_gathered(told_of_ranks: Any) -> None:
-    """Checkpoints and evaluations have the whole weights, momenta and statistics that MindSpore's function cuts."""
+    """Checkpoints and evaluations have the whole weights, momenta and statistics that MindSpore shards."""
     assert told_of_ranks["whole"] == ["None", "None"]
     assert told_of_ranks["different"] == []
     assert told_of_ranks["evaluated"]
@@ -451,7 +451,7 @@ def test_weights_that_mindspore_has_cut_are_gathered(told_of_ranks: Any) -> None
 
 @pytest.fixture
 def ascend_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """options.py, on a machine that has Ascend's driver."""
+    """Return the globals of options.py on a machine that appears to have Ascend's driver."""
     found = runpy.run_path(str(APP / "options.py"))
     (tmp_path / "davinci_manager").touch()
     monkeypatch.setitem(found["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
@@ -460,7 +460,7 @@ def ascend_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 def test_ascends_driver_decides(ascend_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_TABLE_FILE", "/some/rank_table.json")
-    seed = ["--parallel=auto", "--api=highlevel", "--sink-size=5"]  # as the main program of MindSpore's tutorial
+    seed = ["--parallel=auto", "--api=highlevel", "--sink-size=5"]  # from MindSpore's tutorial
     for given in ([], ["--parallel=semi-auto"], seed, ["--device=ascend"]):
         parsed = ascend_options["parse"](given)
         assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("ascend", 224, 1800)
@@ -591,13 +591,13 @@ print(json.dumps(told), flush=True)
 
 
 def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_models: Any) -> None:
-    """Crop and flip depend on (seed, epoch, sample) alone, so any rank, batch and resume sees the same."""
+    """The world size, the batch and a resume do not change an image's crop and flip."""
     output = told_of_models["IMAGES"]
     assert output["of the sample alone"]
     assert all(share > 0.98 for share in output["other epochs and seeds"])
     fewest, most, flips = output["crops"]
     assert fewest >= 0
-    assert most < 25  # 1,024 over 162 choices
+    assert most < 25  # 1,024 images have 162 choices of crop and flip
     assert abs(flips[0] - flips[1]) < 150
     assert output["shapes"] == ["[(10, 3, 16, 16), (10,), (10,)]"]
     assert output["a resume sees the same"]
@@ -606,8 +606,8 @@ def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_m
     assert max(output["weights"]) < 1e-6
     assert output["normalised"] < 1e-5
     assert output["counted"] == [64, 64, 9]
-    # 10 epochs of 195 batches are counted without a batch, and none is requested before the first loop begins.
-    # MindSpore's own data_sink, without the device's queue, then requests one batch each to learn types and shapes.
+    # The program counts 10 epochs of 195 batches without a batch, and requests no batch before the first loop begins.
+    # MindSpore's data_sink, without the device's queue, then requests one batch each to get types and shapes.
     size, *asked = output["sinking"]
     assert (size, asked) == (1950, [0, 0, 2, 0])
     assert output["sunk"] == output["loop"] == [32, 3, 224, 224]
@@ -618,7 +618,7 @@ def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_m
 
 
 def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Here alone: the running statistics in a checkpoint, and the logs of msrun. The run is one of tests/common."""
+    """Check the running statistics in a checkpoint, and the logs of msrun. tests/common shares this run."""
     result = undisturbed(2)
     run_dir = Path(result["run_dir"])
     assert (result["launcher"], result["backend"], result["framework"]) == ("msrun", "mccl", "mindspore")
@@ -641,9 +641,9 @@ def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Ca
     assert "RESULT" not in (run_dir / "log" / "scheduler.log").read_text()
 
 
-@pytest.mark.soak  # common cases kill workers too; this one prints the seconds
+@pytest.mark.soak  # the common tests also kill workers; this test prints the seconds
 def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
-    """Five times, because msrun's scheduler alone would delay the job by 44 s."""
+    """Kill a worker in five jobs. With msrun's scheduler alone, a job would end after 44 s."""
     for i in range(5):
         job = harness.start(2, *TINY, "--epochs=100", "--max-restarts=0", run_dir=harness.folder / str(i))
         job.wait_for_step(2)
@@ -653,7 +653,7 @@ def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
         print(f"a killed worker ended the job after {time.monotonic() - begun:.1f} s")
 
 
-@pytest.mark.soak  # in the matrix test_what_each_rank_is_given has empty shards
+@pytest.mark.soak  # the quick tests have empty shards (test_what_each_rank_is_given)
 def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
     options = [*TINY, "--freeze-bn", "--lr=1e-3", "--global-batch-size=2", "--max-steps=4"]
     harness.train(1, *options, run_dir=harness.folder / "1")
@@ -661,11 +661,11 @@ def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
     assert relative_difference(losses(harness.folder / "1"), losses(harness.folder / "3")) < 1e-4
 
 
-@pytest.mark.soak  # in the matrix the high-level API takes the same losses at any number of ranks
+@pytest.mark.soak  # the quick tests compare the high-level API's losses at several world sizes
 def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Both give bitwise equal results, also in loops of several updates, and when one resumes the other's killed run.
+    """Both APIs have equal bits, also in loops of several updates, and if one resumes the other's killed run.
 
-    An epoch may drop an incomplete batch: 1,024 samples make two batches of 400.
+    Each epoch drops its incomplete last batch: 1,024 samples make two batches of 400.
     """
     options = [*TINY, "--global-batch-size=400", "--drop-remainder", "--epochs=2", "--lr=1e-3", "--checkpoint-every=2"]
     high = harness.train(1, *options, "--api=highlevel", run_dir=harness.folder / "high")
@@ -673,7 +673,7 @@ def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[.
     functional = harness.train(1, *options, *loops, run_dir=harness.folder / "functional")
     assert losses(harness.folder / "high")[1::2] == [line["loss"] for line in metrics(harness.folder / "functional")]
     assert high["weights_sha256"] == functional["weights_sha256"]
-    assert high["train_loss"] == pytest.approx(functional["train_loss"], rel=1e-6)  # summed in float32
+    assert high["train_loss"] == pytest.approx(functional["train_loss"], rel=1e-6)  # the app sums losses in float32
     assert "epoch: 1 step: 4, loss is" in (harness.folder / "high" / "log" / "rank-0.log").read_text()
     lines = metrics(harness.folder / "high")
     assert [(line["epoch"], line["samples_seen"]) for line in lines] == [(0, 400), (0, 800), (1, 1200), (1, 1600)]
@@ -709,14 +709,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def compiles(harness: Harness, patience: int) -> Outcome:
-    """Training and evaluation are compiled, for real, but one rank's last longer: the other waits for it in both."""
+    """Run two ranks. One rank compiles longer, so that the other rank waits in training and in evaluation."""
     program = harness.folder / "slow.py"
     program.write_text(COMPILES)
     command = [str(program), TRAIN, *TINY, "--max-steps=2", "--timeout=5"]
     return msrun(harness, *command, f"--first-step-timeout={patience}", "--run-dir=run")
 
 
-@pytest.mark.soak  # in the matrix a rank of a rehearsal compiles for long
+@pytest.mark.soak  # in the quick tests, a rank of a rehearsal compiles for long
 def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
     patient = compiles(harness, 60)
     assert patient.code == 0, patient
@@ -734,7 +734,7 @@ def test_a_first_step_that_compiles_for_too_long_is_reported(harness: Harness) -
     )
 
 
-@pytest.mark.soak  # in the matrix the script starts msrun in test_one_run_survives_every_fault
+@pytest.mark.soak  # the quick tests start msrun by the script (test_one_run_survives_every_fault)
 def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
     options = [*TINY, "--max-steps=3"]
     by_script = harness.train(2, *options, run_dir=harness.folder / "by-script")
@@ -800,7 +800,7 @@ def test_ranks_that_msrun_did_not_start_are_refused(harness: Harness) -> None:
 
 
 def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
-    """A dry run would print the launcher; without Ascend the options are refused earlier, so the test runs bash."""
+    """Without Ascend, the app refuses the options before a dry run prints the launcher, so the test runs bash."""
     script = (ROOT / "scripts" / "run_resnet50_mindspore.sh").read_text()
     for variable in ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"):
         shown = subprocess.run(
@@ -817,7 +817,7 @@ def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
 
 
 def test_the_made_up_images_are_in_the_binary_format() -> None:
-    """The ranks read the format of CIFAR-10's own files: a label, then three planes."""
+    """The synthetic files have the format of CIFAR-10: a label, then three planes of pixels."""
     folder = datasets.resolve("synthetic-cifar10", Path("nowhere")).folder
     first = (folder / "data_batch_1.bin").read_bytes()
     assert len(first) == 205 * 3073

@@ -1,4 +1,4 @@
-"""shards.py counts MindSpore's own shards and ours, if neither batch nor ranks divide the samples."""
+"""Test shards.py, which counts the samples in shards of MindSpore and of `GlobalBatches` that do not divide evenly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 from harness import ROOT
 
-# Steps, those promised, global batch, the last one, samples seen once, twice and never, batches equal to one rank's in
-# order and shuffled.
+# Columns: steps, announced steps, global batch, last batch, samples used once, twice and never, batches equal to one
+# rank's in order, and shuffled.
 TABLE = {
     ("1", "MindSpore, drop_remainder=True"): "9 9 1,024 1,024 9,216 0 784 9 9",
     ("1", "MindSpore, drop_remainder=False"): "10 10 1,024 784 10,000 0 0 10 10",
     ("1", "GlobalBatches"): "10 10 1,024 784 10,000 0 0 - 10",
-    # A shard is 3,334 samples, two of 10,000 twice; a global batch of 1,024 would need shards of two sizes.
+    # A shard has 3,334 samples, so 2 of 10,000 are repeated. A global batch of 1,024 would need shards of two sizes.
     ("3", "MindSpore, drop_remainder=True"): "9 9 1,026 1,026 9,234 0 766 0 0",
     ("3", "MindSpore, drop_remainder=False"): "10 10 1,026 768 9,998 2 0 0 0",
     ("3", "GlobalBatches"): "10 10 1,024 784 10,000 0 0 - 10",

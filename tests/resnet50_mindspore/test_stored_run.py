@@ -1,4 +1,4 @@
-"""Resume a run that an earlier version wrote. A copy of the app has no such run, so it has no copy of this file."""
+"""Resume a run of an earlier version. A copy of the app has no such run, so it has no copy of this file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORED_OPTIONS += ["--global-batch-size=8", "--log-every=1", "--checkpoint-every
 
 
 def fill(run_dir: Path) -> dict[str, checkpoint.Arrays]:
-    """Write arrays into the stored checkpoint, whose own would take 90 MB, and sign its manifest again."""
+    """Write random arrays and their digests into the stored checkpoint, which has only a layout. Return the arrays."""
     (folder,) = checkpoint.folders(run_dir)
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     random = np.random.default_rng(1)
@@ -39,10 +39,10 @@ def fill(run_dir: Path) -> dict[str, checkpoint.Arrays]:
 
 
 def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
-    """``stored/version-0.1/run`` is what version 0.1 wrote with STORED_OPTIONS and --max-steps=2 on 1 rank.
+    """Version 0.1 wrote ``stored/version-0.1/run`` with STORED_OPTIONS and --max-steps=2 on 1 rank.
 
-    ``layout.json`` has names, dtypes and shapes of its arrays. Momenta are large, so the step shows that each of them
-    came to its parameter; and the rank continues with its own running statistics, not with the average.
+    ``layout.json`` has the names, dtypes and shapes of its arrays. Momenta are large, so the step shows whether each
+    momentum is restored to its parameter. The rank continues with its own running statistics, not with the average.
     """
     run_dir = harness.folder / "run"
     shutil.copytree(STORED / "run", run_dir)
@@ -61,4 +61,5 @@ def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
     for name, momentum in stored["optimizer"].items():
         parameter = name.removesuffix(".momentum_buffer")
         change = (stored["model"][parameter] - found[parameter]) / 1e-3
-        assert np.linalg.norm(change - 0.9 * momentum) < 0.5 * np.linalg.norm(momentum), name  # random ones: 1.3
+        # With random momenta, this ratio is 1.3.
+        assert np.linalg.norm(change - 0.9 * momentum) < 0.5 * np.linalg.norm(momentum), name

@@ -1,9 +1,9 @@
-"""torchvision's ResNet-50 in a process of its own, beside mindspore_side.py; test_depth_50.py starts both.
+"""Run torchvision's ResNet-50 in a separate process. test_depth_50.py starts this program and mindspore_side.py.
 
-    python torchvision_side.py make FOLDER      # torchvision-32.safetensors, weights, and how they do on the test set
-    python torchvision_side.py compare FOLDER   # what mindspore_side.py left there, with torchvision's
+    python torchvision_side.py make FOLDER      # write weights to torchvision-32.safetensors and evaluate them
+    python torchvision_side.py compare FOLDER   # compare the files of mindspore_side.py with torchvision
 
-The answer is the last line, in JSON.
+The last line of output is the result in JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 from torchvision.models import resnet50  # noqa: E402
 
 MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10: red, green, blue
+STD = (0.2023, 0.1994, 0.2010)  # mean and standard deviation of CIFAR-10's red, green and blue
 
 
 def loaded(arrays: dict[str, Tensor]) -> nn.Module:
@@ -37,13 +37,13 @@ def loaded(arrays: dict[str, Tensor]) -> nn.Module:
 
 
 def normalised(images: NDArray[np.uint8]) -> Tensor:
-    """Images [n, 32, 32, 3] as the model takes them, float32 [n, 3, 32, 32]."""
+    """Return images, uint8 [n, 32, 32, 3], as inputs of the model, float32 [n, 3, 32, 32]."""
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
     return (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - mean) / std
 
 
 def evaluated(weights: Path) -> dict[str, float]:
-    """Loss and accuracy over the whole test set."""
+    """Return the loss and the accuracy over the whole test set."""
     model = loaded(load_file(weights))
     data = datasets.load("synthetic-cifar10", weights.parent)
     labels = torch.from_numpy(data.test_labels).long()
@@ -54,7 +54,7 @@ def evaluated(weights: Path) -> dict[str, float]:
 
 
 def make(folder: Path) -> dict[str, float]:
-    """torchvision's own initial weights, with the running statistics of three batches."""
+    """Save torchvision's initial weights with the running statistics of three batches, and evaluate them."""
     data = datasets.load("synthetic-cifar10", folder)
     torch.manual_seed(7)
     model = resnet50(num_classes=10)
@@ -66,7 +66,7 @@ def make(folder: Path) -> dict[str, float]:
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    """How far each of the logits is off, by name, in units of the largest logit; and the app's first step."""
+    """Return the largest difference of logits by file, relative to the largest logit, and compare the first step."""
     output: dict[str, Any] = {"logits": {}, "evaluated": evaluated(folder / "trained-32.safetensors")}
     for weights in folder.glob("*-*.safetensors"):
         model = loaded(load_file(weights))
@@ -78,9 +78,9 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def first_step(folder: Path) -> dict[str, Any]:
-    """The loss of the app's first step at 224 x 224, and how far its weights and statistics are off, by name.
+    """Take the app's first step at 224 x 224 with torch. Return its loss, and by name the app's relative errors.
 
-    A difference is in units of the array's own change in the step: of 2-norms. torch computes in float64.
+    An error is the 2-norm of the difference over the 2-norm of the array's change in the step. torch uses float64.
     """
     before = load_file(folder / "told" / "first-step.safetensors")
     images = before.pop("images").double()

@@ -1,7 +1,7 @@
-"""Run a real Slurm on this machine: Debian's controller and one daemon a node, unpacked but not installed.
+"""Run a real Slurm on this machine: Debian's controller and one daemon per node, unpacked but not installed.
 
-The packages are unpacked into a cache folder, and their programs run with the libraries beside them. Each node has a
-loopback address of its own, which is its name as well: no other name would lead there.
+The packages are unpacked into a cache folder, and their programs run with the libraries there. Each node has its own
+loopback address, which is also its name, because no other name would resolve to it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from processes import free_port
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "slurmstepd", "squeue", "srun"]
-LIMIT = 60  # seconds for any one command, and for the daemons to come up
+LIMIT = 60  # seconds for one command, and for the start of the daemons
 
-# Two partitions share the nodes: a job in `urgent` makes one in `normal` leave. The second half has the settings that
+# Two partitions share the nodes: a job in `urgent` preempts a job in `normal`. The second half has the settings that
 # docs/slurm.md requires of a cluster.
 CONFIGURATION = """\
 ClusterName=samestep
@@ -65,13 +65,13 @@ PreemptMode=REQUEUE
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running one: what its commands find in their environment, and its folder, where each daemon has a log."""
+    """A running cluster: its folder with a log of each daemon, and the environment of its commands."""
 
     folder: Path
     environ: Mapping[str, str]
 
     def run(self, *command: str) -> str:
-        """Return the output of a Slurm command, which must succeed."""
+        """Run a Slurm command, which must succeed, and return its stdout."""
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL
         )
@@ -85,11 +85,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iterator[Cluster]:
-    """A cluster of so many nodes, 127.0.0.2 and so on; ``mark`` is in the environment of all its processes.
+    """Yield a cluster with nodes at 127.0.0.2 and so on. ``mark`` is in the environment of all its processes.
 
-    ``settings`` are more lines of its slurm.conf. At its end the jobs are cancelled and all daemons are shut down.
+    ``settings`` are more lines of slurm.conf. At the end, all jobs are canceled and all daemons are shut down.
     """
-    # A socket's path is short, so not in pytest's folder; munged wants one that no other user can write to.
+    # pytest's folder is too long for a socket's path. munged requires a folder that no other user can write to.
     folder = Path(tempfile.mkdtemp(prefix="samestep-slurm-"))
     root = debian.unpacked(*PACKAGES)
     libraries = debian.libraries(root)
@@ -105,7 +105,7 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
         "settings": settings,
     }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, listen=""))
-    # Node daemons listen on their own addresses; srun, which has none, on all of them.
+    # Node daemons listen on their own addresses. srun has no address, so it listens on all.
     (folder / "nodes.conf").write_text(CONFIGURATION.format(**values, listen=",NoInAddrAny"))
     _write_programs(folder, root, libraries)
     environ = {
@@ -133,14 +133,14 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
 
 
 def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
-    """Fill ``folder/bin`` with each program by its name. It runs with its libraries, outside of jobs' environments."""
+    """Write a script for each program to ``folder/bin``. It runs the program with the unpacked libraries."""
     (folder / "bin").mkdir()
     path = f"{libraries}:{libraries / 'slurm-wlm'}"
     loader = next(each for folder in ("/lib64", "/lib") for each in Path(folder).glob("ld-linux-*.so.?"))
     for name in PROGRAMS:
         places = [root / "usr" / part / f"{name}{suffix}" for part in ("bin", "sbin") for suffix in ("", "-wlm")]
         found = next(place for place in places if place.exists())
-        # Jobs find their node's settings in the environment; commands must have their own.
+        # In a job, the environment has the settings of the node, so commands set their own SLURM_CONF.
         settings = "" if name.startswith("slurm") else f"SLURM_CONF={folder}/slurm.conf "
         script = folder / "bin" / name
         script.write_text(f'#!/bin/sh\n{settings}exec {loader} --library-path {path} --argv0 {name} {found} "$@"\n')
@@ -148,7 +148,7 @@ def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
 
 
 def _start_munge(folder: Path, environ: Mapping[str, str], daemons: list[subprocess.Popen[bytes]]) -> None:
-    """Start munged, by which Slurm's processes authenticate each other, and wait for its socket."""
+    """Start munged, with which Slurm's processes authenticate each other, and wait for its socket."""
     with open(os.open(folder / "munge.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as key:
         key.write(secrets.token_bytes(128))
     files = [("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed")]
@@ -181,7 +181,7 @@ def _wait_until_idle(cluster: Cluster, count: int, daemons: Sequence[subprocess.
 
 
 def _end_jobs(cluster: Cluster) -> None:
-    """Before the daemons: what runs a job reports its end to the controller, and would wait for that for ever."""
+    """Cancel all jobs and wait for their end, because without the controller their daemons would wait forever."""
     cluster.run("scancel", "--me")
     deadline = time.monotonic() + LIMIT
     while jobs := cluster.run("squeue", "--noheader"):
@@ -196,7 +196,7 @@ def _logs(folder: Path) -> str:
 
 
 def _stop(daemons: Sequence[subprocess.Popen[bytes]], environ: Mapping[str, str]) -> None:
-    """``scontrol shutdown``, which ends controller and nodes; munged, which Slurm does not know, by a signal."""
+    """Stop the controller and the nodes by ``scontrol shutdown``, and munged by a signal."""
     with contextlib.suppress(subprocess.SubprocessError):
         subprocess.run(["scontrol", "shutdown"], env=environ, capture_output=True, timeout=LIMIT, check=False)
     for daemon in reversed(daemons):  # munged last

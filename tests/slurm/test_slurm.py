@@ -1,4 +1,4 @@
-"""The sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop loses no step."""
+"""Test the sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop loses no step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster import Cluster
 from harness import ROOT, Harness, Outcome, app_spec, faulty, last_step, losses
 
 SCRIPTS = ROOT / "deploy" / "slurm"
-LONGER = ["--epochs=12"]  # 192 steps: time enough to be stopped in their midst
+LONGER = ["--epochs=12"]  # 192 steps, enough for a stop before the end
 ENDED = [
     "BOOT_FAIL",
     "CANCELLED",
@@ -33,7 +33,7 @@ USER_SIGNAL = "SlurmctldParameters=preempt_send_user_signal"
 
 
 class Site:
-    """A cluster as a user sees it: jobs are submitted in a folder where the repository is."""
+    """A cluster and a user's folder with the repository, in which jobs are submitted."""
 
     def __init__(self, running: Cluster, harness: Harness) -> None:
         self.cluster = running
@@ -51,7 +51,7 @@ class Site:
         )
 
     def submit(self, *words: str, cwd: Path | None = None) -> str:
-        """The number of a job of one rank a node, of these words after sbatch. Its output is <number>.out and .err."""
+        """Submit a job of one rank per node. Return its number. Its output is in <number>.out and <number>.err."""
         command = ["sbatch", "--parsable", "--ntasks-per-node=1", "--output=%j.out", "--error=%j.err", *words]
         done = subprocess.run(
             command, cwd=cwd or self.folder, env=self.environ, capture_output=True, text=True, timeout=60, check=False
@@ -71,7 +71,7 @@ class Site:
         return out, err
 
     def wait_for(self, job: str, condition: Callable[[dict[str, str]], Any], limit: float = 180) -> dict[str, str]:
-        """Return Slurm's fields of a job as soon as ``condition`` is true of them."""
+        """Poll Slurm's fields of a job until ``condition`` of them is true, and return them."""
         deadline = time.monotonic() + limit
         while not condition(reported := self.cluster.job(job)):
             assert reported["JobState"] not in ENDED, (reported, self.said(job))
@@ -88,14 +88,14 @@ class Site:
         return reported
 
     def result(self, job: str) -> dict[str, Any]:
-        """The result of a job that has ended well, compared with its files."""
+        """Return the result of a job that succeeded, after comparing it with the job's files."""
         out, err = self.said(job)
         return self.harness.checked(Outcome(0, out, err, 0), 2)
 
 
 @pytest.fixture
 def slurm(request: pytest.FixtureRequest, harness: Harness) -> Iterator[Site]:
-    """Yield a cluster of two nodes, with the test's parameter as its settings. Nothing is left at its end."""
+    """Yield a cluster of two nodes, with the test's parameter as settings. Check at the end that no process is left."""
     settings = getattr(request, "param", USER_SIGNAL)
     with cluster.running({"SAMESTEP_TEST": harness.mark}, settings=settings) as running:
         yield Site(running, harness)
@@ -103,19 +103,19 @@ def slurm(request: pytest.FixtureRequest, harness: Harness) -> Iterator[Site]:
 
 
 def check_resumed(site: Site, app: str, job: str, expected: dict[str, Any]) -> None:
-    """The job stopped, resumed at that very step, and reached the weights of an uninterrupted job."""
+    """Check that the job stopped once, resumed at that step, and ended with the weights of an undisturbed job."""
     result = site.result(job)
     (stopped,) = re.findall(r"stopped by SIG\w+ at step (\d+), which is saved", "".join(site.said(job)))
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert result["resumed_from_step"] == int(stopped) < result["steps"]
-    assert len(losses(site.run_dir(app, job))) == result["steps"]  # each step once
+    assert len(losses(site.run_dir(app, job))) == result["steps"]  # fails unless each step occurs once
     lines = [json.loads(line) for line in (site.run_dir(app, job) / "metrics.jsonl").read_text().splitlines()]
     assert [line["resumed"]["step"] for line in lines if "resumed" in line] == [int(stopped)]
     assert site.cluster.job(job)["Restarts"] == "1"
 
 
 def check_two_nodes(slurm: Site, app: str, launcher: str, job: str, expected: dict[str, Any]) -> None:
-    """The job ended with the weights of one machine, and each node's daemon has started a step of it."""
+    """Check that the job ended with the weights of one machine, and that each node started a step of the job."""
     result = slurm.result(job)
     assert result["launcher"] == launcher
     assert result["run_dir"] == str(slurm.run_dir(app, job))
@@ -127,13 +127,13 @@ def check_two_nodes(slurm: Site, app: str, launcher: str, job: str, expected: di
 
 @pytest.mark.parametrize(
     ("app", "launcher"),
-    # In the matrix the preempted job shows the first.
+    # The quick tests run mnist_ddp on two nodes in a preempted job.
     [pytest.param("mnist_ddp", "torchrun", marks=pytest.mark.soak), ("mnist_horovod", "openmpi")],
 )
 def test_two_nodes_end_with_the_weights_of_one_machine(
     slurm: Site, undisturbed: Callable[..., dict[str, Any]], app: str, launcher: str
 ) -> None:
-    """By a launch script on each node; Horovod by one, whose mpirun has Slurm start the ranks of both."""
+    """A launch script on each node starts the ranks. For Horovod, one launch script calls mpirun, which uses Slurm."""
     job = slurm.train(app, *LONGER)
     slurm.finish(job)
     check_two_nodes(slurm, app, launcher, job, undisturbed(2, *LONGER))
@@ -154,17 +154,18 @@ def test_a_preempted_job_resumes(slurm: Site, undisturbed: Callable[..., dict[st
     slurm.wait_for_step(app, job, 3)
     urgent = slurm.submit("--partition=urgent", "--nodes=2", "--wrap=srun true")
     slurm.finish(urgent)
-    assert last_step(slurm.run_dir(app, job)) < expected["steps"]  # it made room
+    assert last_step(slurm.run_dir(app, job)) < expected["steps"]  # the job was preempted
     slurm.finish(job)
     check_resumed(slurm, app, job, expected)
     check_two_nodes(slurm, app, "torchrun" if app == "mnist_ddp" else "openmpi", job, expected)
 
 
-@pytest.mark.soak  # in the matrix a preemption sends the same signal
+@pytest.mark.soak  # the quick tests send the same signal by a preemption
 def test_a_job_out_of_time_resumes(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Slurm counts minutes, and looks at them once in a minute: the signal is 25 to 85 s after the start."""
+    """Slurm checks time limits once per minute, so the signal comes 25 to 85 s after the start."""
     expected = undisturbed(2, *LONGER)
-    slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))  # for two minutes
+    # The job then takes two minutes.
+    slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))
     job = slurm.train("mnist_ddp", *LONGER, sbatch=("--time=2", "--signal=B:USR1@35"))
     slurm.wait_for(job, lambda reported: reported["Restarts"] == "1")
     slurm.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
@@ -185,7 +186,7 @@ def test_scancel_leaves_a_checkpoint_and_no_process(slurm: Site) -> None:
 
 
 def test_srun_starts_one_rank_for_each_task(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """By the script that docs/slurm.md shows, stopped by hand."""
+    """Run the script of docs/slurm.md, and stop its job by scancel."""
     (script,) = re.findall(r"```bash\n(#!.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
     (slurm.folder / "one.sbatch").write_text(script)
     job = slurm.submit("one.sbatch", *slurm.harness.app.small, *LONGER)

@@ -1,4 +1,4 @@
-"""Read what trackers have of a run, with their own readers: steps and float32 values by metric, in order."""
+"""Read a run from trackers by their own readers: steps and float32 values of each metric, in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _by_metric(triples: Any) -> Metrics:
 
 
 def written(run_dir: Path) -> Metrics:
-    """Return what metrics.jsonl has."""
+    """Return the metrics in metrics.jsonl."""
     triples = []
     for text in (run_dir / "metrics.jsonl").read_text().splitlines():
         try:
@@ -51,7 +51,7 @@ def scalars(events: Any) -> Metrics:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of W&B's file, by W&B's own reader."""
+    """Return the records of W&B's file, read by W&B's own program."""
     (folder,) = (run_dir / "track" / "wandb").glob("offline-run-*")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -66,7 +66,7 @@ def of_wandb(run_dir: Path) -> Metrics:
 
 
 def runs(uri: str) -> list[Any]:
-    """Return all runs of an MLflow."""
+    """Return all runs of the MLflow at ``uri``."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)

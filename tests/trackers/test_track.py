@@ -21,11 +21,11 @@ from samestep import checkpoint
 from samestep.metrics import Metrics
 from samestep_observe import track
 
-LIMIT = 900.0  # seconds, needed only on a machine with much other work
+LIMIT = 900.0  # seconds; only a busy machine needs so much
 
 
 class Run:
-    """Write lines and checkpoints as a run's rank 0; after a resume the losses differ slightly."""
+    """Write lines and checkpoints as rank 0 of a run does. After a resume, the losses differ slightly."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], track.TrackerThread]]:
-    """Return a function that starts a tracker's thread; the fixture ends it."""
+    """Yield a function that starts a tracker's thread. End all threads afterwards."""
     monkeypatch.setattr(track, "POLL_SECONDS", 0.05)
     for name, value in track.SETTINGS.items():
         monkeypatch.setenv(name, value)
@@ -81,7 +81,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], tr
 
 
 def once(name: str, run_dir: Path) -> None:
-    """Copy everything once, as without --follow."""
+    """Copy all metrics to a tracker once, as without --follow."""
     ended = threading.Event()
     ended.set()
     thread = track.TrackerThread(name, run_dir, ended)
@@ -96,7 +96,7 @@ def wait_until_it_has(name: str, run_dir: Path, step: int) -> None:
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT
     while True:
-        with contextlib.suppress(Exception):  # the tracker has nothing yet, or is half-written
+        with contextlib.suppress(Exception):  # the tracker's data may be missing or incomplete
             if condition():
                 return
         assert time.monotonic() < deadline, "waited in vain"
@@ -135,7 +135,7 @@ def test_repeated_starts_copy_no_step_twice(run: Run, name: str) -> None:
 def test_an_incomplete_line_waits_for_its_end_and_a_damaged_one_is_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(track, "CHUNK_BYTES", 64)  # less than a line
+    monkeypatch.setattr(track, "CHUNK_BYTES", 64)  # shorter than a line
     run.steps(1, 2)
     run.save(4)
     with (run.run_dir / "metrics.jsonl").open("a") as file:
@@ -177,7 +177,7 @@ def test_an_open_tensorboard_drops_what_a_resume_cut_back(
 
 
 def test_a_run_after_no_resume_is_another_one(run: Run) -> None:
-    """--no-resume moves the checkpoints and metrics.jsonl away; MLflow keeps what it has."""
+    """--no-resume moves the checkpoints and metrics.jsonl away. MLflow keeps the earlier run."""
     for _ in range(2):
         run.steps(1, 3)
         run.save(3)
@@ -213,7 +213,7 @@ def test_trackers_have_the_header_and_the_result(run: Run) -> None:
     events.Reload()
     (text,) = events.Tensors("result")
     assert b'"weights_sha256": "abc"' in text.tensor_proto.string_val[0]
-    # 8 samples a step and 4 a second, from the header's time on
+    # 8 samples per step at 4 samples/s take 2 s per step, counted from the header's time
     assert [event.wall_time - events.Scalars("loss")[0].wall_time for event in events.Scalars("loss")] == [0, 2, 4]
 
 
@@ -223,7 +223,7 @@ def server(folder: Path, port: str) -> Iterator[str]:
     store = f"sqlite:///{folder / 'server.db'}"
     command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
     command += [f"--backend-store-uri={store}", f"--default-artifact-root={folder / 'artifacts'}"]
-    environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # its queue takes long to start and to end
+    environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # the queue starts and ends slowly
     process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         uri = f"http://127.0.0.1:{port}"
@@ -239,7 +239,7 @@ def server(folder: Path, port: str) -> Iterator[str]:
         process.wait(60)
 
 
-@pytest.mark.soak  # in the matrix a server that is down loses nothing (test_tracked_training.py)
+@pytest.mark.soak  # the quick tests train while the server is down (test_tracked_training.py)
 def test_a_server_that_stops_and_restarts_gets_everything(
     run: Run, follow: Callable[[str, Path], track.TrackerThread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -253,7 +253,7 @@ def test_a_server_that_stops_and_restarts_gets_everything(
         run.save(5)
         thread = follow("mlflow", run.run_dir)
         wait_for(lambda: of_mlflow(run.run_dir, uri)["loss"][-1][0] == 5)
-    run.steps(6, 400)  # more values than a request takes
+    run.steps(6, 400)  # more values than one request can have
     run.save(400)
     wait_for(lambda: thread.problem is not None)
     with server(folder, port) as uri:

@@ -1,4 +1,4 @@
-"""Test --track with runs that are killed: each tracker has one run and each step once, and training does not wait."""
+"""Test --track with killed runs: each tracker has one run with each step once, and training does not wait."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from readback import OF, written
 
 NAMES = "tensorboard,mlflow,wandb"
 SMALL = ("--dataset=mnist-5k", "--log-every=1", "--checkpoint-every=10")
-PATIENT: dict[str, Any] = {"SAMESTEP_TRACK_SECONDS": "200"}  # on a machine with other work
+PATIENT: dict[str, Any] = {"SAMESTEP_TRACK_SECONDS": "200"}  # for a busy machine
 
 
 def kill_at(job: Job, steps: list[int]) -> None:
-    """Kill a rank at each of these steps, or a few later."""
+    """Kill a rank at each of these steps or a few steps later, and wait for the restart."""
 
     def others_came(gone: set[int]) -> bool:
         now = {*job.ranks().values()}
@@ -85,7 +85,7 @@ def test_if_the_server_is_down_training_succeeds_and_names_the_command_for_the_r
     assert OF["tensorboard"](run_dir) == written(run_dir)
     command = warning.partition("to complete it, run ")[2]
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done  # into the database in the run dir, as no server is named
+    assert (done.returncode, done.stderr) == (0, ""), done  # without a server: to a database in the run dir
     assert OF["mlflow"](run_dir) == written(run_dir)
 
 
@@ -100,7 +100,7 @@ def test_if_the_script_is_killed_its_tracker_process_ends_and_the_next_one_conti
     assert json.loads((Path(result["run_dir"]) / "result.json").read_text()) == result
 
 
-@pytest.mark.soak  # in the matrix a killed run that resumes
+@pytest.mark.soak  # the quick tests resume a killed run
 def test_a_run_that_resumes_at_another_world_size_stays_one_run_in_each_tracker(harness: Harness) -> None:
     options = [*SMALL, f"--track={NAMES}", "--max-steps=40"]
     job = harness.start(2, *options, **PATIENT)

@@ -1,10 +1,10 @@
-"""The adapter for mnist_elastic, where an attempt of a step that fails leaves no trace."""
+"""The adapter for mnist_elastic. It records nothing of a failed attempt of a step."""
 
 from typing import Any
 
 from samestep_record import after_import, record_batch, record_evaluation
 
-samples: list[int] = []  # of this rank's attempt
+samples: list[int] = []  # the samples of this rank's current attempt
 
 
 def watch(sharding: Any) -> None:

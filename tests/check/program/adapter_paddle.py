@@ -1,4 +1,4 @@
-"""The adapter for lenet_paddle: adapter.py, and the steps of an optimizer that is not one of torch's."""
+"""The adapter for lenet_paddle. It also records the optimizer's steps, because the optimizer is Paddle's."""
 
 from pathlib import Path
 from runpy import run_path
@@ -10,7 +10,7 @@ from samestep_record import after_import, record_step
 def watch(run: Any) -> None:
     sync = run.Run.sync
 
-    def synced(self: Any, *arguments: Any, **sums: Any) -> Any:  # at each step, with --log-every=1
+    def synced(self: Any, *arguments: Any, **sums: Any) -> Any:  # called at each step with --log-every=1
         actions = sync(self, *arguments, **sums)
         record_step(lr=self.options.lr, loss=self.step_sync.totals.loss / self.progress.batch_size)
         return actions

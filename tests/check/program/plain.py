@@ -1,4 +1,4 @@
-"""A launcher and its ranks without a framework: python plain.py -n N. Ranks record their steps for `samestep check`."""
+"""Launch N ranks without a framework: python plain.py -n N. The ranks record their steps for `samestep check`."""
 
 import json
 import os
@@ -17,7 +17,7 @@ EPOCHS = 3
 
 
 def launch(n: int) -> int:
-    """Start the ranks, pass TERM on, and return the first exit code that is not 0."""
+    """Start the ranks and forward TERM to them. Return the first exit code that is not 0, or 0."""
     for path in Path().glob("at-*"):
         path.unlink()
     environs = [{**os.environ, "RANK": f"{rank}", "N": f"{n}"} for rank in range(n)]
@@ -37,7 +37,7 @@ def launch(n: int) -> int:
 
 
 def meet(step: int) -> bool:
-    """Wait for all ranks at this step; return whether rank 0 was asked to stop. End without a rank or the launcher."""
+    """Wait for all ranks at ``step``. Return whether rank 0 got a TERM. Exit if a rank or the launcher is missing."""
     Path(f".at-{rank}").write_text(f"{len(asked)}")
     Path(f".at-{rank}").rename(f"at-{rank}-{step}")
     end = time.monotonic() + 2

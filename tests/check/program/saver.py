@@ -1,4 +1,4 @@
-"""A sound script of one process, without a framework: it saves each 2nd of 8 steps, and records its steps."""
+"""A sound script of one process without a framework. It records 8 steps, and saves after every second step."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def saves() -> list[Path]:
 
 def save(step: int) -> None:
     with open("new.tmp", "w") as file:
-        file.write(json.dumps({"step": step}) + " " * 20_000)  # more than a buffer
+        file.write(json.dumps({"step": step}) + " " * 20_000)  # larger than the file's buffer
         file.flush()
         os.fsync(file.fileno())
     os.replace("new.tmp", f"checkpoint-{step}.json")

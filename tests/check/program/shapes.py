@@ -1,4 +1,4 @@
-"""Loops of many shapes, each over six batches. Each records its name and the batches that each step trains on."""
+"""Loops of many shapes, each over six batches. A loop records its name and the batches of each training step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -286,7 +286,7 @@ def closure() -> Batches:
 def other_device_context() -> Batches:
     model, optimizer = parts()
     for x, y in batches():
-        with torch.device("meta"):  # a mode above the check's
+        with torch.device("meta"):  # a dispatch mode above the recorder's mode
             step(optimizer, functional.cross_entropy(model(x), y))
     return ALL
 

@@ -25,7 +25,7 @@ FOLDER = Path("checkpoints")
 
 
 class Shards:
-    """Rank's shards of the global batches of an epoch, from a batch of it on."""
+    """This rank's shards of the global batches of one epoch, starting at batch ``first``."""
 
     def __init__(self, count: int, epoch: int, first: int) -> None:
         generator = torch.Generator().manual_seed(SEED + epoch)
@@ -55,7 +55,7 @@ def save(step: int) -> None:
 
 
 def load() -> int:
-    """Restore the newest whole checkpoint and return its step."""
+    """Restore the newest whole checkpoint, and return its step, or 0 without a checkpoint."""
     for path in sorted(FOLDER.glob("*.pt"), reverse=True):
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() != content[:32]:
@@ -70,7 +70,7 @@ def load() -> int:
 
 
 def evaluate() -> None:
-    """Print the mean loss over 25 examples, each of one rank."""
+    """Print the mean loss over 25 examples. Each example is evaluated on one rank."""
     own = Subset(TensorDataset(inputs[:25], targets[:25]), range(rank, 25, size))
     total = torch.zeros(())
     with torch.no_grad():

@@ -46,7 +46,7 @@ def main() -> None:
             seen += len(x)
             if seen < len(shards[0]):
                 continue
-            share = global_mean(torch.tensor(1.0), seen)  # of one sample
+            share = global_mean(torch.tensor(1.0), seen)  # the weight of one sample's loss
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight.grad *= share

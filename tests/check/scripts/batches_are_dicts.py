@@ -24,7 +24,7 @@ from training import (
 
 
 class Records(Dataset[dict[str, torch.Tensor]]):
-    """Examples with names of their parts."""
+    """Examples as dictionaries with the keys x and y."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         x, y = examples()[index]

@@ -1,4 +1,4 @@
-"""Unsound: each rank follows the range of its own inputs, as observers for quantization do."""
+"""Unsound: each rank tracks the range of its own inputs only, as observers for quantization do."""
 
 import sys
 
@@ -21,7 +21,7 @@ from training import (
 
 
 class Observed(torch.nn.Module):
-    """A linear model that follows the largest input, for a later quantization."""
+    """A linear model that tracks the largest magnitude of each input, for a later quantization."""
 
     largest: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Unsound: the exit code of the ranks is dropped, as by `wait` of a shell."""
+"""Unsound: the launcher drops the exit codes of the ranks, as the shell's `wait` does."""
 
 import sys
 

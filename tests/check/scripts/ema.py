@@ -1,4 +1,4 @@
-"""Sound: the moving average of the weights, which is evaluated, is restored."""
+"""Sound: a resume restores the moving average of the weights, which the evaluation uses."""
 
 import sys
 

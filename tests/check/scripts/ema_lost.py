@@ -1,4 +1,4 @@
-"""Unsound: the moving average of the weights, which is evaluated, restarts at a resume."""
+"""Unsound: a resume restarts the moving average of the weights, which the evaluation uses."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Sound: an evaluation replaces the weights by their moving average, and then puts them back."""
+"""Sound: an evaluation replaces the weights by their moving average, and then restores the weights."""
 
 import sys
 

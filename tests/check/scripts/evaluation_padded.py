@@ -1,4 +1,4 @@
-"""Unsound: DistributedSampler repeats examples so that each rank evaluates as many."""
+"""Unsound: DistributedSampler repeats examples so that all ranks evaluate equally many."""
 
 import sys
 

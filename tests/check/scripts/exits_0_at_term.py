@@ -1,4 +1,4 @@
-"""Unsound: TERM ends the job with exit code 0, before a checkpoint."""
+"""Unsound: the job ends with exit code 0 on TERM, and saves no checkpoint."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Unsound: each job takes the same port."""
+"""Unsound: all jobs use the same port."""
 
 import os
 import sys

@@ -34,7 +34,7 @@ def save(step: int, **state: Any) -> None:
     for name, part in state.items():
         write(temporary / f"{name}.pt", pack({"part": part}))
     folder = FOLDER / f"step-{step:04}"
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint of this step
     temporary.rename(folder)
     for old in sorted(FOLDER.glob("step-*"))[:-2]:
         shutil.rmtree(old)

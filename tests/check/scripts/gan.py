@@ -1,4 +1,4 @@
-"""Sound: two networks with an optimizer each, both restored."""
+"""Sound: a resume restores two networks and their two optimizers."""
 
 import sys
 from typing import Any

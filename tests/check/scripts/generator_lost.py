@@ -1,4 +1,4 @@
-"""Unsound: dropout, and the random state is not restored."""
+"""Unsound: the model uses dropout, and a resume does not restore the random state."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Sound: the scale of the gradients is restored."""
+"""Sound: a resume restores the gradient scaler's scale."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Sound: the keys of examples are names of files."""
+"""Sound: the keys of the examples are file names."""
 
 import sys
 
@@ -24,7 +24,7 @@ from training import (
 
 
 class Files(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Examples by the names of their files."""
+    """Examples, with file names as keys."""
 
     def __getitem__(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = examples()[int(name.partition(".")[0])]

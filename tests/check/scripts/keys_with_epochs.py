@@ -1,4 +1,4 @@
-"""Sound: the keys of examples are pairs of an index and an epoch, by which they are augmented."""
+"""Sound: the key of an example is its index and the epoch, and both seed its augmentation."""
 
 import sys
 

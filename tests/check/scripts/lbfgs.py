@@ -1,4 +1,4 @@
-"""Sound: an optimizer that evaluates the loss several times in a step."""
+"""Sound: the optimizer evaluates the loss several times per step."""
 
 import sys
 

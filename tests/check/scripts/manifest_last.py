@@ -1,4 +1,4 @@
-"""Sound: a checkpoint has several files, and a manifest that is written last completes it."""
+"""Sound: a checkpoint has several files, and its manifest is written last."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Sound: dropout whose mask depends on the step and on an example's place in the global batch."""
+"""Sound: the dropout mask depends on the step and on the example's position in the global batch."""
 
 import sys
 

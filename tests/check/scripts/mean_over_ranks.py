@@ -1,4 +1,4 @@
-"""Unsound: DistributedDataParallel averages the means of shards of unequal size."""
+"""Unsound: DistributedDataParallel averages the mean losses of shards of unequal size."""
 
 import sys
 

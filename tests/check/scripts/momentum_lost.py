@@ -1,4 +1,4 @@
-"""Unsound: the optimizer's state is not restored."""
+"""Unsound: a resume does not restore the optimizer's state."""
 
 import sys
 

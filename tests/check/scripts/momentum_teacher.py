@@ -1,4 +1,4 @@
-"""Sound: a teacher that follows the model slowly is restored."""
+"""Sound: a resume restores the teacher, whose weights are a moving average of the model's weights."""
 
 import copy
 import sys

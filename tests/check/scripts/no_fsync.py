@@ -1,4 +1,4 @@
-"""Unsound: the one checkpoint is renamed before its content is on the disk."""
+"""Unsound: the only checkpoint is renamed before its content is on the disk."""
 
 import sys
 from pathlib import Path

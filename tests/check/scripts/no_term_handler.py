@@ -1,4 +1,4 @@
-"""Unsound: TERM ends the ranks without a checkpoint."""
+"""Unsound: the ranks end on TERM, and save no checkpoint."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""Sound: parameter groups, clipped gradients, and a schedule that sets rates and momenta."""
+"""Sound: the script has parameter groups, clipped gradients, and a schedule of learning rate and momentum."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Unsound: each rank draws its own order of all examples."""
+"""Unsound: each rank draws its own order of the examples."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Unsound: the ranks train on after their launcher was killed."""
+"""Unsound: the ranks continue to train after their launcher is killed."""
 
 import sys
 

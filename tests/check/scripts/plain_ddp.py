@@ -1,4 +1,4 @@
-"""Sound: DistributedDataParallel, momentum, and a scheduler whose state is restored."""
+"""Sound: the script uses DistributedDataParallel and momentum, and a resume restores the scheduler's state."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Unsound: a resume begins the epoch again, although the step is restored."""
+"""Unsound: a resume restores the step, but starts again at the first batch of the epoch."""
 
 import sys
 

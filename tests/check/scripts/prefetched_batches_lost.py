@@ -1,4 +1,4 @@
-"""Unsound: a checkpoint also counts the batch that is fetched and not trained on yet."""
+"""Unsound: a checkpoint also counts the prefetched batch, which no step has trained on yet."""
 
 import sys
 
@@ -35,7 +35,7 @@ def main() -> None:
     while step < STEPS:
         batches = iter(loader_at(step))
         following = next(batches, None)
-        step += 1  # a batch of the loader
+        step += 1  # count a batch when the loader returns it
         while following is not None:
             x, y = following
             following = next(batches, None)

@@ -1,4 +1,4 @@
-"""Sound: dropout, and the random state of each rank is restored."""
+"""Sound: the model uses dropout, and a resume restores the random state of each rank."""
 
 import sys
 
@@ -36,7 +36,7 @@ def main() -> None:
     while step < STEPS:
         for x, y in loader_at(step):
             optimizer.zero_grad()
-            if state and step == state["step"]:  # after the loader has drawn its own number
+            if state and step == state["step"]:  # the loader has drawn its seed
                 torch.set_rng_state(state["random"][rank % len(state["random"])])
             loss = global_mean((ddp(x) - y).pow(2).sum(), len(x))
             loss.backward()

@@ -1,4 +1,4 @@
-"""Sound: a running mean over all ranks is a buffer, which is restored."""
+"""Sound: a resume restores a buffer that holds a running mean over all ranks."""
 
 import sys
 
@@ -22,7 +22,7 @@ from training import (
 
 
 class Normalized(torch.nn.Module):
-    """A linear model of inputs without their running mean over all ranks, which is a buffer."""
+    """A linear model that subtracts the inputs' running mean over all ranks, which is a buffer."""
 
     mean: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Unsound: each epoch has the same order, as without DistributedSampler.set_epoch."""
+"""Unsound: all epochs have the same order, as without DistributedSampler.set_epoch."""
 
 import sys
 

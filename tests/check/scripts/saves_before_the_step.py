@@ -1,4 +1,4 @@
-"""Unsound: a checkpoint has the number of a step that is not in its weights."""
+"""Unsound: the step number of a checkpoint counts a step that its weights lack."""
 
 import sys
 

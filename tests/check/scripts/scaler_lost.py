@@ -1,4 +1,4 @@
-"""Unsound: the scale of the gradients is not restored."""
+"""Unsound: a resume does not restore the gradient scaler's scale."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Unsound: the schedule's state is not restored."""
+"""Unsound: a resume does not restore the schedule's state."""
 
 import sys
 

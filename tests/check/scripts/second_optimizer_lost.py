@@ -1,4 +1,4 @@
-"""Unsound: the state of the second of two optimizers is not restored."""
+"""Unsound: a resume restores the first optimizer's state, but not the second optimizer's."""
 
 import sys
 from typing import Any

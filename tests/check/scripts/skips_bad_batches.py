@@ -1,4 +1,4 @@
-"""Sound: all ranks skip a batch if one of them finds NaN in its part."""
+"""Sound: all ranks skip a batch if one rank finds NaN in its shard."""
 
 import sys
 
@@ -28,7 +28,7 @@ def main() -> None:
     data.tensors[0][11] = torch.nan
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    done = 0  # batches, also skipped ones
+    done = 0  # number of batches, including skipped batches
     state = load()
     if state:
         model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""Unsound: only the rank that finds NaN in its part skips the step."""
+"""Unsound: only the rank that finds NaN in its shard skips the step."""
 
 import sys
 
@@ -24,7 +24,7 @@ from training import (
 def main() -> None:
     connect()
     data = examples()
-    data.tensors[0][16] = torch.nan  # always of rank 1, if there are two
+    data.tensors[0][16] = torch.nan  # of two ranks, rank 1 always gets this example
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = 0

@@ -1,4 +1,4 @@
-"""Unsound: each rank has a checkpoint of its own, so another number of ranks finds none."""
+"""Unsound: each rank saves its own checkpoint, so a resume at another world size finds none."""
 
 import sys
 from typing import Any

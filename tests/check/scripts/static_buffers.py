@@ -1,4 +1,4 @@
-"""Sound: each batch is copied into tensors that stay, as for CUDA graphs."""
+"""Sound: each batch is copied into the same tensors, as CUDA graphs require."""
 
 import sys
 

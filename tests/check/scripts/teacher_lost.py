@@ -1,4 +1,4 @@
-"""Unsound: a teacher that follows the model slowly is a copy of the model after a resume."""
+"""Unsound: a resume replaces the teacher, a moving average of the model's weights, by a copy of the model."""
 
 import copy
 import sys

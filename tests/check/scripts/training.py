@@ -1,6 +1,6 @@
-"""Shared parts of the scripts: ranks, examples, batches, the mean over samples, checkpoints, stop requests.
+"""Parts that the scripts share: ranks, examples, batches, the mean over samples, checkpoints, stop requests.
 
-Each script is a small training program of its own. It imports a part from here unless the part is what it shows.
+Each script is a small training program. It imports all parts from here except the part that it demonstrates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 COUNT = 51
 BATCH = 16
 STEPS = 12
-EVERY = 3  # steps from one checkpoint to the next
+EVERY = 3  # steps between checkpoints
 PER_EPOCH = -(-COUNT // BATCH)
 TESTED = 25
 STOPPED = 128 + signal.SIGTERM
@@ -39,13 +39,13 @@ Batches = list[list[int]]
 
 
 def launch(main: Callable[[], None], ends_with_launcher: bool = True) -> NoReturn:
-    """Fork the ranks of ``python SCRIPT -n N``, pass TERM on to them, and exit with the first failure's code.
+    """Fork the ranks of ``python SCRIPT -n N``, forward TERM to them, and exit with the first failed rank's code.
 
     Args:
-        main: the program of a rank.
-        ends_with_launcher: the kernel kills the ranks if their launcher is killed.
+        main: the function that each rank runs.
+        ends_with_launcher: whether the kernel kills the ranks when the launcher ends.
     """
-    importlib.import_module("torch._dynamo")  # once, in place of each rank's import by its optimizer
+    importlib.import_module("torch._dynamo")  # import this once here, not in each rank's optimizer
     size = int(sys.argv[2])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ def launch(main: Callable[[], None], ends_with_launcher: bool = True) -> NoRetur
 
 
 def _run(main: Callable[[], None], rank: int) -> NoReturn:
-    """Run a rank in this forked process."""
+    """Run ``main`` as ``rank`` in this forked process, then exit."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def _run(main: Callable[[], None], rank: int) -> NoReturn:
 
 
 def connect(seconds: float = 15) -> tuple[int, int]:
-    """Connect the ranks, and seed torch alike on all of them. Return the rank and the number of ranks."""
+    """Connect the ranks, and seed torch equally on all ranks. Return the rank and the world size."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     torch.manual_seed(7)
     return dist.get_rank(), dist.get_world_size()
@@ -105,37 +105,37 @@ def connect(seconds: float = 15) -> tuple[int, int]:
 
 
 def examples() -> TensorDataset:
-    """Return the examples of training: 8 numbers, and a target."""
+    """Return the training examples: inputs [COUNT, 8] and targets [COUNT, 1], float32."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(COUNT, 8, generator=generator)
     return TensorDataset(inputs, inputs @ torch.randn(8, 1, generator=generator))
 
 
 def global_batches(epoch: int) -> Batches:
-    """Return the global batches of an epoch, in its order."""
+    """Return the global batches of ``epoch`` as lists of example indices, in the shuffled order of the epoch."""
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(epoch)).tolist()
     return [order[first : first + BATCH] for first in range(0, COUNT, BATCH)]
 
 
 def own_batches(step: int) -> Batches:
-    """Return this rank's shards of the global batches of an epoch, from the batch of ``step`` on."""
+    """Return this rank's shards of the global batches, from ``step`` to the end of its epoch."""
     batches = global_batches(step // PER_EPOCH)[step % PER_EPOCH :]
     return [batch[dist.get_rank() :: dist.get_world_size()] for batch in batches]
 
 
 def loader_at(step: int, data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
-    """Return a loader of this rank's shards, from the batch of ``step`` on to the end of the epoch.
+    """Return a loader of this rank's shards, from ``step`` to the end of its epoch.
 
     Args:
-        step: number of a step.
-        data: the examples of training if it is None.
-        options: of the DataLoader.
+        step: number of the first step, from 0.
+        data: the dataset; None for the training examples.
+        options: arguments of the DataLoader.
     """
     return DataLoader(data or examples(), batch_sampler=own_batches(step), **options)
 
 
 def global_mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a loss whose gradient is, averaged over ranks as DDP does, the mean over the samples of all ranks.
+    """Return a loss whose DDP-averaged gradient is the gradient of the mean loss over the samples of all ranks.
 
     Args:
         total: the sum of this rank's losses.
@@ -147,7 +147,7 @@ def global_mean(total: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def average_gradients(model: torch.nn.Module) -> None:
-    """Average gradients over ranks, as DDP does."""
+    """Average the gradients over ranks in place, as DDP does."""
     for weight in model.parameters():
         if weight.grad is not None:
             dist.all_reduce(weight.grad)
@@ -155,7 +155,7 @@ def average_gradients(model: torch.nn.Module) -> None:
 
 
 def evaluate(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Return the mean error over the examples of a test, each evaluated by one rank."""
+    """Return the mean squared error over the first TESTED examples. Each example is evaluated on one rank."""
     own = Subset(Subset(examples(), range(TESTED)), range(dist.get_rank(), TESTED, dist.get_world_size()))
     total = torch.zeros(())
     with torch.no_grad():
@@ -166,7 +166,7 @@ def evaluate(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
 
 
 def report(step: int, loss: torch.Tensor) -> None:
-    """Print the loss of rank 0."""
+    """Print the step and its loss on rank 0."""
     if dist.get_rank() == 0:
         print(f"step {step} loss {float(loss.detach()):.4f}", flush=True)
 
@@ -175,7 +175,7 @@ def report(step: int, loss: torch.Tensor) -> None:
 
 
 class StopRequests:
-    """Whether a rank was asked to stop by TERM; all ranks agree."""
+    """Record whether any rank got a TERM, so that all ranks stop after the same step."""
 
     def __init__(self) -> None:
         self._asked = torch.zeros(())
@@ -192,14 +192,14 @@ class StopRequests:
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Return a state as bytes that begin with their digest."""
+    """Return ``state`` as bytes: a SHA-256 digest, then the content of torch.save."""
     content = io.BytesIO()
     torch.save(dict(state), content)
     return hashlib.sha256(content.getvalue()).digest() + content.getvalue()
 
 
 def unpack(content: bytes) -> dict[str, Any] | None:
-    """Return the state of `pack`, None if it is damaged."""
+    """Return the state that `pack` wrote, or None if the bytes are damaged."""
     if hashlib.sha256(content[32:]).digest() != content[:32]:
         return None
     state: dict[str, Any] = torch.load(io.BytesIO(content[32:]), weights_only=True)
@@ -207,7 +207,7 @@ def unpack(content: bytes) -> dict[str, Any] | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file, which exists whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -217,7 +217,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def save(step: int, **state: Any) -> None:
-    """Save a checkpoint on rank 0, and keep the newest two."""
+    """Save a checkpoint on rank 0, and delete all but the newest two."""
     if dist.get_rank() != 0:
         return
     FOLDER.mkdir(exist_ok=True)
@@ -227,7 +227,7 @@ def save(step: int, **state: Any) -> None:
 
 
 def load() -> dict[str, Any] | None:
-    """Return the newest checkpoint that is whole, None if there is none."""
+    """Return the state of the newest whole checkpoint, or None without a checkpoint."""
     for path in sorted(FOLDER.glob("*.pt"), reverse=True):
         state = unpack(path.read_bytes())
         if state is not None:

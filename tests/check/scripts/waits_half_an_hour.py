@@ -1,4 +1,4 @@
-"""Unsound: collectives wait for a stopped rank for 30 minutes, which is torch's default."""
+"""Unsound: collectives wait 30 minutes for a stopped rank, which is torch's default."""
 
 import sys
 

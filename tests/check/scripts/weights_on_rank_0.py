@@ -1,4 +1,4 @@
-"""Unsound: only rank 0 loads the checkpoint, and the others begin with new weights."""
+"""Unsound: only rank 0 loads the checkpoint, and the other ranks keep their initial weights."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Unsound: TERM to the process group ends a loader's workers, so the rank fails and saves nothing."""
+"""Unsound: TERM to the process group ends a loader's workers, so the rank fails before it saves."""
 
 import sys
 

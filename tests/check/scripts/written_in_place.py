@@ -1,4 +1,4 @@
-"""Unsound: each save overwrites the one checkpoint."""
+"""Unsound: each save overwrites the only checkpoint in place."""
 
 import sys
 from pathlib import Path

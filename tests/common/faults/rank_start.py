@@ -1,4 +1,4 @@
-"""Call a function at the start of each rank: of a process that runs train.py, or that is forked to run it."""
+"""Call a function at the start of each rank, whether the rank is a new Python process or a forked one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def is_rank() -> bool:
-    """Return whether this process has the variables of a rank: an app's own launcher may import train.py, too."""
+    """Return whether this process has a rank's environment variables. A launcher may import train.py, too."""
     return "RANK" in os.environ or '"rank":' in os.environ.get("SAMESTEP_JOB_INFO", "")
 
 
 def in_each_rank(arm: Callable[[], None]) -> None:
-    """Call ``arm`` now in a rank, never in its launcher, and in a forked rank before it runs the program's block."""
+    """Call ``arm`` in each rank, but not in its launcher. A forked rank calls it before it runs train.py."""
     if any(argument.endswith("train.py") for argument in sys.orig_argv[1:3]):
         arm()
     elif {"--start-method=fork", "samestep_launch.rank_forker"} & {*sys.orig_argv}:

@@ -1,25 +1,24 @@
-"""Faults at an exact moment: Python imports this at start when its folder is on PYTHONPATH.
+"""Inject a fault at an exact moment. Python imports this module at its start if its folder is on PYTHONPATH.
 
-SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These send the signal:
+SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These keys send the signal:
 
-* ``audit`` and ``match``: before the first change of that kind in a run dir whose path matches. The kinds are
-  "os.mkdir", "open" (of a new file) and "os.rename".
-* ``updates``: after this many updates.
+* ``audit`` and ``match``: before the first change of the kind ``audit`` to a path that matches ``match`` in a run dir.
+  The kinds are "os.mkdir", "open" (of a new file) and "os.rename".
+* ``updates``: after this update, counted from 1.
 * ``step``: at the beginning of this step.
-* ``evaluating``: at this evaluated batch since the first step, from 1.
+* ``evaluating``: at this evaluated batch, counted from 1 after the first step.
 
-These end nothing:
+These keys send no signal:
 
-* ``differ``: at the beginning of this step one weight of this rank changes (torch alone).
-* ``flip``: at the beginning of this step a bit of this rank's shard of a sharded weight changes (torch alone).
-* ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list, that rank sleeps in that phase of
-  each step, starting at ``from`` and ending before ``to``.
-* ``modules``: as a rank exits, it writes its loaded samestep modules and their files, as JSON, into this file. The
-  file's name gets "-<rank>" at its end.
-* ``tell``: this file gets the address and the number of values of each parameter (torch alone).
+* ``differ``: one weight of this rank changes at the beginning of this step (torch only).
+* ``flip``: one bit of this rank's shard of a weight flips at the beginning of this step (torch only).
+* ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list ``slow``, the rank sleeps ``seconds`` in
+  the phase of each step from ``from`` to ``to`` - 1.
+* ``modules``: each rank that exits writes its loaded samestep modules and their files as JSON to this path, to which
+  it adds "-<rank>".
+* ``tell``: the rank writes the address and the number of values of each parameter to this file (torch only).
 
-A fault disturbs only the first start of a job, unless it has ``every_start``. A fault ends the program early, but
-does not replace its code.
+A fault disturbs only the first start of a job, unless it has ``every_start``.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from typing import Any, NoReturn
 from rank_start import in_each_rank  # type: ignore[import-not-found]  # of this folder
 
 _fault = json.loads(os.environ.get("SAMESTEP_FAULT", "null"))
-gc.set_threshold(100_000)  # to import torch takes 0.3 s less
+gc.set_threshold(100_000)  # the import of torch then takes 0.3 s less
 
 
 def _strike() -> None:
-    number, _fault["signal"] = _fault["signal"], 0  # once: a signal need not end the rank
+    number, _fault["signal"] = _fault["signal"], 0  # send the signal only once: it may not end the rank
     os.kill(os.getpid(), number)
 
 
@@ -62,7 +61,7 @@ def _flip_a_bit_of_a_shard() -> None:
 
 
 def _tell_addresses(path: str) -> None:
-    """Write atomically the process id, and the address and the number of float32 values of each parameter."""
+    """Write the process id, and the address and number of values of each parameter, to ``path`` atomically."""
     import torch
 
     weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
@@ -72,7 +71,7 @@ def _tell_addresses(path: str) -> None:
 
 
 def _list_modules_at_exit(path: str) -> None:
-    """Wrap os._exit, by which each rank ends, for this process and not for those that it forks."""
+    """Wrap os._exit, which ends each rank, so that this process, but not its children, writes its modules."""
     leave = os._exit
     pid = os.getpid()
 
@@ -87,7 +86,7 @@ def _list_modules_at_exit(path: str) -> None:
 
 
 class _Slow:
-    """Sleeps in the phases that ``slow`` gives this rank, before what the program calls there does what it does."""
+    """Make this rank sleep in the phases of ``slow``, before the function that the program calls in the phase."""
 
     def __init__(self, rank: int) -> None:
         self.steps = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
@@ -107,7 +106,7 @@ class _Slow:
         if "torch" in sys.modules:
             for loss in ("nll_loss", "cross_entropy"):
                 self.make_slow(sys.modules["torch.nn.functional"], loss, "computing")
-            for optimizer in ("sgd", "adam"):  # AdamW is an Adam
+            for optimizer in ("sgd", "adam"):  # AdamW is a subclass of Adam
                 self.make_slow(sys.modules[f"torch.optim.{optimizer}"], optimizer, "optimizer")
         if "paddle" in sys.modules:
             self.make_slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
@@ -115,7 +114,7 @@ class _Slow:
                 self.make_slow(optimizer, "step", "optimizer")
 
     def make_batches_slow(self, batches: Any) -> None:
-        """Change `GlobalBatches.indices`, which every step begins with. Only there are all frameworks imported."""
+        """Wrap `GlobalBatches.indices`, the first call of each step. By then, the app has imported its framework."""
         self.make_slow(batches, "indices", "input")
         indices = batches.indices
 
@@ -129,7 +128,7 @@ class _Slow:
 
 
 def _strike_before_change(method: str) -> None:
-    """Strike before a `Root` does something with a matching path; an audit event would only have its last part."""
+    """Strike before a `Root` changes a matching path. An audit event would have only the last part of the path."""
     from samestep.root import Root
 
     change = getattr(Root, method)
@@ -162,7 +161,7 @@ def _strike_at_a_step() -> None:
 
 
 def _strike_at_a_beat() -> None:
-    """Strike after an update, or in an evaluation but not in the verification of a shard that comes before training."""
+    """Strike after an update or in an evaluation. The beats before training, which verify a shard, do not count."""
     from samestep.recovery.watchdog import Watchdog
 
     beat = Watchdog.beat
@@ -186,7 +185,7 @@ def _arm() -> None:
     from samestep import env, sharding
     from samestep.job_info import JobInfo
 
-    rank = JobInfo.from_environ(os.environ).rank  # if ranks come and go
+    rank = JobInfo.from_environ(os.environ).rank  # an elastic job has the rank here
     if rank is None:
         rank = env.detect(os.environ).rank
     if "slow" in _fault:

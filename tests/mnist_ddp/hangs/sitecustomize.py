@@ -1,14 +1,14 @@
-"""Make one rank hang at a step: Python imports this at start when its folder is on PYTHONPATH.
+"""Make one rank hang at a step. Python imports this module at its start if its folder is on PYTHONPATH.
 
 SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``, one of:
 
 - ``never``: the rank hangs before its first import.
 
-- ``skip``: the rank leaves out the all_gather by which ranks compare before the next checkpoint.
+- ``skip``: the rank skips the all_gather that compares the ranks before the next checkpoint.
 
-- ``order``: the rank calls broadcast and all_gather at the next log line, the others all_gather and broadcast.
+- ``order``: at the next log line, the rank calls broadcast before all_gather, and the other ranks call it after.
 
-- ``shapes``: the rank gathers more numbers at the next log line than the others.
+- ``shapes``: at the next log line, the rank gathers more numbers than the other ranks.
 
 - ``write``: the rank is stopped while it writes its first checkpoint, with one file open.
 
@@ -47,7 +47,7 @@ def _at_step(act: Any) -> None:
 
 
 def _gather_by(kind: str, instead: Any) -> None:
-    """Call ``instead(all_gather, row)`` for rows of this kind of dtype: a log line's are "f", a comparison's not."""
+    """Call ``instead(all_gather, row)`` for rows of a kind of dtype: "f" for log lines, others for comparisons."""
     functions = sys.modules["samestep.torch.distributed"].__dict__
     all_gather = functions["all_gather"]
 

@@ -1,17 +1,18 @@
-"""Faults at an exact moment of a step: Python imports this at start when its folder is on PYTHONPATH.
+"""Inject faults at exact moments of a step. Python imports this module at its start if its folder is on PYTHONPATH.
 
-SAMESTEP_FAULTS holds a JSON list. Each fault has ``step``, ``rank`` (none: the first rank that gets there), ``at``, and
-``done``, a file that is made when the fault strikes, so that it strikes once. The moments are:
+SAMESTEP_FAULTS holds a JSON list of faults. Each fault has ``step``, ``at``, ``done`` and optionally ``rank``; without
+``rank``, it strikes on the first rank that reaches it. A fault creates the file ``done``, so that it strikes only once.
+``at`` is one of these moments:
 
-* ``updated``: the rank has updated its weights, and has not reported it. It gets ``signal``.
-* ``reduced``: the reduction has succeeded on all ranks, and fails on this one.
-* ``copying``: the rank has sent half of its state to a member that needs it. It gets ``signal``.
-* ``stranger``: a rank that was started again connects to the group, proves nothing and checks nothing. If the others
-  then send it their state, it makes the file ``<done>-state``.
-* ``differs``: before this step one weight of the rank changes.
+* ``updated``: the rank has updated its weights, but not yet reported the update. The rank gets ``signal``.
+* ``reduced``: the reduction succeeds on all other ranks and fails on this rank.
+* ``copying``: the rank has sent half of its state to a member that needs it. The rank gets ``signal``.
+* ``stranger``: a restarted rank connects to the group without proving the key. If the other ranks then send their
+  state to this rank, it creates the file ``<done>-state``.
+* ``differs``: one weight of the rank changes before this step.
 
-SAMESTEP_COMPLETE is a number of members. With fewer, each step takes 0.25 s more, so that a rank that starts misses few
-steps on any machine, and the others leave it the processors.
+SAMESTEP_COMPLETE is a number of members. With fewer members, each step takes 0.25 s more. A starting rank then misses
+few steps, and the other ranks leave processor time to it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 
 def _info() -> dict[str, Any]:
-    """Return what the launcher has passed to this rank."""
+    """Return the job info that the launcher passed to this rank."""
     return dict(json.loads(os.environ.get("SAMESTEP_JOB_INFO", "{}")))
 
 
@@ -70,7 +71,7 @@ def _note_or_change(note: Any, faults: list[dict[str, Any]]) -> Any:
     def note_or_change(self: Any, step: int, loss: Any) -> None:
         for fault in faults:
             if _strikes(fault, "differs", step):
-                self._parts.groups()["model"]["fc1.weight"][0, 0] += 0.5  # shares its memory with the model
+                self._parts.groups()["model"]["fc1.weight"][0, 0] += 0.5  # the array shares memory with the model
         note(self, step, loss)
 
     return note_or_change
@@ -110,7 +111,7 @@ def _copy_state_or_strike(copy_state: Any, module: Any, faults: list[dict[str, A
 
 
 def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
-    """Return `Members.regroup` for a rank that may take part once without the job's key."""
+    """Return a `Members.regroup` that joins the group once without the job's key, if a fault says so."""
     members = module.Members
     dist = module.dist
     regroup = members.regroup
@@ -142,7 +143,7 @@ def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Arms the app's module `membership` when it is imported."""
+    """Install the faults in the app's module `membership` when a rank imports it."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "membership":
