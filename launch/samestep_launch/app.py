@@ -5,7 +5,7 @@
     launch.sh <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
 
 An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
-without ``--resume`` does not train: it has neither dataset nor checkpoints.
+without ``--resume`` does not train: it has neither dataset nor checkpoints, and does not restart.
 
 A start has two stages. The first stage runs on the system's Python with the standard library alone. It reports every
 mistake that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in that
