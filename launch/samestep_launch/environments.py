@@ -102,13 +102,13 @@ def _is_python(program: str) -> bool:
 
 
 class Environment:
-    """The environment of an app or of --track.
+    """The Python environment of an app or of --track.
 
     Attributes:
         root: the project's folder, with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
         name: the app's name, or TRACKERS.
         source: the folder with requirements and locks: a Path, or a part of this package, which may be in a zip file.
-        link: the symbolic link ``.venvs/<name>``. Apps with equal locks share the environment at its end.
+        link: the symbolic link ``.venvs/<name>`` to the environment, which apps with equal locks share.
         setup: path of the app's setup.sh, which builds packages without a published wheel; the file may be missing.
     """
 
@@ -125,7 +125,7 @@ class Environment:
         self._requirements = read_text(self.source / "requirements.in") or ""
 
     def ensure(self, settings: Mapping[str, str]) -> str:
-        """Return the path of the environment's Python; create the environment unless an equal one exists.
+        """Return the path of the environment's Python; create the environment unless an equal environment exists.
 
         An existing environment never changes, because a running job may use it: other locks lead to a new environment.
         The path contains the environment's own folder, because the link may change.
@@ -133,7 +133,7 @@ class Environment:
         Args:
             settings: variables for the app's setup.sh; other values lead to a new environment.
         """
-        os.environ.pop("PYTHONHOME", None)  # is not meant for the environment's Python
+        os.environ.pop("PYTHONHOME", None)  # would mislead the environment's Python
         venv = Path(os.path.realpath(self.link))
         version = _stamp(venv)
         locks = [_allow(path.read_text(), _allowed()) for path in self.locks()]
@@ -143,7 +143,7 @@ class Environment:
         return str(venv / "bin" / "python")
 
     def _new(self, settings: Mapping[str, str], locks: Sequence[str]) -> Path:
-        """Create an environment, or find an equal one, and point the link at it. Return the environment's folder."""
+        """Create or find the environment, point the link at it, and return the environment's folder."""
         base, version = self._find_python()
         venv = self.link.with_name(self._key(version, settings, locks))
         try:
@@ -207,7 +207,7 @@ class Environment:
         return locks
 
     def _check_pins(self, lock: str) -> None:
-        """Raise ConfigError if the lock lacks a requirement, because requirements.in was changed after the lock."""
+        """Raise ConfigError if the lock lacks a requirement of requirements.in."""
         pinned = re.findall(r"^([\w.-]+)==([^\s;+]+)", lock, re.MULTILINE)
         locked = {(_normal(name), version) for name, version in pinned}
         pattern = r"^([A-Za-z][\w.-]*)(\S*?(?:==(\S+))?)(?= |$)"
@@ -440,7 +440,7 @@ def _allowed() -> dict[str, list[str]]:
 
 
 def _allow(lock: str, allowed: Mapping[str, Sequence[str]]) -> str:
-    """Return the lock with the allowed hashes. Their packages lose local labels, so that torch 2.13.0+ours matches."""
+    """Return the lock with the allowed hashes, and without local labels of their packages, such as 2.13.0+cpu."""
     if not allowed:
         return lock
 

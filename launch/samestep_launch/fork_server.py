@@ -1,9 +1,9 @@
 """Run a fork server: one process imports the program, and forks the launcher at each start of the job.
 
 The launch script starts the server by the launcher's command, with a Unix socket as an additional descriptor. The
-server imports the ranks' modules and forks a launcher. After the launcher's end, it sends the exit code through the
-socket and waits for the next start. The server ends when the socket is closed. If the program prevents forking, the
-server process runs the launcher itself and ends with it.
+server imports the ranks' modules and forks a launcher. After the launcher's end, the server sends the exit code through
+the socket and waits for the next start. The server ends when the socket is closed. If the program prevents forking, the
+server process runs the launcher itself and ends with the launcher.
 
 A start is one message: the command and the environment in JSON, and the descriptors of standard output and error.
 This module uses the standard library alone.
@@ -80,7 +80,7 @@ class ForkServer:
         self._environ: Mapping[str, str] = {}  # the server's environment at its start
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Launcher:
-        """Start a launcher by the running server, or by a new server if none runs.
+        """Start a launcher with the running server, or with a new server if none runs.
 
         Args:
             command: the launcher's command, which also starts a server.

@@ -44,7 +44,7 @@ RANK_FORKER = "samestep_launch.rank_forker"
 # Seconds in which a machine reports to the other machines that it will not restart.
 REPORT_SECONDS = 10.0
 LONG_REPORT_SECONDS = 60.0  # the same if the other machines may not have noticed the failure
-# Matches the log files that this program and its ranks write, read or remove, and the temporary files of these.
+# Matches the log files that this program and its ranks write, read or remove, and their temporary files.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 
@@ -80,7 +80,7 @@ class Nodes:
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
     """Return the job's machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE.
 
-    RANK and WORLD_SIZE count machines here. A Kubernetes Indexed Job sets JOB_COMPLETION_INDEX to the machine's number.
+    RANK and WORLD_SIZE must count machines. A Kubernetes Indexed Job sets JOB_COMPLETION_INDEX to the machine's number.
 
     Raises:
         ConfigError: a variable is missing, malformed or out of range, or the port is in use.

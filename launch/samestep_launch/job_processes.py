@@ -33,8 +33,8 @@ class JobProcesses:
     """The processes of one start of a job on this machine.
 
     The job consists of the processes with the job's variables in their environment, the children that this process
-    started after it created this object, and all descendants of both. Use the object as a context manager: inside,
-    this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
+    started after it created this object, and all descendants of both. Use the object as a context manager. Inside the
+    context, this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
     """
 
     def __init__(self, job: str) -> None:

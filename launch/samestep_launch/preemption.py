@@ -32,7 +32,7 @@ from samestep_launch.supervise import STOPS, print_stderr
 
 POLL_SECONDS = 5.0
 TIMEOUT = 1.0  # seconds for a request
-MAX_BYTES = 2**16  # maximum size of a response; the rest is ignored
+MAX_BYTES = 2**16  # bytes of a response that are read
 URL = "http://169.254.169.254"  # metadata service of AWS, Google Cloud and Azure
 URL_VARIABLE = "SAMESTEP_METADATA_URL"
 TTL = "60"  # lifetime of a token in seconds; each poll requests a new token

@@ -64,7 +64,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_option(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is JSON of an option, nested at most 5 levels deep."""
+    """Return whether a value can be an option's JSON value, with at most 5 nested levels."""
     if isinstance(value, list) and depth < 5:
         return all(_is_option(each, depth + 1) for each in value)
     if isinstance(value, dict) and depth < 5:
@@ -609,7 +609,7 @@ class _Host:
             threading.Thread(target=target, daemon=True).start()
         try:
             self._wait_for("did not come", lambda message: True, self._place.deadline, may_reconnect=True)
-            listener.close()  # no other launcher may connect to this listener
+            listener.close()  # before a launcher can connect to it by mistake
             with _named(self._node):
                 plan = make_plan()
             self._send(plan=plan)
@@ -633,7 +633,7 @@ class _Host:
             self._send(here=True)
 
     def _call_myself(self) -> None:
-        """Connect to MASTER_ADDR, so that another machine 0 at this address is found and both report the error."""
+        """Connect to MASTER_ADDR. If another machine 0 listens there, both machines report the error."""
         while not self._over.wait(RETRY):  # the other machine may start later, and names may resolve late
             connection, _ = _connect(self._place)
             if connection and not self._over.is_set():

@@ -54,7 +54,7 @@ class Program:
         Raises:
             ImportFailed: the program raised an exception, which this method has printed.
         """
-        self._replaced_main = sys.modules[STARTED]  # a reference, without which its variables may be cleared
+        self._replaced_main = sys.modules[STARTED]  # keeps the variables of the replaced module
         sys.argv[:] = [str(self.path), *arguments]
         sys.path[0] = str(self.path.parent)
         vars(self._module)["__file__"] = str(self.path)
@@ -70,7 +70,7 @@ class Program:
             raise ImportFailed(f"{self.path.name} failed at its import: {last}", code or 1) from None
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run the program in a forked process, and return the code with which Python would exit.
+        """Run the program in this forked process, and return the code with which Python would exit.
 
         If the program calls ``os._exit(0)`` in the main thread, this method returns 0, because the agent waits for the
         result of each rank.

@@ -67,7 +67,7 @@ class StderrForwarder:
         self._lost_connection = b""  # the first framework exception about a lost connection
 
     def run(self) -> None:
-        """Forward until the last writer has closed the pipe."""
+        """Copy the output until the last writer has closed the pipe."""
         with self._log:
             while chunk := os.read(self._source, MAX_CHUNK):
                 self._write_log(chunk)

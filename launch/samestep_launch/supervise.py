@@ -29,10 +29,10 @@ from samestep_launch.job_processes import JobProcesses
 from samestep_launch.stderr_forwarder import StderrForwarder
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which ranks save a checkpoint and exit
-STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
+STOP_SECONDS = 10.0  # time from the first signal to SIGKILL if no rank can save
 REPEATED = 1.0  # period in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a step
-POLL_SECONDS = 0.25  # between checks whether a watchdog has reported a stalled rank
-HEARTBEAT_SECONDS = 1.0  # between checks of the heartbeats, which the ranks write as often
+POLL_SECONDS = 0.25  # interval of checks whether a watchdog has reported a stalled rank
+HEARTBEAT_SECONDS = 1.0  # interval of checks of the heartbeats, which the ranks write equally often
 DIAGNOSIS_SECONDS = 10.0  # added to --timeout, so that a watchdog's more detailed report comes first
 START_SECONDS = 60.0  # minimum time limit of a rank's first heartbeat, because imports are slow
 PAUSE_SECONDS = 5.0  # gap between two checks that means that this process was stopped or the machine slept
@@ -46,14 +46,14 @@ HEARTBEAT = {
 
 
 class Stopped(BaseException):
-    """The signal INT, TERM, USR1 or HUP arrived."""
+    """This process has received the signal INT, TERM, USR1 or HUP."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def stop_on_signals() -> None:
-    """Raise Stopped on INT, TERM, USR1 and HUP from now on."""
+    """Install signal handlers that raise Stopped on INT, TERM, USR1 and HUP."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number)
@@ -162,7 +162,7 @@ class Start:
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: text that follows "stopping (SIGTERM)" on the console.
         program: the ranks' program, if it may have no watchdog; otherwise None. Until a rank of this program writes a
-            heartbeat, the console shows all of stderr, and a stop signal goes to all ranks that `JobProcesses` finds.
+            heartbeat, the console shows all of stderr. A stop signal then goes to all ranks that `JobProcesses` finds.
         start: starts the launcher.
     """
 

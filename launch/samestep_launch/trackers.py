@@ -2,8 +2,8 @@
 
 The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process and
 does not fail with it. The process runs the Python of ``.venvs/trackers``, or the Python that PYTHON names. It shares no
-environment, pipe or lock with the job, and has the lowest priority. It ends when this process closes its standard
-input. This module uses the standard library alone.
+environment, pipe or lock with the job, and has the lowest priority. It ends when its standard input closes. This
+module uses the standard library alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     samestep diff RUN_A RUN_B
 
-It prints the settings and versions that differ, whether the data are equal, and
-the first step whose losses differ in any bit. If both runs have --trace-every,
+The command prints the settings and versions that differ, whether the data are
+equal, and the first step whose losses differ. If both runs have --trace-every,
 it also prints the first step and tensor that differ. Then it replays both runs
 up to this step, from the newest checkpoint before the step. If a run differs
 from its own replay, an event in its process caused the difference, such as a

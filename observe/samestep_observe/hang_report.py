@@ -2,17 +2,17 @@
 
     samestep hang RUN_DIR [RUN_DIR ...]
 
-It prints the diagnosis of the newest hang in a run dir. Then it prints each
-rank's host, process, step, collective and stack of the main thread, the
-innermost call first. Ranks at the same location are printed once. It names ranks
-without a file in the folder.
+The command prints the diagnosis of the newest hang in a run dir. Then it prints
+each rank's host, process, step, collective and stack of the main thread, the
+innermost call first. Ranks at the same location are printed once. The command
+names ranks without a file in the folder.
 
-Ranks write log/hang-<r>.json when one of them has made no progress for
---timeout seconds. The files stay until the next hang. If machines share no
-disk, each has the files of its own ranks: run this on each, or copy the other
-machines' run dirs here and name them all. If a rank cannot write its file
-(stopped, dead, or its interpreter held by C code), another rank of its machine
-writes the file.
+Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
+seconds. The files stay until the next hang. Without a shared disk, each machine
+has the files of its own ranks. Run the command on each machine, or copy the
+other machines' run dirs to one machine and name them all. If a rank cannot
+write its file (stopped, dead, or its interpreter held by C code), another rank
+of its machine writes the file.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,
 differences from the first run, events, different options, versions and
-machines. It names missing and damaged files.
+machines. The page names missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
 --png draws only the plots, and needs matplotlib.
@@ -226,7 +226,7 @@ def _panels(runs: Sequence[RunData]) -> Iterator[Panel]:
 
 
 def _panel(runs: Sequence[RunData], name: str) -> Panel:
-    """Return the plot of a measurement, with its test counterpart."""
+    """Return the plot of a measurement and of the same measurement on test data."""
     lines = list(_lines(runs, name))
     notes = []
     if any(line.name == f"test_{name}" for line in lines):
@@ -263,7 +263,7 @@ def _note(notes: Sequence[str], lines: Sequence[Line]) -> str:
 
 
 def loss_divergence(first: RunData, run: RunData) -> dict[int, float]:
-    """Return the relative difference of two runs' losses by common step; absolute where the first run's loss is 0."""
+    """Return the relative difference of two runs' losses by common step; absolute if the first run's loss is 0."""
     expected = _losses(first)
     losses = _losses(run)
     divergence = {}

@@ -25,9 +25,9 @@ from samestep.untrusted import printable
 from samestep_observe.run_reader import RESTART, STRAGGLER, Event, RunData, count_of
 
 FOLDER = Path(__file__).with_name("page")
-HEIGHT = 240  # pixels of a plot; its width is the window's
+HEIGHT = 240  # height of a plot in pixels; the width is the window's width
 UNITS = 1000  # width and height of a plot in its own coordinates
-LANE_HEIGHT = 44  # pixels of a run in the plot of events
+LANE_HEIGHT = 44  # height in pixels of a run's row in the plot of events
 COLORS = 8
 MARGIN = 0.04  # free share of a plot's height above and below the curves
 NO_LAUNCHER_LOG = "log/launcher.log: missing"  # shown as a note, because only the launch scripts write this file
@@ -162,7 +162,7 @@ def _title(page: Page) -> str:
 
 
 def _script_data(page: Page) -> str:
-    """Return the curves as JSON for the script: per panel and line the run, name, steps and values."""
+    """Return the curves as JSON for the script: the run, name, steps and values of each line of each panel."""
     panels = []
     for panel in page.panels:
         lines = []

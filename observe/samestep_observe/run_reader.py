@@ -40,7 +40,7 @@ STRAGGLER = "straggler"
 # Matches a line of launcher.log that begins with a time. --log-format full adds a level before the time, and a place in
 # the code after the time.
 _TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
-RankFiles = tuple[list[dict[str, Any]], list[str]]  # the objects in files of ranks, and the problems of other files
+RankFiles = tuple[list[dict[str, Any]], list[str]]  # objects of ranks' files, and problems of unreadable files
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 
@@ -363,7 +363,7 @@ class SavedCheckpoint(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Return whether a resume may read the checkpoint, to judge by the manifest and the file sizes."""
+        """Return whether the manifest and the file sizes are valid, so that a resume may read the checkpoint."""
         return not self.quarantined and not self.problem
 
 
@@ -607,7 +607,7 @@ class EventLog:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Return whether a process holds the run dir's lock; None if unknown. Do not take the lock.
+    """Return whether a process holds the run dir's lock, without taking the lock; None if unknown.
 
     The function sees a lock of another machine only on a file system with network locks.
     """
@@ -734,7 +734,7 @@ def read(run_dir: Path) -> RunData:
     )
     data.events += _events_of_files(data)
     is_missing = result_problem == "missing"
-    if result_problem and (not is_missing or data.state.name == "ended"):  # the state shows a missing result
+    if result_problem and (not is_missing or data.state.name == "ended"):  # other states explain a missing result
         data.problems.append(f"result.json: {result_problem}")
     if evaluation_problem not in ("", "missing"):
         data.problems.append(f"evaluation.json: {evaluation_problem}")

@@ -2,10 +2,10 @@
 
     samestep verify RUN_DIR [--steps S]
 
-It checks the checkpoints against their digests, and the result against the
-weights. It checks that metrics.jsonl and log/losses.bin have each step once, and
-equal losses. Then it chooses S stretches between two checkpoints at random, and
-runs their steps again. It compares every loss, and the tensors of the
+The command checks the checkpoints against their digests, and the result against
+the weights. It checks that metrics.jsonl and log/losses.bin have each step once,
+and equal losses. Then it chooses S stretches between two checkpoints at random,
+and runs their steps again. It compares every loss, and the tensors of the
 checkpoint at the end. It never writes into RUN_DIR.
 
 exit codes: 0 all checks pass, 1 a check fails, 2 the command cannot tell or

@@ -3,18 +3,18 @@
     samestep watch [RUN_DIR]
     samestep watch --pid RANK [RUN_DIR]
 
-Each second it shows loss, speed, time left, each rank's heartbeat and location,
-the last checkpoint, restarts, and the last lines of log/launcher.log. It reads
-only the run dir's files, so ssh is enough. It exits when the run ends.
+Each second, watch shows loss, speed, time left, each rank's heartbeat and
+location, the last checkpoint, restarts, and the last lines of log/launcher.log.
+It reads only the run dir's files, so ssh is enough. It exits when the run ends.
 
 The age of a heartbeat uses this machine's clock. For a rank on another host,
-it is the time since watch last saw the file change. Machines without a shared
-disk show only their own ranks.
+the age is the time since watch last saw the file change. Without a shared disk,
+watch shows only the ranks of this machine.
 
-If stdout is not a terminal, it prints once, as with --once. Ctrl-C ends watch,
-not the run.
+If stdout is not a terminal, watch prints once, as with --once. Ctrl-C ends
+watch, not the run.
 
-With --pid, it only prints the process ID of a rank, for kill and for debuggers:
+With --pid, watch only prints the process ID of a rank, for kill and debuggers:
 kill -KILL $(samestep watch --pid 1)
 
 Exit codes: 0 shown, 2 a mistake in the call.
@@ -203,7 +203,7 @@ class View:
         return active_hosts
 
     def _continues(self, now: float) -> bool:
-        """Return whether the run may still write. A killed run leaves no result, so its end counts after a while."""
+        """Return whether the run may still write. A killed run leaves no result, and ends after GONE_SECONDS."""
         if self._state.name == "running":
             self._gone_since = None
             return True
@@ -363,7 +363,7 @@ class View:
             yield from self._rank_lines(beats, max_lines - 1)
 
     def _rank_lines(self, beats: list[Heartbeat], max_lines: int) -> Iterator[str]:
-        """Yield one line per rank. If the room is too small, show silent ranks and the lowest steps only."""
+        """Yield one line per rank. If the room is too small, show silent ranks first, then the lowest steps."""
         shown = beats
         if len(beats) > max_lines:
             shown = sorted(beats, key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))

@@ -165,7 +165,7 @@ def _end(run: Any) -> NoReturn:
 
 
 def end_workers() -> None:
-    """Kill the workers of data loaders, which ignore TERM, because a forked rank would wait for their end."""
+    """Kill the workers of data loaders. They ignore TERM, and a forked rank would wait for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker ends
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -226,7 +226,7 @@ def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
 def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
     """Return the sample indices of each rank of the recorded run, which may have another world size.
 
-    Ranks of a tensor-parallel group share their samples, so that there are fewer shards than ranks.
+    Ranks of a tensor-parallel group share their samples, so there may be fewer shards than ranks.
 
     Args:
         batches: the `GlobalBatches` of this process.

@@ -11,7 +11,7 @@ from samestep_probe import Framework, guarded, on_import, probe
 
 
 def start() -> None:
-    """Register the hooks of Paddle's modules."""
+    """Register the hooks for Paddle's modules."""
     on_import("paddle.nn.functional", _watch_losses)
     on_import("paddle.nn.layer.layers", _watch_layers)
     on_import("paddle.optimizer", _watch_optimizers)

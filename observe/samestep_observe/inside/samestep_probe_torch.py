@@ -24,7 +24,7 @@ LOSSES = (
 
 
 def start() -> None:
-    """Register the hooks of torch's modules."""
+    """Register the hooks for torch's modules."""
     on_import("torch.nn.functional", _watch_losses)
     on_import("torch.nn.modules.module", _watch_modules)
     on_import("torch.nn.utils.clip_grad", _watch_clipping)
@@ -131,7 +131,7 @@ def _by_sample(losses: list[Any], rows: int, targets: list[int] | None) -> list[
     """Return the mean loss of each sample over its parts, such as tokens; [] if the number of losses does not fit.
 
     Args:
-        losses: float64 tensors [losses].
+        losses: float64 tensors [losses], one for each call of a loss function.
         rows: number of samples of this rank.
         targets: number of losses of each sample; None if all samples have the same number.
     """
