@@ -42,9 +42,9 @@ from samestep_launch.supervise import print_stderr
 
 DRY_RUN = "--dry-run"
 SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same constant
-MAX_RANKS = 10**5  # on one machine
+MAX_RANKS = 10**5  # maximum number of ranks on one machine
 BYTES = "\ud800-\udfff"  # surrogates, to which Python decodes bytes that are not UTF-8
-UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # also control characters and line separators
+UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # BYTES, control characters and line separators
 
 _OLD_MODULES = (
     *("launch", "observe", "check", "autopsy", "report", "track", "watch"),
@@ -317,7 +317,7 @@ def _app_options(root: Path, app: str) -> Any:
             raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
     _check_imports(path.parent)
-    sys.path.append(str(path.parent))  # last, because an app's file may have the name of another module
+    sys.path.append(str(path.parent))  # at the end, because an app's file may have another module's name
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses search the module of a class there
     spec.loader.exec_module(module)
@@ -341,7 +341,7 @@ def check_notice(options: Options) -> None:
     source = options.preemption_notice
     if source is None:
         return
-    from samestep_launch import preemption  # needed for --preemption-notice only
+    from samestep_launch import preemption  # only --preemption-notice needs this module
 
     preemption.metadata_url(os.environ)
     path = preemption.notice_file(source)

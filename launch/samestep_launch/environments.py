@@ -43,8 +43,8 @@ COMMAND = """\
 #!/bin/sh
 exec {python} -m samestep "$@"
 """
-BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # matches a lock's package whose version has a local label, such as 2.13.0+cpu
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has CPU builds that PyPI lacks, such as torch 2.13.0+cpu
+BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock with a local version label, such as torch==2.13.0+cpu
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI lacks these CPU builds, such as torch 2.13.0+cpu
 # pip's message for a file whose hash is not in the lock, and the pattern of the file's package, URL and hash.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
 WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTALL | re.MULTILINE)
@@ -133,7 +133,7 @@ class Environment:
         Args:
             settings: variables for the app's setup.sh; other values lead to a new environment.
         """
-        os.environ.pop("PYTHONHOME", None)  # would mislead the environment's Python
+        os.environ.pop("PYTHONHOME", None)  # PYTHONHOME would mislead the environment's Python
         venv = Path(os.path.realpath(self.link))
         version = _stamp(venv)
         locks = [_allow(path.read_text(), _allowed()) for path in self.locks()]
@@ -234,7 +234,7 @@ class Environment:
         Raises:
             NonRetryableError: a step failed; the folder is deleted.
         """
-        shutil.rmtree(venv, ignore_errors=True)  # left by a start that was killed
+        shutil.rmtree(venv, ignore_errors=True)  # a killed start may have left the folder
         python = str(venv / "bin" / "python")
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         wheel = find_wheel(self.root)
@@ -245,7 +245,7 @@ class Environment:
             chosen.write_text(lock)
             # Nothing is built from source, because a build would fetch packages that no lock lists.
             self._run([*pip, "--require-hashes", "--only-binary=:all:", *index, "-r", str(chosen)], settings)
-            if wheel:  # needs no hash, because the wheel is part of the project
+            if wheel:  # the wheel needs no hash, because it is part of the project
                 self._run([*pip, "--no-index", str(wheel)], settings)
             else:
                 self._link_packages(venv)
@@ -465,7 +465,7 @@ def _lock(venv: Path) -> IO[str]:
         lock = path.open("w")
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}: or name an interpreter by PYTHON=") from error
-    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # waits, except on a file system without locks
+    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # no effect on a file system without locks
     return lock
 
 

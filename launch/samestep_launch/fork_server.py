@@ -144,7 +144,7 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
     """
     if control is None:
         return [*arguments]
-    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # excludes the server from JobProcesses.find
+    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # JobProcesses.find ignores IDLE
     process_info.show_environment({**os.environ, **idle.to_environ()})
     files: list[int] = []
     changes: dict[str, str | None] = {}
@@ -181,7 +181,7 @@ def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) ->
         os.environ.pop(name, None)
         os.environ.update({} if value is None else {name: value})
     process_info.show_environment(os.environ)
-    tempfile.tempdir = None  # discards the folder of an earlier TMPDIR
+    tempfile.tempdir = None  # the cached folder may come from an earlier TMPDIR
 
 
 def _discard(number: int, is_standard: bool) -> None:

@@ -43,7 +43,7 @@ TORCHRUN = "torch.distributed.run"  # module
 RANK_FORKER = "samestep_launch.rank_forker"
 # Seconds in which a machine reports to the other machines that it will not restart.
 REPORT_SECONDS = 10.0
-LONG_REPORT_SECONDS = 60.0  # the same if the other machines may not have noticed the failure
+LONG_REPORT_SECONDS = 60.0  # the limit if the other machines may not have noticed the failure
 # Matches the log files that this program and its ranks write, read or remove, and their temporary files.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
@@ -107,7 +107,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     if port is None:
         remedy = "choose a free port of machine 0, the same on all"
         raise ConfigError(f"{counted}, but MASTER_PORT is not set: {remedy}{otherwise}")
-    from samestep_launch.preflight import read_secret  # needed for several machines only
+    from samestep_launch.preflight import read_secret  # only jobs on several machines need this module
 
     return Nodes(count, rank, address, port, read_secret(environ))
 
@@ -324,7 +324,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         code = 128 + stopped.number
         raise
     finally:
-        if is_new and not state.name and job.options.run_dir:  # nothing has started
+        if is_new and not state.name and job.options.run_dir:  # the launcher has never started
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if trackers:
             trackers.finish(stopped=code > 128)
@@ -335,7 +335,7 @@ def _watch_for_preemption(job: Job) -> AbstractContextManager[None]:
     source = job.options.preemption_notice
     if source is None:
         return contextlib.nullcontext()
-    from samestep_launch import preemption  # needed for --preemption-notice only
+    from samestep_launch import preemption  # only --preemption-notice needs this module
 
     def record(text: str) -> None:
         if job.options.run_dir:
@@ -379,7 +379,7 @@ def _reason(code: int) -> str:
 
 
 def _record_stop(job: Job, state: JobState, number: int) -> None:
-    if not state.name:  # nothing has started
+    if not state.name:  # the launcher has never started
         return
     text = f"the launch script was stopped by signal {number}"
     events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
@@ -742,7 +742,7 @@ def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcom
     is_complete = not (may_be_killed and (logs / "stack-0.txt").is_file())
     if end.code == 0 and is_complete:
         return Outcome(0)
-    from samestep.recovery import hang_diagnosis  # needed after a failure only
+    from samestep.recovery import hang_diagnosis  # only a failure needs this module
 
     return Outcome(
         code=end.code,

@@ -42,7 +42,7 @@ class JobProcesses:
         self._job = job
         self._launcher = this_launcher()  # in tests, several machines' launch scripts run on one host
         self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
-        self.launcher = 0  # id of the started launcher, which `reap` leaves to its `Process`; 0 before its start
+        self.launcher = 0  # id of the started launcher, which its `Process` reaps; 0 before the start
 
     def __enter__(self) -> JobProcesses:
         _adopt_orphans(True)
@@ -129,7 +129,7 @@ def _table() -> dict[int, Process]:
 
 
 def _parse_stat(text: str) -> Process:
-    state, parent, *_ = text.rpartition(")")[2].split()  # splits after the name, which may have spaces: proc(5)
+    state, parent, *_ = text.rpartition(")")[2].split()  # fields after the name, which may have spaces
     return Process(int(parent), state in "ZX")
 
 

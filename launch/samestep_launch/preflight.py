@@ -48,8 +48,8 @@ RETRY = 0.5  # seconds between attempts to connect
 REPLY_TIMEOUT = 5.0  # seconds; a peer that does not reply in time is not a launch script
 ALIVE = 2.0  # seconds between messages by which machine 0 shows that it still runs
 MAX_BYTES = 2**20  # maximum length of a line
-MAX_STRANGERS = 32  # connections without a valid message, beyond the number of machines
-MAX_WARNINGS = 10  # warnings of refused addresses
+MAX_STRANGERS = 32  # maximum number of connections without a valid message, in addition to the number of machines
+MAX_WARNINGS = 10  # maximum number of warnings about refused addresses
 MAX_PROBLEM = 2000  # characters of an error that another machine reports
 DIFFERENT_SECRETS = "the secrets differ: set the same SAMESTEP_SECRET on all machines"
 OTHER_VERSION = "the machines have different versions of Samestep: check out the same commit on all machines"
@@ -329,7 +329,7 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, se
         if node.machine == 0:
             _send_to_all(node, place, abort_message)
             return
-        while place.left > 0:  # repeats, because machine 0's launcher may still use the port
+        while place.left > 0:  # machine 0's launcher may still use the port
             connection, _ = _connect(place)
             if connection:
                 with contextlib.suppress(TimeoutError):
@@ -536,18 +536,18 @@ class _Listener:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # this ends the thread's wait in accept
         self._socket.close()
 
     def _accept(self) -> None:
         while self._socket.fileno() >= 0:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed, or no file descriptor is left
+            except OSError:  # the listener is closed, or no file descriptor is left
                 self._drop_strangers(0)
                 time.sleep(0.1)
                 continue
-            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread can start
+            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread is left
                 stranger = JsonConnection(connection, self._secret)
                 self._strangers.append(stranger)
                 self._drop_strangers(MAX_STRANGERS + self._node.machines)
@@ -599,7 +599,7 @@ class _Host:
         self._node = node
         self._place = place
         self._equal_ranks = equal_ranks
-        self._peers: dict[int, tuple[NodeInfo, JsonConnection]] = {}  # by the machine's number
+        self._peers: dict[int, tuple[NodeInfo, JsonConnection]] = {}  # peers by machine number
         self._over = threading.Event()
 
     def run(self, make_plan: Callable[[], Message]) -> Rendezvous:
@@ -609,7 +609,7 @@ class _Host:
             threading.Thread(target=target, daemon=True).start()
         try:
             self._wait_for("did not come", lambda message: True, self._place.deadline, may_reconnect=True)
-            listener.close()  # before a launcher can connect to it by mistake
+            listener.close()  # an open listener would mislead other machines' launchers
             with _named(self._node):
                 plan = make_plan()
             self._send(plan=plan)

@@ -30,7 +30,7 @@ def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> No
 
     Variables whose names begin with ``first`` come first. Variables that do not fit are left out.
     """
-    for name, value in environ.items():  # copies the variables, because libc may point to the overwritten memory
+    for name, value in environ.items():  # putenv copies a variable that libc may keep in the overwritten memory
         os.putenv(name, value)
     with contextlib.suppress(OSError):
         _, _, start, end = _areas()

@@ -54,7 +54,7 @@ class Program:
         Raises:
             ImportFailed: the program raised an exception, which this method has printed.
         """
-        self._replaced_main = sys.modules[STARTED]  # keeps the variables of the replaced module
+        self._replaced_main = sys.modules[STARTED]  # this reference keeps its variables
         sys.argv[:] = [str(self.path), *arguments]
         sys.path[0] = str(self.path.parent)
         vars(self._module)["__file__"] = str(self.path)

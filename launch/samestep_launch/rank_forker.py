@@ -57,7 +57,7 @@ class RankForker:
         self._socket, self._launchers_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ranks: dict[int, int] = {}  # process id by the number that the launcher chose for the rank
         self._launcher = 0
-        self._wake_read, self._wake_write = os.pipe()  # becomes readable when a child ends
+        self._wake_read, self._wake_write = os.pipe()  # the pipe becomes readable when a child ends
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
 
@@ -75,7 +75,7 @@ class RankForker:
 
     def _take_request(self) -> None:
         message = self._socket.recv(MAX_MESSAGE)
-        if not message:  # the launcher has ended
+        if not message:  # an ended launcher has closed its socket
             os.waitid(os.P_PID, self._launcher, os.WEXITED | os.WNOWAIT)
             return
         request = json.loads(message)

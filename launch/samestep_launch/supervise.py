@@ -195,7 +195,7 @@ class Start:
         """
         if self.program is None:
             return []
-        is_rank = str(self.program) == self.command[1]  # one rank, without a launcher
+        is_rank = str(self.program) == self.command[1]  # a single rank runs without a launcher
         if is_rank:
             return [launcher]
         return processes.ranks(self.program)

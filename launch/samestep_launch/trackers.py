@@ -29,8 +29,8 @@ from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 MODULES = {"mlflow-skinny": "mlflow"}  # import names that differ from the package's name
-FINISH_SECONDS = 30.0  # limit for sending the last metrics after the job has ended
-STOP_SECONDS = 10.0  # the same limit after a stop signal
+FINISH_SECONDS = 30.0  # time limit for sending the last metrics after the job has ended
+STOP_SECONDS = 10.0  # time limit for sending the last metrics after a stop signal
 NICE = 19  # ranks come first if no core is idle
 
 
@@ -111,7 +111,7 @@ class TrackerProcess:
                     errors="replace",
                     start_new_session=True,  # Ctrl-C must not end the process
                 )
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
+            with contextlib.suppress(OSError):  # a sandbox may forbid setpriority
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             return process
         except OSError as error:
@@ -123,7 +123,7 @@ class TrackerProcess:
         """Warn that the process has ended by itself; ``then`` ends the warning."""
         if self._process is None:
             return
-        self._process.communicate()  # closes the pipes of the process
+        self._process.communicate()  # this closes the pipes
         code = self._process.returncode
         self._process = None
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")

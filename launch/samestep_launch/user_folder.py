@@ -23,8 +23,8 @@ from samestep.untrusted import open_regular, own_folder
 
 from samestep_launch.supervise import block_signals, print_stderr
 
-BASE = Path("/tmp")  # not TMPDIR, because all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # below Linux's ephemeral ports, so that no connection takes one before the launcher
+BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
+PORTS = range(20_000, 32_768)  # these are below Linux's ephemeral ports, so no connection takes a reserved port
 PORT_TRIES = 1000
 MAX_TMPDIR = 60  # bytes; frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes
 
@@ -34,7 +34,7 @@ def user_folder(base: Path) -> Path | None:
     folder = base / f"samestep-{os.getuid()}"
     with contextlib.suppress(OSError):
         if own_folder(folder):
-            folder.chmod(0o700)  # an older version created it with the user's umask
+            folder.chmod(0o700)  # an older version created the folder with the user's umask
             return folder
     return None
 
@@ -89,7 +89,7 @@ def _lock_port(locks: int | None, port: int) -> bool:
     if locks is None:
         return True
     try:
-        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # released at the process's end
+        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # the process's end releases it
     except OSError:
         return False
     if taken is None:
@@ -181,7 +181,7 @@ def _lock(folder: str | Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(folder)  # fails if the folder was removed after it was opened
+        os.stat(folder)  # another process may have removed the folder after the open
     except OSError:
         os.close(descriptor)
         raise

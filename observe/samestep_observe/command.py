@@ -27,7 +27,7 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Opt
     """
     code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # replaces characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     try:
         code = command(parser.parse(arguments))
         sys.stdout.flush()

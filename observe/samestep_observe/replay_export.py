@@ -57,7 +57,7 @@ def _write_inputs(files: Path, record: Record, step: int, folder: Path) -> None:
     path = files / f"batch-{step}-{record['rank']}.safetensors"
     try:
         inputs = safetensors.numpy.load_file(path)["0"]
-    except (OSError, KeyError, TypeError, safetensors.SafetensorError):  # no such file, or a dtype that numpy lacks
+    except (OSError, KeyError, TypeError, safetensors.SafetensorError):  # missing file, or a dtype that numpy lacks
         return
     for sample, row in zip(record["samples"][:MOST_IMAGES], inputs):
         if is_image(row):

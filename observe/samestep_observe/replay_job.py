@@ -32,7 +32,7 @@ INSIDE = Path(__file__).with_name("inside")
 NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options with a value that a replay leaves out
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
-STOP_SECONDS = 20.0  # from the stop of this process until the replay is killed
+STOP_SECONDS = 20.0  # time from the stop of this process until the replay is killed
 Record = dict[str, Any]
 
 

@@ -40,7 +40,7 @@ MAX_POINTS = 400  # maximum number of drawn points of a curve
 TOLERANCE = 1e-4  # relative difference of losses up to which runs match
 TOLERANCE_FLOAT64 = 1e-9  # the same tolerance if both runs have --dtype float64
 MAX_DIFFERENCE = 1e300  # a larger difference is drawn at this value
-LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result
+LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # evaluations of a run without a result
 RESULTS = (  # the first columns of the results: fields of result.json
     *("steps", "epochs", "train_loss", *LAST_EVALUATION, "test_examples"),
     *("seconds", "samples_per_second", "restarts", "resumed_from_step"),
@@ -451,7 +451,7 @@ def _header_tables(
 ) -> Iterator[Table]:
     """Yield a table of the values that differ between runs, and a folded table of equal values."""
     by_run = {name: values_of(run) for name, run in zip(names, runs)}
-    known = {name: values for name, values in by_run.items() if values}  # only runs with a header
+    known = {name: values for name, values in by_run.items() if values}  # a run without a header has no values
     columns = list(known.values())
     equal, different = _split_by_equality(columns)
     equal_rows = [[key, show(columns[0][key])] for key in equal]
@@ -556,7 +556,7 @@ def show(value: Any) -> str:
 
 def _draw(page: Page) -> bytes:
     """Return the panels as a PNG."""
-    from matplotlib.figure import Figure  # an optional dependency
+    from matplotlib.figure import Figure  # matplotlib is an optional dependency
 
     rows = max(1, math.ceil(len(page.panels) / 2))
     figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")

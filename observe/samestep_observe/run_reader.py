@@ -31,8 +31,8 @@ MAX_TIME = 2**36  # seconds since 1970; a later time is damaged
 BLOCK = 2**20  # bytes of one read
 MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
 MAX_CURVES = 500  # maximum number of measurements of a run
-MAX_DEPTH = 50  # levels of nested JSON
-MAX_HOST = 255  # characters of a host's name
+MAX_DEPTH = 50  # maximum number of nested levels of JSON
+MAX_HOST = 255  # maximum number of characters of a host's name
 
 # Kinds of events in addition to `events.KINDS`: a START of events.jsonl, and a straggler of metrics.jsonl.
 RESTART = "restart"
@@ -358,7 +358,7 @@ class SavedCheckpoint(NamedTuple):
     step: int
     quarantined: str
     size: int  # bytes
-    time: float  # of the last change, in seconds since 1970 by the file system's clock
+    time: float  # time of the last change, in seconds since 1970 by the file system's clock
     problem: str
 
     @property

@@ -69,7 +69,7 @@ TRACKERS = {
     "wandb": TrackerClass("samestep_observe.track_wandb", "Wandb", needs=("wandb",)),
 }
 POLL_SECONDS = 1.0
-MAX_RETRY_SECONDS = 15.0  # between two attempts while a tracker fails
+MAX_RETRY_SECONDS = 15.0  # maximum time between two attempts while a tracker fails
 FINISH_SECONDS = 30.0  # maximum time from the end of the job to the end of this process
 CHUNK_BYTES = 2**22  # maximum size of a batch in metrics.jsonl
 # These variables limit the time of the packages' requests, and disable their usage reports.
@@ -100,14 +100,14 @@ class BatchReader:
 
     def read(self) -> MetricsBatch:
         """Return the new lines; an empty batch if the file is missing. Raises OSError if the file is unreadable."""
-        committed = committed_step(self._run_dir)  # first, so that the lines are at least as new as the checkpoint
+        committed = committed_step(self._run_dir)  # read first: the lines are then as new as the checkpoint
         self._is_new_file = False
         lines = []
         for text in self._tail.new_lines(self._reset, blocks=1):
             line = self._parse(text)
             if line:
                 lines.append(line)
-        if self._tail.problem not in ("", "empty", "missing"):  # --no-resume moves the file away
+        if self._tail.problem not in ("", "empty", "missing"):  # --no-resume makes the file "missing"
             raise OSError(f"{self._tail.path}: {self._tail.problem}")
         if lines:
             self.last_step = lines[-1].step

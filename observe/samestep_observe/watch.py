@@ -45,11 +45,11 @@ from samestep_observe.run_reader import RESTART, Curve, Heartbeat, State, finite
 BLOCKS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 5.0  # age of a heartbeat above which the rank is stopped or dead, or its disk hangs
 GONE_SECONDS = 10.0  # maximum time without a process while the launcher restarts a run
-MAX_SECONDS = 1e9  # per step; a longer time means that the lines are damaged
+MAX_SECONDS = 1e9  # maximum plausible time of a step; a longer time means damaged lines
 SPEED_LINES = 10  # lines of metrics.jsonl from which the speed is computed
 RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
 TAIL_LINES = 6  # maximum number of shown lines of log/launcher.log
-DEFAULT_SIZE = (100, 200)  # columns and lines without a terminal
+DEFAULT_SIZE = (100, 200)  # columns and lines of the output without a terminal
 COLORS = {"running": 36, "finished": 32, "stopped": 33, "failed": 31, "ended": 31}  # ANSI color code of each state
 
 

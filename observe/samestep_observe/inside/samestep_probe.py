@@ -200,7 +200,7 @@ def indices(batches: Any, step: int) -> list[int]:
     """Return a rank's sample indices at ``step``, counted from 0, in the order of their computation."""
     from dataclasses import replace  # this import takes milliseconds, and not every process needs it
 
-    batches = replace(batches)  # a copy with a separate cache
+    batches = replace(batches)  # the copy has a separate cache
     if batches.virtual_ranks is None and batches.accumulate == 1:
         return [int(sample) for sample in batches.indices(step)]
     samples = []

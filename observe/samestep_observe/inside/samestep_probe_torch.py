@@ -65,7 +65,7 @@ class Torch(Framework):
         if not rows:
             return
         if not self.inputs:
-            self.forget()  # discards passes before the step, such as passes that set up DDP
+            self.forget()  # the observations may come from passes before the step, such as DDP's set-up
         inputs = list(rows[0].detach().cpu())
         if lengths is not None:  # padding belongs to the batch, not to the sample
             inputs = [row[:length] for row, length in zip(inputs, lengths)]
