@@ -1,15 +1,16 @@
-"""Start an app of this project: check the call, make its environment, and hand the job to `samestep_launch.job`.
+"""Start an app of this project: check the call, create the app's environment, and run the job by `job.run_job`.
 
-``scripts/run_<app>.sh`` passes its framework's launcher as a template, and the user's arguments::
+``scripts/run_<app>.sh`` passes the command of its framework's launcher as a template, and the user's arguments::
 
     launch.sh <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
 
 An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
-without ``--resume`` does not train: it has neither dataset nor checkpoints, and is not restarted.
+without ``--resume`` does not train: it has neither dataset nor checkpoints, and does not restart.
 
-There are two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
-that can be found without the framework, makes ``.venvs/<app>``, and continues in that environment. The second resolves
-data, run dir and checkpoint, then starts the launcher, again after failures, and leaves no process behind.
+A start has two stages. The first stage runs on the system's Python with the standard library alone. It reports every
+mistake that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in that
+environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts it after failures,
+and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
 
 DRY_RUN = "--dry-run"
-SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same word
-MAX_RANKS = 10**5  # on one machine
-BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
-UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
+SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same constant
+MAX_RANKS = 10**5  # maximum number of ranks on one machine
+BYTES = "\ud800-\udfff"  # surrogates, to which Python decodes bytes that are not UTF-8
+UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # BYTES, control characters and line separators
 
 _OLD_MODULES = (
     *("launch", "observe", "check", "autopsy", "report", "track", "watch"),
     *(r"recovery(?:\.| import )events", r"torch(?:\.| import )(?:options|run)"),
 )
-# An import of a module that 0.2 had.
+# Matches an import of a module that version 0.3 moved or removed.
 MOVED = re.compile(rf"\s*(?:from|import) samestep(?:\.| import )({'|'.join(_OLD_MODULES)})\b")
 
 HELP = """\
@@ -88,9 +89,12 @@ one step and saves it. A second signal, or the end of --grace, kills them. With
 
 
 def main(root: Path, argv: Sequence[str]) -> int:
-    """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments.
+    """Run an app and return the exit code.
 
-    In the second stage, `SECOND_STAGE` precedes the app.
+    Args:
+        root: the project's folder.
+        argv: the app's name, the words of its template, --, and the user's arguments. In the second stage,
+            `SECOND_STAGE` precedes the name.
     """
     is_second_stage = [*argv[:1]] == [SECOND_STAGE]
     words = list(argv[1:]) if is_second_stage else list(argv)
@@ -100,7 +104,10 @@ def main(root: Path, argv: Sequence[str]) -> int:
 
 
 def run_safely(run: Callable[[], int]) -> int:
-    """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
+    """Call ``run`` and return its exit code. Print an expected error, and return the exit code of an error or signal.
+
+    The variables of an outer job are removed, because this process may be part of another job.
+    """
     open_closed_streams()
     leave_job(os.environ)
     supervise.stop_on_signals()
@@ -138,8 +145,8 @@ class App:
     Attributes:
         root: the project's folder.
         name: the app's name.
-        module: its options.py.
-        environment: its environment, which may not exist yet.
+        module: the imported options.py of the app.
+        environment: the app's Python environment, which may not exist yet.
     """
 
     root: Path
@@ -154,7 +161,7 @@ class App:
 
     @property
     def usage(self) -> str:
-        """Return the form of a call."""
+        """Return the usage line of the app's script."""
         if self.hooks.commands:
             return f"bash scripts/run_{self.name}.sh N COMMAND [options]"
         return f"bash scripts/run_{self.name}.sh N [options]"
@@ -170,7 +177,7 @@ class App:
 
 
 def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
-    """Return the job of a call. Raises ConfigError for each mistake that can be found without the framework."""
+    """Return the job of a call; raise ConfigError for a mistake that can be found without the framework."""
     nproc, arguments = _ranks_per_node(arguments, app.usage)
     options = app.module.parse(arguments, usage=app.usage)
     check_virtual_ranks(options, nproc)
@@ -206,7 +213,7 @@ def _print_command(app: App, job: Job) -> None:
 
 
 def _continue_in_environment(app: App, options: Options) -> NoReturn:
-    """Make the app's environment, and run the second stage of this call in its Python."""
+    """Create the app's environment if it is missing, and replace this process by the second stage in its Python."""
     python = environments.given_python(app.root)
     if python is None:
         python = app.environment.ensure(app.hooks.setup_environment(options))
@@ -241,7 +248,7 @@ def _tracker_names(options: Options) -> list[str]:
 
 
 def _tracker_process(root: Path, job: Job) -> trackers.TrackerProcess | None:
-    """Return the process of --track; None if this machine writes no metrics.jsonl."""
+    """Return the process of --track; None without the option, or if this machine writes no metrics.jsonl."""
     names = _tracker_names(job.options)
     if not names or job.nodes.rank > 0 or job.options.evaluate_only:
         return None
@@ -284,7 +291,7 @@ def _examples(app: App, calls: Sequence[str]) -> str:
 
 
 def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
-    """Return N and the remaining arguments. Raises ConfigError."""
+    """Return N and the remaining arguments; raise ConfigError if N is missing or out of range."""
     if arguments and not arguments[0].startswith("--"):
         first, *rest = arguments
         return parse_integer("N", first, least=1, most=MAX_RANKS), rest
@@ -296,7 +303,11 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
 
 
 def _app_options(root: Path, app: str) -> Any:
-    """Import the app's options.py; it needs only the standard library, samestep and files of its own folder."""
+    """Import and return the app's options.py, which may use the standard library, samestep and files of its folder.
+
+    Raises:
+        ConfigError: the app is unknown, imports a removed module, or has no HOOKS.
+    """
     path = root / "apps" / app / "options.py"
     spec = importlib.util.spec_from_file_location("app_options", path)
     if spec is None or spec.loader is None or not path.exists():
@@ -306,9 +317,9 @@ def _app_options(root: Path, app: str) -> Any:
             raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
     _check_imports(path.parent)
-    sys.path.append(str(path.parent))  # last, because apps give their files plain names
+    sys.path.append(str(path.parent))  # at the end, because an app's file may have another module's name
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses looks for the module of a class
+    sys.modules[spec.name] = module  # dataclasses search the module of a class there
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "HOOKS", None), AppHooks):
         raise ConfigError(f"{path} has no HOOKS: end it with HOOKS: AppHooks[Options] = AppHooks()")
@@ -319,18 +330,18 @@ def check_share_gpu(options: Options, machines: int) -> None:
     """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
     if not options.share_gpu:
         return
-    if machines > 1:  # their host ids may be equal, and ranks communicate over the loopback interface
+    if machines > 1:  # machines may have equal host ids, and ranks communicate over the loopback interface
         raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
-    if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # another interpreter may use another GPU
+    if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # PYTHON's packages may use other GPUs
         raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")
 
 
 def check_notice(options: Options) -> None:
-    """Raise ConfigError if --preemption-notice cannot be watched for: its file, or the metadata service's address."""
+    """Raise ConfigError if the file of --preemption-notice or the metadata service's address is invalid."""
     source = options.preemption_notice
     if source is None:
         return
-    from samestep_launch import preemption  # other jobs do not load it
+    from samestep_launch import preemption  # only --preemption-notice needs this module
 
     preemption.metadata_url(os.environ)
     path = preemption.notice_file(source)
@@ -352,7 +363,7 @@ def _check_imports(folder: Path) -> None:
     for path in sorted(folder.glob("*.py")):
         try:
             text = read_text(path)
-        except OSError:  # Python reports it, if the app imports the file
+        except OSError:  # Python reports the error if the app imports the file
             continue
         for number, line in enumerate(text.splitlines(), start=1):
             old = MOVED.match(line)
@@ -388,7 +399,7 @@ def _check_weights(path: Path) -> None:
 
 
 def check_run_dir(path: Path | None) -> None:
-    """Raise ConfigError if the run dir (None: a new one in the working directory) cannot be one."""
+    """Raise ConfigError if ``path`` cannot be a run dir. None means a new run dir in the working directory."""
     try:
         os.getcwd()
     except OSError:
@@ -403,10 +414,14 @@ def _check_directory(what: str, path: Path) -> None:
 
 
 def look_up(what: str, path: Path) -> os.stat_result | None:
-    """Return the status of a path that ``what`` names; None if nothing is there.
+    """Return the status of a path; None if the path does not exist.
+
+    Args:
+        what: the option or argument that names the path, for errors.
+        path: the path.
 
     Raises:
-        ConfigError: the path cannot be looked up, or `check_name`.
+        ConfigError: the path cannot be accessed, or `check_name` rejects it.
     """
     check_name(what, os.path.realpath(path))
     try:
@@ -418,13 +433,13 @@ def look_up(what: str, path: Path) -> os.stat_result | None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for an argument that is not UTF-8: logs, JSON and launchers pass it on."""
+    """Raise ConfigError for an argument that is not UTF-8, because logs and JSON cannot contain it."""
     for argument in arguments:
         if re.search(f"[{BYTES}]", argument):
             raise ConfigError(f"the argument {argument!r} is not UTF-8: choose another name")
 
 
 def check_name(what: str, name: object) -> None:
-    """Raise ConfigError if a name would break the lines that show it, or is not UTF-8."""
+    """Raise ConfigError if a name contains a control character or line separator, or is not UTF-8."""
     if UNUSABLE.search(str(name)):
         raise ConfigError(f"{what} {str(name)!r} has a control character, or is not UTF-8: choose another name")

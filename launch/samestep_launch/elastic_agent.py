@@ -1,7 +1,7 @@
-"""Run torchrun's agent in this process: ranks are programs that it starts, or processes that it forks.
+"""Run torchrun's agent in this process, which starts each rank as a program or forks it.
 
 torchrun's own store listens on all addresses of the machine, without authentication, and no option changes that. For a
-job on one machine, the store here listens at ``--master-addr`` and ``--master-port`` alone.
+job on one machine, this module's store listens at ``--master-addr`` and ``--master-port`` alone.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from samestep_launch.program import ImportFailed, Program, exit_code, importing,
 
 NAME = "loopback"
 TIMEOUT = 900  # seconds, torchrun's default
-ANONYMOUS = 0  # file type of an epoll or an eventfd
-AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that the agent handles
+ANONYMOUS = 0  # file type of an epoll or eventfd descriptor, by stat.S_IFMT
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the agent handles
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """torchrun's static rendezvous under a name of its own."""
+    """torchrun's static rendezvous, registered as `NAME`."""
 
     def get_backend(self) -> str:
         return NAME
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return the rendezvous of one machine, with its store on a socket that is bound here."""
+    """Return the rendezvous of a one-machine job, whose store listens at ``parameters.endpoint`` alone."""
     address, _, port = parameters.endpoint.rpartition(":")
     handler = LoopbackRendezvous(address, int(port), 0, 1, parameters.run_id, TIMEOUT)
     listener = socket.create_server((address, int(port))).detach()
@@ -60,7 +60,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main() -> None:
-    """Run the agent with the arguments of torchrun."""
+    """Run the agent with torchrun's arguments from the command line."""
     arguments = sys.argv[1:]
     control = fork_server.control_socket()
     rendezvous_handler_registry.register(NAME, create_handler)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _with_loopback(arguments: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments with the rendezvous above, if the job has one machine."""
+    """Return torchrun's arguments, with the options of `LoopbackRendezvous` if the job has one machine."""
     options = run.parse_args([*arguments])
     endpoint = f"{options.master_addr}:{options.master_port}"
     ours = [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={endpoint}"] if options.nnodes == "1" else []
@@ -84,10 +84,10 @@ def _with_loopback(arguments: Sequence[str]) -> list[str]:
 
 
 def load(program: Program, arguments: Sequence[str]) -> bool:
-    """Import torch's compiler and the program; return whether this process may fork ranks, else print the reason."""
+    """Import torch's compiler and the program. Return whether this process may fork ranks; if not, print why."""
     try:
         with importing():
-            importlib.import_module("torch._dynamo")  # by DDP's and each optimizer's constructor
+            importlib.import_module("torch._dynamo")  # DDP and all optimizers import it later anyway
             program.load(arguments)
     except ImportFailed as failure:
         _report_failed_import(failure)
@@ -99,7 +99,7 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
 
 
 def _report_failed_import(failure: ImportFailed) -> None:
-    """Print the failure once, and end this process: a restart would fail like this start."""
+    """Print the failure, record that a restart cannot help, and exit."""
     print(untrusted.shown(f"error: {failure}", untrusted.MAX_LINE), file=sys.stderr, flush=True)
     info = JobInfo.from_environ(os.environ)
     if info.run_dir:
@@ -109,7 +109,7 @@ def _report_failed_import(failure: ImportFailed) -> None:
 
 
 def _why_not_fork() -> str:
-    """Return what the program did that forked ranks cannot share; "" if nothing."""
+    """Return the reason why ranks cannot be forked, such as "used CUDA"; "" if they can."""
     if torch.cuda.is_initialized() or _spoils_cuda():
         return "used CUDA"
     count = threads()
@@ -117,7 +117,7 @@ def _why_not_fork() -> str:
 
 
 def launch(program: Program, arguments: list[str]) -> NoReturn:
-    """Run the agent, and leave without Python's shutdown, which takes longer than the agent."""
+    """Run the agent, and exit without Python's shutdown, which takes longer than the agent."""
     code = 0
     try:
         run_agent(program, arguments)
@@ -129,7 +129,7 @@ def launch(program: Program, arguments: list[str]) -> NoReturn:
 
 
 def _spoils_cuda() -> bool:
-    """Return whether CUDA refuses to work in a process that is forked from this one."""
+    """Return whether CUDA would fail in a process that is forked from this one."""
     child = os.fork()
     if child == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
@@ -138,7 +138,7 @@ def _spoils_cuda() -> bool:
 
 @record
 def run_agent(program: Program, arguments: list[str]) -> None:
-    """Run the agent, which forks the ranks from this process."""
+    """Run the agent, and fork the ranks from this process."""
     options = run.parse_args(arguments)
     config, _, _ = run.config_from_args(options)
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
@@ -153,7 +153,7 @@ def run_agent(program: Program, arguments: list[str]) -> None:
 
 
 def _record_contexts() -> list[ProcessContext]:
-    """Return a list that receives the context of the ranks' processes, which the agent keeps to itself."""
+    """Patch torch to append each `ProcessContext` to the returned list, because the agent does not expose it."""
     contexts: list[ProcessContext] = []
     start: Callable[..., ProcessContext] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
 
@@ -166,7 +166,10 @@ def _record_contexts() -> list[ProcessContext]:
 
 
 def _report_signals(failed: ChildFailedError, context: ProcessContext) -> None:
-    """Print each rank that a signal ended: the agent reports one rank, which may only have lost its connection."""
+    """Print each rank that a signal ended.
+
+    The agent reports a single rank, which may only have lost its connection to the killed rank.
+    """
     rank, failure = failed.get_first_failure()
     first = rank - failure.local_rank
     for local_rank, process in enumerate(context.processes):
@@ -180,16 +183,17 @@ def run_rank(
 ) -> None:
     """Run the program as one rank, in a process that the agent has forked.
 
-    Returns only if the program ended well: the agent waits for this. Otherwise the process ends with its exit code.
+    The function returns if the program's exit code is 0, because the agent waits for the return. Otherwise it exits
+    with the program's code.
 
     Args:
         program: the imported program.
         arguments: the program's command line.
-        handlers: the signal handlers from before the agent.
+        handlers: signal handlers from before the agent's start, by signal number.
         own_files: descriptors that were open before the agent started.
     """
     _prctl_pr_set_pdeathsig(0)  # multiprocessing sets SIGINT, but an agent's death must not request a stop
-    faulthandler.disable()  # the agent's, with standard error as its file
+    faulthandler.disable()  # the agent has enabled it for standard error
     for number, handler in handlers.items():
         signal.signal(number, handler)
     _close_store(own_files)
@@ -205,7 +209,7 @@ def run_rank(
 
 
 def _wait_quietly() -> None:
-    """Prepare to wait for the other ranks: stop requests no longer concern this one, and it ends with its agent."""
+    """Ignore INT and USR1, and let TERM or the agent's death end this process, while it waits for other ranks."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -214,16 +218,16 @@ def _wait_quietly() -> None:
 
 
 def _open_files() -> dict[int, int]:
-    """Return the types of this process's open files by their descriptors."""
+    """Return the type (`stat.S_IFMT`) of each open file of this process, by descriptor."""
     files = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # this listing's own
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed already
             files[int(name)] = stat.S_IFMT(os.fstat(int(name)).st_mode)
     return files
 
 
 def _close_store(keep: Collection[int]) -> None:
-    """Close what the agent's store has opened: on its port, this process must not listen in its place."""
+    """Close the descriptors of the agent's store, so that this process does not listen at the store's port."""
     for descriptor, kind in _open_files().items():
-        if descriptor not in keep and kind in (stat.S_IFSOCK, ANONYMOUS):  # pipes are multiprocessing's
+        if descriptor not in keep and kind in (stat.S_IFSOCK, ANONYMOUS):  # multiprocessing still needs its pipes
             os.close(descriptor)

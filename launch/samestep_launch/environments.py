@@ -1,8 +1,8 @@
-"""Choose or make the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from one of its locks.
+"""Find or create the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from one of its locks.
 
 A lock, ``apps/<app>/requirements-cpu.txt`` or ``-cuda.txt``, lists every package with the SHA-256 of its files, and
-pip installs nothing else. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK chooses one, and
-SAMESTEP_ALLOW allows a file of your own.
+pip installs only these. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK selects a lock, and
+SAMESTEP_ALLOW adds the hash of another file.
 
 This module runs on the system's Python, with the standard library alone.
 """
@@ -35,17 +35,17 @@ from samestep_launch.supervise import STOPS, block_signals, print_stderr, read_t
 
 TRACKERS = "trackers"  # the environment of --track, whose requirements are part of this package
 STAMP = "samestep-stamp"
-END_SECONDS = 2.0  # for a step of the set-up to end after TERM
+END_SECONDS = 2.0  # time limit of a set-up step after TERM, and again after KILL
 IS_PYTHON = ["-c", "import sys; print(sys.version_info >= (3, 9))"]
 PACKAGE_FOLDERS = ("core", "launch", "observe", "check")
-# The command of an environment. sh starts it, because a #! line cannot name a path with spaces.
+# The command ``samestep`` of an environment, run by sh because a #! line cannot contain a path with spaces.
 COMMAND = """\
 #!/bin/sh
 exec {python} -m samestep "$@"
 """
-BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock: a package whose version has a local label
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has builds for CPUs that PyPI lacks: torch 2.13.0+cpu
-# pip's message if a file has another hash than the lock lists, and how it names that file.
+BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock with a local version label, such as torch==2.13.0+cpu
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI lacks these CPU builds, such as torch 2.13.0+cpu
+# pip's message for a file whose hash is not in the lock, and the pattern of the file's package, URL and hash.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
 WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTALL | re.MULTILINE)
 
@@ -62,15 +62,18 @@ def find_wheel(root: Path) -> Path | None:
 
 
 def source_path(root: Path) -> list[str]:
-    """Return the folders of the project that have packages of samestep, as entries of Python's path."""
+    """Return the project's folders with packages of samestep, as entries of PYTHONPATH."""
     return [str(root / folder) for folder in PACKAGE_FOLDERS]
 
 
 def given_python(root: Path) -> str | None:
     """Return the interpreter that PYTHON names; None if the variable is not set.
 
-    The project's packages are put on PYTHONPATH, before a samestep that may be there. A wheel is not put there. It must
-    be installed like the app's pins, because its data are files.
+    If PYTHON or PYTHONPATH is set, the function puts the project's packages first on PYTHONPATH. The interpreter must
+    have installed a wheel of core, because Python cannot read the wheel's data files from PYTHONPATH.
+
+    Raises:
+        ConfigError: PYTHON is not a Python of at least 3.9.
     """
     given = os.environ.get("PYTHON")
     path = os.environ.get("PYTHONPATH")
@@ -84,7 +87,7 @@ def given_python(root: Path) -> str | None:
     python = shutil.which(given)
     if python is None:
         raise ConfigError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
-    was_started = os.path.abspath(python) == sys.executable  # by launch.sh; else it may be any program
+    was_started = os.path.abspath(python) == sys.executable  # launch.sh has checked that this program is a Python
     if not was_started and not _is_python(python):
         raise ConfigError(f"PYTHON={given} is not a Python of at least 3.9: name one, or unset PYTHON")
     return python
@@ -99,14 +102,14 @@ def _is_python(program: str) -> bool:
 
 
 class Environment:
-    """The environment of an app or of --track.
+    """The Python environment of an app or of --track.
 
     Attributes:
-        root: the project: the folder with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
-        name: the app, or TRACKERS.
+        root: the project's folder, with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
+        name: the app's name, or TRACKERS.
         source: the folder with requirements and locks: a Path, or a part of this package, which may be in a zip file.
-        link: where the app finds its environment: a link to one that all apps with equal locks share.
-        setup: the app's program that builds packages without a published wheel; it may not exist.
+        link: the symbolic link ``.venvs/<name>`` to the environment, which apps with equal locks share.
+        setup: path of the app's setup.sh, which builds packages without a published wheel; the file may be missing.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -122,15 +125,15 @@ class Environment:
         self._requirements = read_text(self.source / "requirements.in") or ""
 
     def ensure(self, settings: Mapping[str, str]) -> str:
-        """Return the environment's Python, and make the environment unless one has the same Python and locks.
+        """Return the path of the environment's Python; create the environment unless an equal environment exists.
 
-        An environment is never changed: other locks make another one, so that a running job keeps its own. For the
-        same reason the Python is named by the environment's own folder and not by the link.
+        An existing environment never changes, because a running job may use it: other locks lead to a new environment.
+        The path contains the environment's own folder, because the link may change.
 
         Args:
-            settings: variables for the app's setup.sh; other values make another environment.
+            settings: variables for the app's setup.sh; other values lead to a new environment.
         """
-        os.environ.pop("PYTHONHOME", None)  # it describes another Python
+        os.environ.pop("PYTHONHOME", None)  # PYTHONHOME would mislead the environment's Python
         venv = Path(os.path.realpath(self.link))
         version = _stamp(venv)
         locks = [_allow(path.read_text(), _allowed()) for path in self.locks()]
@@ -140,11 +143,11 @@ class Environment:
         return str(venv / "bin" / "python")
 
     def _new(self, settings: Mapping[str, str], locks: Sequence[str]) -> Path:
-        """Make an environment, or find one with the same content, and link it. Return its folder."""
+        """Create or find the environment, point the link at it, and return the environment's folder."""
         base, version = self._find_python()
         venv = self.link.with_name(self._key(version, settings, locks))
         try:
-            with _lock(venv):  # of two first starts the second waits and finds it made
+            with _lock(venv):  # a concurrent start waits here, and then finds the environment complete
                 if _stamp(venv) is None:
                     print_stderr(f"first start: making .venvs/{self.name} with Python {version}, which takes minutes")
                     self._make(venv, base, settings=settings, locks=locks)
@@ -157,9 +160,12 @@ class Environment:
         return venv
 
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
-        """Return the environment's name: 12 hexadecimal digits of everything that decides its content.
+        """Return the name of the environment's folder: 12 hexadecimal digits of a SHA-256 of its inputs.
 
-        ``locks`` are the candidates; pip's index decides between them.
+        Args:
+            version: version of Python.
+            settings: variables for the app's setup.sh.
+            locks: text of all candidate locks, because pip's index decides which of them is installed.
         """
         setup = read_text(self.setup) or ""
         built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", self._requirements, re.MULTILINE)
@@ -179,11 +185,11 @@ class Environment:
     def locks(self) -> list[Any]:
         """Return the paths of this machine's candidate locks, the preferred one first.
 
-        On a machine with an NVIDIA driver that is -cuda, if the app has it. On other machines it is -cpu, or -cuda if
-        no build for CPUs is found, because that runs on a CPU too. SAMESTEP_LOCK names another.
+        With an NVIDIA driver, the only candidate is -cuda, if the app has this lock. Otherwise -cpu precedes -cuda,
+        whose packages run on a CPU, too. SAMESTEP_LOCK overrides the choice.
         """
         named = os.environ.get("SAMESTEP_LOCK")
-        if named and self.name != TRACKERS:  # which has one
+        if named and self.name != TRACKERS:  # the trackers have one lock for all machines
             lock = self.source / f"requirements-{named}.txt"
             names = sorted(path.stem.partition("-")[2] for path in self.source.glob("requirements-*.txt"))
             if named not in names:
@@ -201,7 +207,7 @@ class Environment:
         return locks
 
     def _check_pins(self, lock: str) -> None:
-        """Raise ConfigError if requirements.in has a requirement that its lock lacks: it was changed since."""
+        """Raise ConfigError if the lock lacks a requirement of requirements.in."""
         pinned = re.findall(r"^([\w.-]+)==([^\s;+]+)", lock, re.MULTILINE)
         locked = {(_normal(name), version) for name, version in pinned}
         pattern = r"^([A-Za-z][\w.-]*)(\S*?(?:==(\S+))?)(?= |$)"
@@ -217,8 +223,18 @@ class Environment:
                 )
 
     def _make(self, venv: Path, base: str, settings: Mapping[str, str], locks: Sequence[str]) -> None:
-        """Make all but the stamp, with the Python ``base``. Raises NonRetryableError, and then leaves nothing."""
-        shutil.rmtree(venv, ignore_errors=True)  # left by a start that was killed
+        """Create an environment without its stamp.
+
+        Args:
+            venv: the environment's folder.
+            base: command of the Python that creates the environment.
+            settings: variables for the app's setup.sh.
+            locks: text of the candidate locks.
+
+        Raises:
+            NonRetryableError: a step failed; the folder is deleted.
+        """
+        shutil.rmtree(venv, ignore_errors=True)  # a killed start may have left the folder
         python = str(venv / "bin" / "python")
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         wheel = find_wheel(self.root)
@@ -229,7 +245,7 @@ class Environment:
             chosen.write_text(lock)
             # Nothing is built from source, because a build would fetch packages that no lock lists.
             self._run([*pip, "--require-hashes", "--only-binary=:all:", *index, "-r", str(chosen)], settings)
-            if wheel:  # it came with the project, and the environment's name depends on its content
+            if wheel:  # the wheel needs no hash, because it is part of the project
                 self._run([*pip, "--no-index", str(wheel)], settings)
             else:
                 self._link_packages(venv)
@@ -241,7 +257,7 @@ class Environment:
             raise
 
     def _link_packages(self, venv: Path) -> None:
-        """Let an environment import the project's packages: all that an editable install does, without a build."""
+        """Make the project's packages importable in an environment, as an editable install does, without a build."""
         site_packages = next(venv.glob("lib/python*/site-packages"))
         (site_packages / "samestep.pth").write_text("".join(f"{path}\n" for path in source_path(self.root)))
         command = venv / "bin" / "samestep"
@@ -250,9 +266,9 @@ class Environment:
 
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
         """Run a step of the set-up. Raises NonRetryableError if it fails."""
-        held = ""  # pip's message about hashes, many lines that become one
-        # pip writes to stdout, which belongs to the result.
-        stderr = None  # a build keeps its own: it may be a terminal
+        held = ""  # pip's lines about wrong hashes, which one error replaces
+        # The step's stdout becomes stderr, because this process's stdout is for the job's results.
+        stderr = None  # setup.sh inherits stderr, which may be a terminal
         if "--require-hashes" in command:
             stderr = subprocess.PIPE
         with _start(command, env={**os.environ, **settings}, stdout=sys.stderr, stderr=stderr) as step:
@@ -275,7 +291,7 @@ class Environment:
         raise NonRetryableError(f"could not make .venvs/{self.name}: `{shlex.join(command)}` failed: see above")
 
     def _find_python(self) -> tuple[str, str]:
-        """Return a Python that can make environments and has wheels of the app's pins, and its version."""
+        """Return the command and the version of a Python that requirements.in allows and that has the venv module."""
         line = re.search(r"^# python: (.*)$", self._requirements, re.MULTILINE)
         versions = line[1].split() if line else ["3.11"]
         commands = [f"python{version}" for version in versions]
@@ -290,10 +306,10 @@ class Environment:
         )
 
     def check_requirements(self) -> None:
-        """Raise ConfigError if a pinned package is missing; warn of another version than the tested one.
+        """Raise ConfigError if a pinned package is missing; warn if its version differs from the tested version.
 
-        A pin in a comment is of a package that the app's setup.sh builds. ``name==pin  # or other`` may be satisfied by
-        ``other``, the same package built for other hardware.
+        A pin in a comment names a package that the app's setup.sh builds. For ``name==pin  # or other``, the package
+        ``other`` is enough: it is the same package, built for other hardware.
         """
         for name, pin, other in self.pins():
             names = [name, other] if other else [name]
@@ -318,7 +334,7 @@ class Environment:
         return command
 
     def pins(self) -> list[tuple[str, str, str]]:
-        """Return (name, version, alternative or "") of each pinned package, and of a wheel of core."""
+        """Return (name, version, alternative or "") of each pinned package, and of a wheel of core in the project."""
         pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", self._requirements, re.MULTILINE)
         wheel = find_wheel(self.root)
         if wheel:
@@ -343,7 +359,7 @@ def _requirement_lines(lock: str) -> list[str]:
 
 
 def _python_version(command: str) -> str:
-    """Return the version of a Python that can make environments; "" if the command is none."""
+    """Return the version of a Python command; "" if the command fails or the Python lacks the venv module."""
     probe = "import platform, venv, ensurepip; print(platform.python_version())"
     try:
         done = subprocess.run([command, "-c", probe], capture_output=True, text=True, timeout=60)
@@ -355,10 +371,10 @@ def _python_version(command: str) -> str:
 
 
 def _stamp(venv: Path) -> str | None:
-    """Return the version of the environment's Python, written last; None unless the environment is complete.
+    """Return the Python version in an environment's stamp, which is written last; None for an incomplete environment.
 
     Raises:
-        ConfigError: it is complete, but another user's: its Python must not be run.
+        ConfigError: this user has no permission to run the environment's Python.
     """
     python = venv / "bin" / "python"
     try:
@@ -374,7 +390,7 @@ def _stamp(venv: Path) -> str | None:
 
 @contextlib.contextmanager
 def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a step of the set-up and wait for its end; an exception ends it and its children."""
+    """Start a set-up step, yield its process, and wait for its end. An exception ends the step and its children."""
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGHUP])
@@ -390,7 +406,7 @@ def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen
                     step.wait(END_SECONDS)
 
     with contextlib.ExitStack() as stack:
-        with block_signals():  # none may come before the step can be ended
+        with block_signals():  # no signal may arrive before ``end`` is registered
             step = stack.enter_context(
                 subprocess.Popen(
                     command, text=True, errors="replace", start_new_session=True, preexec_fn=begin, **settings
@@ -402,13 +418,17 @@ def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen
 
 
 def has_nvidia() -> bool:
-    """Return whether this machine has NVIDIA's driver."""
+    """Return whether this machine has an NVIDIA driver."""
     driver = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
     return any(map(os.path.exists, driver)) or shutil.which("nvidia-smi") is not None
 
 
 def _allowed() -> dict[str, list[str]]:
-    """Return the SHA-256 of files that SAMESTEP_ALLOW="torch sha256:<64 digits>" allows beside the lock."""
+    """Parse SAMESTEP_ALLOW, such as "torch sha256:<64 digits>"; return SHA-256 digests by package name.
+
+    Raises:
+        ConfigError: the variable is malformed.
+    """
     allowed: dict[str, list[str]] = {}
     words = os.environ.get("SAMESTEP_ALLOW", "")
     pair = r"([\w.-]+) sha256:([0-9a-f]{64})"
@@ -420,7 +440,7 @@ def _allowed() -> dict[str, list[str]]:
 
 
 def _allow(lock: str, allowed: Mapping[str, Sequence[str]]) -> str:
-    """Return the lock with these hashes too, and without local labels: a build torch 2.13.0+ours is then allowed."""
+    """Return the lock with the allowed hashes, and without local labels of their packages, such as 2.13.0+cpu."""
     if not allowed:
         return lock
 
@@ -438,25 +458,25 @@ def _normal(name: str) -> str:
 
 
 def _lock(venv: Path) -> IO[str]:
-    """Lock the making of an environment until the returned file is closed."""
+    """Wait for the lock on creating an environment. Return its file, whose closing releases the lock."""
     path = venv.with_name(f".{venv.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}: or name an interpreter by PYTHON=") from error
-    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # waits; a file system without locks has no effect
+    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # no effect on a file system without locks
     return lock
 
 
 def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the first of ``locks`` whose builds for CPUs pip finds, and pip's options for it.
+    """Return the first lock whose builds with local labels are available, and the pip options that find these builds.
 
-    pip looks at its configured index, and then at PyTorch's index too, which may be out of reach. It is asked for
-    versions alone: `pip install` would download gigabytes before it reports that hashes differ.
+    The function searches pip's configured index first, and then also PyTorch's index, which may be out of reach. It
+    lists versions only, because `pip install` would download gigabytes before it reports a wrong hash.
 
     Raises:
-        NonRetryableError: pip finds the builds of none of them.
+        NonRetryableError: the builds of no lock are available.
     """
     for lock in locks:
         builds = re.findall(BUILD, lock, re.MULTILINE)
@@ -492,8 +512,8 @@ def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
 
 
 def _link(link: Path, venv: Path) -> None:
-    """Make ``link`` lead to ``venv``, atomically."""
-    if link.is_dir() and not link.is_symlink():  # the environment itself, from before environments were shared
+    """Point the symbolic link ``link`` at ``venv``, atomically."""
+    if link.is_dir() and not link.is_symlink():  # an older version created the environment itself at this path
         shutil.rmtree(link)
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)

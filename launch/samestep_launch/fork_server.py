@@ -1,11 +1,12 @@
-"""Start a launcher at each start of a job from one process that has imported the program: a fork server.
+"""Run a fork server: one process imports the program, and forks the launcher at each start of the job.
 
-The first start is a program like any other launcher, with one more descriptor: a Unix socket. Once this process has
-imported what its ranks need, it forks a launcher, sends the exit code through the socket, and waits for the next start.
-It ends when the socket is closed. A process that cannot fork is itself the launcher, and ends with the job.
-This module uses the standard library alone.
+The launch script starts the server by the launcher's command, with a Unix socket as an additional descriptor. The
+server imports the ranks' modules and forks a launcher. After the launcher's end, the server sends the exit code through
+the socket and waits for the next start. The server ends when the socket is closed. If the program prevents forking, the
+server process runs the launcher itself and ends with the launcher.
 
 A start is one message: the command and the environment in JSON, and the descriptors of standard output and error.
+This module uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from samestep_launch import process_info
 MAX_MESSAGE = 2**22  # bytes; the kernel limits commands and environments to less
 END_SECONDS = 5.0
 MODULE = "samestep_launch.torchrun"
-IDLE = "-"  # the job of a server between two starts
+IDLE = "-"  # the job name of a server, which belongs to no start
 
 
 class Launcher:
     """A started launcher, with the interface of `subprocess.Popen` that `samestep_launch.supervise` uses."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
-        """Without ``control``, the process itself is the launcher."""
+        """Wait for the launcher's end in a thread.
+
+        Args:
+            process: the fork server, or the launcher itself if ``control`` is None.
+            control: the socket through which the fork server sends the launcher's exit code.
+        """
         self._process = process
         self._control = control
         self._code: int | None = None
@@ -51,36 +57,36 @@ class Launcher:
         self._ended.set()
 
     def kill(self) -> None:
-        """End a launcher that has no process left."""
-        if not self._ended.wait(END_SECONDS):  # the server is stopped
+        """Kill the fork server if it does not report the launcher's end within `END_SECONDS`."""
+        if not self._ended.wait(END_SECONDS):
             self._process.kill()
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus a signal; None while the launcher runs."""
+        """Return the exit code, or minus the signal that ended the launcher; None while the launcher runs."""
         return self._code
 
     def wait(self) -> int:
-        """Wait for the end; return the exit code, or minus a signal."""
+        """Wait for the launcher's end; return the exit code, or minus the signal that ended the launcher."""
         self._ended.wait()
         return int(self._code or 0)
 
 
 class ForkServer:
-    """The process from which a job's launchers are forked, as the launch script sees it."""
+    """The launch script's handle of the process that forks a job's launchers."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._environ: Mapping[str, str] = {}  # at its start
+        self._environ: Mapping[str, str] = {}  # the server's environment at its start
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Launcher:
-        """Start a launcher, by a new server if there is none.
+        """Start a launcher with the running server, or with a new server if none runs.
 
         Args:
             command: the launcher's command, which also starts a server.
             environ: the launcher's environment.
-            stdout: the descriptor of its standard output.
-            stderr: the descriptor of its standard error.
+            stdout: descriptor of the launcher's standard output.
+            stderr: descriptor of the launcher's standard error.
         """
         if self._process and self._control and self._process.poll() is None:
             request = json.dumps([[*command], self._changes(environ)]).encode()
@@ -105,12 +111,12 @@ class ForkServer:
         return Launcher(self._process, self._control)
 
     def _changes(self, environ: Mapping[str, str]) -> dict[str, str | None]:
-        """Return the variables that differ from the server's; None for one that must go."""
+        """Return the variables that differ from the server's environment; None marks a variable to remove."""
         gone = dict.fromkeys(self._environ.keys() - environ.keys())
         return {**gone, **{name: value for name, value in environ.items() if self._environ.get(name) != value}}
 
     def close(self) -> None:
-        """End the server. Its launchers have ended before."""
+        """End the server; call this after its launchers have ended."""
         if self._control:
             self._control.close()
         if self._process:
@@ -127,18 +133,18 @@ class ForkServer:
 
 
 def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
-    """Fork a launcher for this start, and for each later one. Returns in each launcher alone.
+    """Fork a launcher for each start of the job. This function returns in the launchers, never in the server.
 
     Args:
-        control: the launch script's socket; None if there is none, and then this process is the launcher.
-        arguments: of this start's command.
+        control: socket to the launch script; None if this process must be the launcher itself.
+        arguments: arguments of the first start's command.
 
     Returns:
-        The arguments of the start.
+        The arguments of the launcher's start.
     """
     if control is None:
         return [*arguments]
-    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # else the launch script kills it as the job's
+    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # JobProcesses.find ignores IDLE
     process_info.show_environment({**os.environ, **idle.to_environ()})
     files: list[int] = []
     changes: dict[str, str | None] = {}
@@ -157,7 +163,7 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
 
 
 def control_socket() -> socket.socket | None:
-    """Return the launch script's socket; None if a person started this process. Its ranks do not inherit it."""
+    """Return the socket to the launch script, and hide it from the ranks; None without a fork server."""
     info = JobInfo.from_environ(os.environ)
     if info.control is None:
         return None
@@ -166,7 +172,7 @@ def control_socket() -> socket.socket | None:
 
 
 def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) -> None:
-    """Take the session, the files and the environment of a launcher's process."""
+    """Give this forked process its own session, and the launcher's output files and environment."""
     os.setsid()
     for target, number in enumerate(files, start=1):
         os.dup2(number, target)
@@ -175,11 +181,14 @@ def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) ->
         os.environ.pop(name, None)
         os.environ.update({} if value is None else {name: value})
     process_info.show_environment(os.environ)
-    tempfile.tempdir = None  # of an earlier TMPDIR
+    tempfile.tempdir = None  # the cached folder may come from an earlier TMPDIR
 
 
 def _discard(number: int, is_standard: bool) -> None:
-    """Give up a launcher's file: the reader of a pipe waits until the last writer has closed it."""
+    """Close a launcher's output file in the server, because a pipe's reader waits until all writers have closed it.
+
+    A standard stream becomes /dev/null instead.
+    """
     if not is_standard:
         os.close(number)
         return
@@ -189,7 +198,10 @@ def _discard(number: int, is_standard: bool) -> None:
 
 
 def _next_start(control: socket.socket, code: int) -> tuple[list[str], dict[str, str | None], list[int]]:
-    """Send a launcher's exit code; return arguments, changed variables and files of the next. Ends without a next."""
+    """Send a launcher's exit code; return the next start's arguments, changed variables and output descriptors.
+
+    If the launch script has closed the socket, this process exits.
+    """
     try:
         control.send(str(code).encode())
         message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE, 2)

@@ -1,4 +1,4 @@
-"""Import the packages that this process and its ranks need, and name a foreign one that is in the way.
+"""Import the packages that this process and its ranks need, and explain a failed import.
 
 This module uses the standard library alone.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from samestep import ConfigError
 
-NEEDED = ("numpy", "safetensors")  # by samestep itself
+NEEDED = ("numpy", "safetensors")  # packages that samestep itself imports
 
 
 def check_imports(names: Sequence[str] = NEEDED) -> None:
-    """Import packages. Raise ConfigError, with its file, if one fails, as a package for another Python does."""
+    """Import packages; raise ConfigError with the cause and the remedy if an import fails."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -27,7 +27,7 @@ def check_imports(names: Sequence[str] = NEEDED) -> None:
 
 
 def _problem(name: str, error: Exception) -> str:
-    """Return cause and remedy of a failed import."""
+    """Return the cause and the remedy of a failed import."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return f"{sys.executable} lacks {name}: install it there"

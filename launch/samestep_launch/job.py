@@ -1,7 +1,7 @@
 """Run a job on this machine: resolve its run dir and data, check the other machines, start its launcher and restart it.
 
-Launch scripts (`samestep_launch.app`) and ``samestep run`` (`samestep_launch.run_command`) use it, in the environment
-of the ranks. At the top level it imports the standard library alone.
+Launch scripts (`samestep_launch.app`) and ``samestep run`` (`samestep_launch.run_command`) use this module in the
+Python environment of the ranks. Importing it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -37,22 +37,27 @@ from samestep_launch.trackers import TrackerProcess
 if TYPE_CHECKING:
     from samestep_launch.preflight import NodeInfo, Rendezvous
 
-MAY_DIFFER = ("data_dir", "init_from", "preemption_notice", "quiet", "requested_dataset", "run_dir")  # between machines
+# Options that may differ between machines.
+MAY_DIFFER = ("data_dir", "init_from", "preemption_notice", "quiet", "requested_dataset", "run_dir")
 TORCHRUN = "torch.distributed.run"  # module
 RANK_FORKER = "samestep_launch.rank_forker"
-# Seconds in which a machine that will not restart reports it to the others.
+# Seconds in which a machine reports to the other machines that it will not restart.
 REPORT_SECONDS = 10.0
-LONG_REPORT_SECONDS = 60.0  # if they may not have noticed yet
-# Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
+LONG_REPORT_SECONDS = 60.0  # the limit if the other machines may not have noticed the failure
+# Matches the log files that this program and its ranks write, read or remove, and their temporary files.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job: how many, the number of this one, and their rendezvous.
+    """The machines of a job.
 
-    The rendezvous is None on one machine, and if a file of the app's launcher lists the machines. ``secret`` proves the
-    machines to each other.
+    Attributes:
+        count: number of machines.
+        rank: this machine's number, from 0.
+        master_addr: machine 0's address; None on one machine, or if a file of the app's launcher lists the machines.
+        master_port: port at machine 0; None if the user has set no port.
+        secret: secret that all machines share; b"" for none.
     """
 
     count: int
@@ -68,14 +73,14 @@ class Nodes:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where they connect."""
+        """Address and port at which the machines connect."""
         return str(self.master_addr), int(self.master_port or 0)
 
 
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
-    """Return the machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE that count machines.
+    """Return the job's machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE.
 
-    A Kubernetes Indexed Job gives the machine's number as JOB_COMPLETION_INDEX.
+    RANK and WORLD_SIZE must count machines. A Kubernetes Indexed Job sets JOB_COMPLETION_INDEX to the machine's number.
 
     Raises:
         ConfigError: a variable is missing, malformed or out of range, or the port is in use.
@@ -102,13 +107,13 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     if port is None:
         remedy = "choose a free port of machine 0, the same on all"
         raise ConfigError(f"{counted}, but MASTER_PORT is not set: {remedy}{otherwise}")
-    from samestep_launch.preflight import read_secret  # one machine does not load it
+    from samestep_launch.preflight import read_secret  # only jobs on several machines need this module
 
     return Nodes(count, rank, address, port, read_secret(environ))
 
 
 def _check_one_machine(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if this machine has a number, although nothing counts the machines."""
+    """Raise ConfigError if a variable numbers this machine, but no variable gives the number of machines."""
     if environ.get("RANK"):
         raise ConfigError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
     name, text = env.first_set(environ, env.MACHINE_INDEX)
@@ -130,7 +135,7 @@ def _master_port(environ: Mapping[str, str], listens: bool) -> int | None:
 def warn_of_other_ranks(environ: Mapping[str, str], nodes: Nodes) -> None:
     """Print a warning if another launcher seems to have started several processes of this script.
 
-    Each would be a job of its own. An ended job may have left the variables, so a warning is enough.
+    Each process would run a separate job. A warning is enough, because an ended job may have left the variables.
     """
     try:
         world = env.detect(environ)
@@ -165,18 +170,18 @@ def parse_integer(name: str, text: str, least: int, most: int | None = None, def
 
 @dataclass(frozen=True)
 class Job:
-    """The job's part on this machine.
+    """A job, as this machine runs it.
 
     Attributes:
-        name: the app, or the program's name.
-        program: the program that ranks run.
-        template: the launcher's command, with blanks such as {nproc}; see `command`.
-        nproc: ranks on this machine.
-        nodes: the machines.
+        name: name of the app or of the program.
+        program: path of the program that the ranks run.
+        template: the launcher's command, with placeholders such as {nproc}; see `command`.
+        nproc: number of ranks on this machine.
+        nodes: the machines of the job.
         options: the parsed options.
         arguments: the options of the program, as the user gave them.
-        hooks: what the app adds to the launch script.
-        has_heartbeats: whether the program is known to use the watchdog.
+        hooks: the app's functions and settings for the launch script.
+        has_heartbeats: whether the program surely uses the watchdog.
     """
 
     name: str
@@ -198,25 +203,25 @@ class Job:
     def forks(self) -> bool:
         """Whether the launcher forks the ranks from a process that has imported the program.
 
-        Forked ranks have not run on a GPU yet, so a machine with an NVIDIA driver takes exec unless fork is named.
+        On a machine with an NVIDIA driver, exec is the default, because forked ranks are not tested on GPUs.
         """
         method = self.options.start_method
         return method == FORK or (method is None and not has_nvidia())
 
     def command(self, python: str, port: int, logs: Path, *more: str, met: Rendezvous | None = None) -> list[str]:
-        """Return the launcher's command: the template with its blanks filled.
+        """Return the launcher's command, which is the template with values for its placeholders.
 
-        A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
-        {arguments} the arguments alone. If the ranks are forked, {forker} means `samestep_launch.rank_forker` and the
-        program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and
-        if it forks the ranks.
+        A word is left out if one of its placeholders has no value. {options} becomes the arguments and ``more``, and
+        {arguments} becomes the arguments alone. If the ranks are forked, {forker} becomes the command of
+        `samestep_launch.rank_forker`; otherwise it is left out. `samestep_launch.torchrun` replaces torchrun if the job
+        has one machine, so that its store listens on 127.0.0.1 alone, or if the ranks are forked.
 
         Args:
             python: path of the Python that runs the launcher.
-            port: the port of the master, or of the launcher's store.
-            logs: folder for the launcher's own log files.
-            more: further options of the program, after the user's.
-            met: what the machines of the job agreed on; None on one machine.
+            port: port of the master, or of the launcher's store.
+            logs: folder for the launcher's log files.
+            more: options of the program that follow the user's options.
+            met: values that the machines share; None on one machine.
         """
         values = {
             **vars(self.options),
@@ -246,7 +251,7 @@ class Job:
         return command
 
     def _place(self, met: Rendezvous | None) -> dict[str, Any]:
-        """Return the addresses and the world size for `command`."""
+        """Return the addresses and the world size as values for `command`."""
         if met:
             return {"host": met.address, "master_addr": met.master, "world_size": sum(met.ranks)}
         return {
@@ -256,7 +261,7 @@ class Job:
         }
 
     def _torchrun(self) -> list[str]:
-        """Return torchrun's module, or the one that replaces it, and its options."""
+        """Return torchrun's module, or the module that replaces it and the module's options."""
         if self.forks:
             return [OUR_TORCHRUN, "--start-method=fork"]
         if self.nodes.count == 1:
@@ -265,19 +270,19 @@ class Job:
 
 
 def _has_values(word: str, values: Mapping[str, Any]) -> bool:
-    """Return whether all blanks of a template's word have a value."""
+    """Return whether all placeholders of a template's word have a value."""
     names = [name for _, name, _, _ in Formatter().parse(word) if name]
     return all(values[name] is not None for name in names)
 
 
 def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str, str]) -> NodeInfo:
-    """Return this machine's description for the others; ``root`` is where the paths of ``code`` begin.
+    """Return this machine's description for the other machines.
 
     Args:
-        job: the job as this machine was asked to run it.
-        root: the folder where the paths of ``code`` begin.
+        job: the job of this machine.
+        root: the folder to which the description's paths of ``code`` are relative.
         code: the files of the program.
-        versions: versions of packages by name.
+        versions: versions of packages, by name.
     """
     import samestep
     from samestep.options import as_json
@@ -301,12 +306,12 @@ def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str,
 def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:
     """Run the job, restart it after failures, and return the exit code.
 
-    On several machines the others receive a message at its end, because they would wait for this machine.
+    At the job's end, this machine sends a message to the other machines, which would otherwise wait for it.
 
     Args:
         job: the job to start.
-        node: this machine's `node_info`, if the machines need a preflight.
-        trackers: the process that passes metrics to trackers.
+        node: this machine's `node_info`; None if the job needs no preflight.
+        trackers: the process of --track; None without the option.
     """
     state = JobState()
     is_new = job.options.run_dir is None
@@ -319,18 +324,18 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         code = 128 + stopped.number
         raise
     finally:
-        if is_new and not state.name and job.options.run_dir:  # nothing has started
+        if is_new and not state.name and job.options.run_dir:  # the launcher has never started
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if trackers:
             trackers.finish(stopped=code > 128)
 
 
 def _watch_for_preemption(job: Job) -> AbstractContextManager[None]:
-    """Stop the job as TERM does if the provider takes this machine back, for --preemption-notice."""
+    """Return a context in which a notice of --preemption-notice stops the job as TERM does."""
     source = job.options.preemption_notice
     if source is None:
         return contextlib.nullcontext()
-    from samestep_launch import preemption  # other jobs do not load it
+    from samestep_launch import preemption  # only --preemption-notice needs this module
 
     def record(text: str) -> None:
         if job.options.run_dir:
@@ -340,8 +345,8 @@ def _watch_for_preemption(job: Job) -> AbstractContextManager[None]:
 
 
 def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:
-    """Run the job and return its exit code; report its end to the other machines."""
-    reason = ""  # for the other machines
+    """Run the job, report its end to the other machines, and return its exit code."""
+    reason = ""  # message to the other machines
     try:
         with contextlib.closing(ForkServer()) as server:
             if job.forks:
@@ -350,11 +355,11 @@ def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: 
         reason = _reason(code)
         return code
     except supervise.Stopped as stopped:
-        if state.verdict is None:  # else the ranks have recorded it, with the step
+        if state.verdict is None:  # with a verdict, the ranks have recorded the signal and the step
             _record_stop(job, state, stopped.number)
             reason = f"was stopped by signal {stopped.number}"
         raise
-    except (ConfigError, NonRetryableError):  # of a preflight, which has reported it to all
+    except (ConfigError, NonRetryableError):  # the preflight has reported its errors to all machines
         raise
     except BaseException:
         reason = "has failed: see its messages there"
@@ -365,7 +370,7 @@ def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: 
 
 
 def _reason(code: int) -> str:
-    """Return how a job has ended; "" after a stop, in which all machines take part."""
+    """Return how a job has ended, such as "has finished"; "" after a stop, because all machines stop together."""
     if code == 0:
         return "has finished"
     if code < 128:
@@ -374,19 +379,19 @@ def _reason(code: int) -> str:
 
 
 def _record_stop(job: Job, state: JobState, number: int) -> None:
-    if not state.name:  # nothing has started
+    if not state.name:  # the launcher has never started
         return
     text = f"the launch script was stopped by signal {number}"
     events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
 
 
 def _report_end(job: Job, node: NodeInfo, state: JobState, reason: str) -> None:
-    """Report to the other machines that this one will not restart, if it has started before."""
+    """Report to the other machines that this machine will not restart, if the job has started."""
     from samestep_launch import preflight
 
     if not state.name:
         return
-    limit = REPORT_SECONDS  # without a verdict all machines see the failure
+    limit = REPORT_SECONDS  # without a verdict, all machines have noticed the failure
     if state.verdict is not None:
         limit = LONG_REPORT_SECONDS
     with contextlib.suppress(supervise.Stopped):
@@ -395,14 +400,14 @@ def _report_end(job: Job, node: NodeInfo, state: JobState, reason: str) -> None:
         )
 
 
-# --- decided once, before the first start ------------------------------------------------------------------------
+# --- resolved once, before the first start -----------------------------------------------------------------------
 
 
 def _resolve(job: Job) -> dict[str, Any]:
-    """Resolve run dir, dataset and checkpoint, once for all machines; return the plan for the others."""
+    """Resolve the run dir, dataset and checkpoint for all machines; return the plan for the other machines."""
     from samestep import rundir
 
-    if job.nodes.rank > 0:  # a file lists the machines: the first resolves the rest, and its rank 0 broadcasts
+    if job.nodes.rank > 0:  # without a preflight, machine 0 resolves the rest, and its rank 0 broadcasts the result
         job.options.run_dir = (job.options.run_dir or rundir.new(job.name)).resolve()
         rundir.make_log_folder(job.options.run_dir)
         return {}
@@ -424,16 +429,16 @@ def _resolve(job: Job) -> dict[str, Any]:
     else:
         _, lock = rundir.lock_run_dir(job.name, job.options.run_dir)
     _check_log(job)
-    lock.release(rundir.WRITER_BYTE)  # for rank 0; this process holds the launcher's byte until it ends
+    lock.release(rundir.WRITER_BYTE)  # rank 0 locks this byte; this process keeps the launcher's byte locked
     return plan
 
 
 def _check_log(job: Job) -> None:
-    """Raise ConfigError before any start if a log file's path in the run dir is not a regular file."""
+    """Raise ConfigError if a log file of the run dir is not a regular file, or has several hard links."""
     logs = job.options.run_dir / "log"
     supervise.open_log(logs / "launcher.log").close()
     for path in sorted(logs.iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # a temporary file of a rank that is still ending
+        with contextlib.suppress(FileNotFoundError):  # a rank of an earlier start may remove its temporary file
             status = path.lstat()
             if not LOG_FILE.fullmatch(path.name):
                 continue
@@ -448,7 +453,7 @@ def _shown_in(folder: Path, path: Path) -> str:
 
 
 def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]]) -> Rendezvous:
-    """Wait for the job's other machines; they check the plan of machine 0 here."""
+    """Connect to the job's other machines, check the plan of machine 0, and return the shared values."""
     from samestep import rundir
     from samestep.data import datasets
 
@@ -474,7 +479,7 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
         values = {**resolve(), "job": uuid.uuid4().hex}
         if not job.hooks.late_machines:
             return values
-        with user_folder.reserved_port(None) as port:  # MASTER_PORT stays this process's
+        with user_folder.reserved_port(None) as port:  # this process keeps MASTER_PORT for late machines
             return {**values, "port": str(port)}
 
     equal_ranks = job.hooks.equal_ranks
@@ -483,7 +488,7 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
 
 
 def _late_machines(job: Job, node: NodeInfo | None, met: Rendezvous | None) -> AbstractContextManager[None]:
-    """Admit machines that come back while the launcher runs, for an app that can continue without them."""
+    """Return a context that admits late machines, if the app can continue without a lost machine."""
     if not (node and met and job.nodes.rank == 0 and "port" in met.plan):
         return contextlib.nullcontext()
     from samestep_launch import preflight
@@ -499,9 +504,9 @@ class JobState:
     """The progress of a job.
 
     Attributes:
-        name: its name at the last start; "" before the first.
-        verdict: the exit code that a rank left at the last start, if a restart cannot help.
-        start: starts the launcher.
+        name: name of the last start; "" before the first start.
+        verdict: exit code that a rank recorded at the last start because a restart cannot help; None if no rank did.
+        start: function that starts the launcher.
     """
 
     name: str = ""
@@ -514,12 +519,12 @@ class Outcome:
     """How one start of the launcher ended.
 
     Attributes:
-        code: the launcher's exit code, or minus a signal.
-        complete: whether the code 0 can be trusted.
+        code: the launcher's exit code, or minus the signal that ended the launcher.
+        complete: whether rank 0 has ended cleanly, so that exit code 0 is correct.
         verdict: see `JobState`.
-        stepped: whether a rank made an update; None if that cannot be known.
-        crashes: describes ranks that a signal ended, for the message; or "".
-        failure: the exception of the first rank that failed; None if no rank recorded one.
+        stepped: whether a rank completed an update; None if unknown.
+        crashes: text for the error message about ranks that a signal ended; "" if there are none.
+        failure: the exception of the first rank that failed; None if no rank recorded an exception.
     """
 
     code: int
@@ -530,7 +535,7 @@ class Outcome:
     failure: failures.Failure | None = None
 
     def repeats(self, history: Sequence[Outcome]) -> bool:
-        """Return whether the start before failed with the same error at the same step: a third one would fail too."""
+        """Return whether the previous start failed with the same error at the same step."""
         if not self.failure or self.crashes or not history:
             return False
         return self.failure.is_same(history[-1].failure)
@@ -538,26 +543,31 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """The exit code of the job, or None for a restart; and the line to print."""
+    """Whether the job ends or restarts.
+
+    Attributes:
+        exit_code: exit code of the job; None for a restart.
+        message: the line to print; "" for none.
+    """
 
     exit_code: int | None
     message: str = ""
 
 
 def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs: Path) -> Decision:
-    """Decide whether the job ends or restarts. ``history`` has the outcomes of the earlier starts.
+    """Decide whether the job ends or restarts.
 
     Args:
-        outcome: how the last start ended.
-        history: the outcomes of the earlier starts, the oldest first.
-        max_restarts: the number of restarts that the user allows.
-        logs: the run dir's log/, for the message.
+        outcome: outcome of the last start.
+        history: outcomes of the earlier starts, the oldest first.
+        max_restarts: maximum number of restarts.
+        logs: the run dir's ``log`` folder, for the message.
     """
     if outcome.code == 0 and outcome.complete:
         return Decision(0)
     if outcome.verdict is not None:
         return Decision(outcome.verdict)
-    if -outcome.code in supervise.STOPS:  # someone stopped the launcher: no failure
+    if -outcome.code in supervise.STOPS:  # a stop signal ended the launcher, which is not a failure
         return Decision(128 - outcome.code)
     see = f"see {logs}/launcher.log and rank-*.log"
     failure = outcome.failure
@@ -577,13 +587,13 @@ def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs
 
 
 def _never_stepped_twice(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether these are the first two starts, and none made an update: a third start would fail too."""
+    """Return whether the job has started exactly twice, and no rank completed an update in either start."""
     return len(outcomes) == 2 and all(outcome.stepped is False for outcome in outcomes)
 
 
 def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:
-    """Start the launcher, and again after failures; return the job's exit code."""
-    resolve = functools.cache(lambda: _resolve(job))  # at the first start
+    """Start the launcher, restart it after failures, and return the job's exit code."""
+    resolve = functools.cache(lambda: _resolve(job))  # a restart uses the plan of the first start
     if job.nodes.count == 1:
         user_folder.check_loopback()
     history: list[Outcome] = []
@@ -610,21 +620,21 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
 def attempt(
     job: Job, state: JobState, number: int, plan: Mapping[str, Any], rendezvous: Rendezvous | None = None
 ) -> Outcome:
-    """Start the launcher once, with the resolved plan, and wait for its end.
+    """Start the launcher once, wait for its end, and return the outcome.
 
     Args:
         job: the job to start.
         state: receives the name of this start and the verdict.
         number: number of earlier starts.
-        plan: from `_resolve`.
-        rendezvous: from the preflight of several machines.
+        plan: the plan of `_resolve`.
+        rendezvous: values that several machines share; None on one machine.
 
     Raises:
-        Stopped: a signal arrived; the ranks have saved and ended.
+        Stopped: a signal arrived, and all processes of the job have ended.
     """
     state.name = plan.get("job") or uuid.uuid4().hex
     logs = job.options.run_dir / "log"
-    if job.nodes.rank == 0:  # machines may share the run dir
+    if job.nodes.rank == 0:  # only one machine removes the files, because machines may share the run dir
         _remove_traces(job.options.run_dir)
     try:
         end = _run_launcher(job, state, number, plan=plan, rendezvous=rendezvous)
@@ -643,10 +653,10 @@ def _remove_traces(run_dir: Path) -> None:
 def _run_launcher(
     job: Job, state: JobState, number: int, plan: Mapping[str, Any], rendezvous: Rendezvous | None
 ) -> supervise.LauncherEnd:
-    """Start the launcher once, with a port and a temporary folder of its own; see `attempt`."""
+    """Reserve a port, create a temporary folder, run the launcher once, and return how the launcher ended."""
     run_dir: Path = job.options.run_dir
     arguments = [f"--run-dir={run_dir}"]
-    if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
+    if job.nodes.rank == 0 and "dataset" in plan:  # rank 0 broadcasts the dataset to the other machines
         arguments += ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
     address = rendezvous.address if rendezvous else None
     environ = supervise.environment(_job_info(job, state.name, number), job.nproc, address=address)
@@ -659,10 +669,10 @@ def _run_launcher(
 
 
 def _job_info(job: Job, name: str, number: int) -> JobInfo:
-    """Return what the ranks of a start must know of it.
+    """Return the values that the launch script passes to the ranks of a start.
 
-    A rank that finds another number of ranks than the requested one has lost others. Each machine may have another N,
-    so on several machines only their number is known.
+    A rank compares the requested number of ranks with its world size, to detect lost ranks. Several machines may have
+    different numbers of ranks, so their ranks get the number of machines instead.
 
     Args:
         job: the job to start.
@@ -670,7 +680,7 @@ def _job_info(job: Job, name: str, number: int) -> JobInfo:
         number: number of earlier starts.
     """
     has_one_machine = job.nodes.count == 1
-    parses_itself = not job.has_heartbeats  # else the ranks have them as options
+    parses_itself = not job.has_heartbeats  # other ranks get the timeout and the grace period as options
     return JobInfo(
         job=name,
         launcher=this_launcher(),
@@ -685,15 +695,15 @@ def _job_info(job: Job, name: str, number: int) -> JobInfo:
 
 
 def _is_local() -> bool:
-    """Return whether all ranks that this machine starts run on it: horovodrun and mpirun may start others elsewhere.
+    """Return whether all ranks that this machine starts also run on this machine.
 
-    Ranks on other hosts have neither this machine's temporary folder nor its files.
+    horovodrun and mpirun may start ranks on other hosts, which do not have this machine's temporary folder.
     """
     return not os.environ.get("HOROVOD_HOSTS")
 
 
 def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: Mapping[str, str]) -> supervise.Start:
-    """Return all that `supervise.run_once` needs to know."""
+    """Return the settings for `supervise.run_once`."""
     logs = job.options.run_dir / "log"
     grace = job.options.grace
     startup_grace = grace
@@ -725,14 +735,14 @@ def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: M
 
 
 def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcome:
-    """Return how a start has ended, by the files that its ranks left in the log folder."""
+    """Return the outcome of a start, from the launcher's end and the files that its ranks left in the log folder."""
     logs = job.options.run_dir / "log"
-    # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
+    # After Ctrl-C, msrun kills its ranks and exits with 0. A rank that ends cleanly removes its stack file.
     may_be_killed = job.trains and job.nodes.rank == 0
     is_complete = not (may_be_killed and (logs / "stack-0.txt").is_file())
     if end.code == 0 and is_complete:
         return Outcome(0)
-    from samestep.recovery import hang_diagnosis  # not before something has failed
+    from samestep.recovery import hang_diagnosis  # only a failure needs this module
 
     return Outcome(
         code=end.code,
@@ -745,7 +755,7 @@ def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcom
 
 
 def _has_stepped(job: Job, state: JobState, logs: Path) -> bool | None:
-    """Return whether a rank made an update; None if that cannot be known."""
+    """Return whether a rank completed an update; None if unknown."""
     beats = list(supervise.heartbeats(state.name, logs))
     if not beats and not job.has_heartbeats:
         return None
@@ -753,7 +763,7 @@ def _has_stepped(job: Job, state: JobState, logs: Path) -> bool | None:
 
 
 def _verdict(logs: Path, job: str) -> int | None:
-    """Return the exit code that a rank of this start left because a restart cannot help; None if there is none."""
+    """Return the exit code that a rank of this start recorded because a restart cannot help; None if no rank did."""
     verdict = untrusted.read_object(logs / "no-restart")
     is_code = untrusted.integer(1, 255)(verdict.get("code"))
     if not is_code or verdict.get("job") not in (None, job):

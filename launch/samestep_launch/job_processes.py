@@ -1,4 +1,4 @@
-"""Find, signal and reap the processes of one start of a job, whatever session, environment or title they have.
+"""Find, signal and reap all processes of one start of a job, also those that changed their session or title.
 
 This module uses the standard library alone.
 """
@@ -19,11 +19,11 @@ from samestep.job_info import DOCUMENT, JobInfo, this_launcher
 from samestep_launch.fork_server import IDLE
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-CLEAN_CHECKS = 2  # in a row that must find no process, because processes start others
+CLEAN_CHECKS = 2  # consecutive checks that must find no process, because a process may fork during a check
 
 
 class Process(NamedTuple):
-    """A line of the process table: the parent's id, and whether the process has ended but was not reaped."""
+    """The parent of a process, and whether the process is a zombie (has ended, but was not reaped)."""
 
     parent: int
     is_zombie: bool
@@ -32,17 +32,17 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    These are the processes that have the job's variables in their environment, the children that this process has
-    started since this object was made, and all their descendants. Use it as a context: inside, this process becomes
-    the parent of each descendant whose own parent ends, so that none can leave the job.
+    The job consists of the processes with the job's variables in their environment, the children that this process
+    started after it created this object, and all descendants of both. Use the object as a context manager. Inside the
+    context, this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
     """
 
     def __init__(self, job: str) -> None:
-        """Take the name of the start. Children that exist already, such as a tracker, are not the job's."""
+        """Store the name of the start, and exclude existing children, such as a tracker, from the job."""
         self._job = job
-        self._launcher = this_launcher()  # another machine's script may run here too, in tests
+        self._launcher = this_launcher()  # in tests, several machines' launch scripts run on one host
         self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
-        self.launcher = 0  # the process that was started, if any, which its `Process` reaps
+        self.launcher = 0  # id of the started launcher, which its `Process` reaps; 0 before the start
 
     def __enter__(self) -> JobProcesses:
         _adopt_orphans(True)
@@ -58,15 +58,16 @@ class JobProcesses:
         marked = {pid for pid, info in infos.items() if (info.job, info.launcher) == (self._job, self._launcher)}
         started = {pid for pid, process in table.items() if process.parent == os.getpid()} - self._others
         found = _with_descendants(marked | started, table)
-        # A fork server waits for the next start. Its children are this job's.
+        # An idle fork server waits for the next start. Only its children belong to this start.
         idle = {pid for pid in found if infos[pid].job == IDLE}
         return sorted(pid for pid in found - idle if not table[pid].is_zombie)
 
     def ranks(self, program: Path) -> list[int]:
-        """Return the process of each rank, found by the variables of its launcher.
+        """Return the process id of each rank, found by the variables of its launcher.
 
-        A rank's children have the same variables, and its parent may be a shell that has them too. So a rank is the
-        outermost process whose command contains ``program``, or the outermost of all if none does.
+        A rank's children inherit its variables, and its parent may be a shell with the same variables. So a rank is the
+        outermost process whose command contains ``program``. If no command contains it, a rank is the outermost process
+        with the variables.
         """
         table = _table()
         members: dict[int, set[int]] = {}
@@ -82,7 +83,7 @@ class JobProcesses:
         return found
 
     def kill_all(self, timeout: float) -> None:
-        """Kill and reap all processes and wait until the last is gone: none may write while the next start runs."""
+        """Kill and reap all processes for up to ``timeout`` seconds, because none may write during the next start."""
         deadline = time.monotonic() + timeout
         checks = 0
         while checks < CLEAN_CHECKS and time.monotonic() < deadline:
@@ -93,7 +94,7 @@ class JobProcesses:
             self.reap()
 
     def reap(self) -> None:
-        """Remove ended processes from the process table that this process has adopted."""
+        """Reap ended children of this process, except `launcher` and children from before this object."""
         for pid in _children():
             if pid not in self._others and pid != self.launcher and _is_zombie(pid):
                 with contextlib.suppress(ChildProcessError):
@@ -108,7 +109,7 @@ def send(processes: Iterable[int], number: int) -> None:
 
 
 def _adopt_orphans(is_on: bool) -> None:
-    """Make this process, or stop making it, the parent of its descendants whose parents end."""
+    """Set whether this process becomes the parent of descendants whose parents end."""
     import ctypes
 
     with contextlib.suppress(AttributeError, OSError):  # not Linux
@@ -119,7 +120,7 @@ def _adopt_orphans(is_on: bool) -> None:
 
 
 def _table() -> dict[int, Process]:
-    """Return all processes of this machine by their ids."""
+    """Return all processes of this machine by process id."""
     table = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -128,7 +129,7 @@ def _table() -> dict[int, Process]:
 
 
 def _parse_stat(text: str) -> Process:
-    state, parent, *_ = text.rpartition(")")[2].split()  # after the name, which may hold spaces: proc(5)
+    state, parent, *_ = text.rpartition(")")[2].split()  # fields after the name, which may have spaces
     return Process(int(parent), state in "ZX")
 
 
@@ -139,14 +140,14 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Yield the ids of this process's children, which are much fewer than all processes."""
+    """Yield the ids of this process's children, which is faster than `_table`."""
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, path.read_text().split())
 
 
 def _environment(pid: int) -> str:
-    """Return a process's variables as ``NAME=value``, each with a NUL at its end; empty if they cannot be read."""
+    """Return a process's NUL-terminated ``NAME=value`` variables; "" if they cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     return ""
@@ -164,7 +165,7 @@ def _variables(environment: str) -> dict[str, str]:
 
 
 def _job_info(pid: int) -> JobInfo:
-    """Return what a launch script has passed to a process. Most processes have nothing, and are not parsed."""
+    """Return the JobInfo in a process's environment; an empty JobInfo if there is none or it is malformed."""
     environment = _environment(pid)
     if DOCUMENT in environment:
         with contextlib.suppress(ConfigError):
@@ -173,7 +174,7 @@ def _job_info(pid: int) -> JobInfo:
 
 
 def _rank(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the launcher's name and the rank that variables describe; None if they describe no rank of a launcher."""
+    """Return the launcher's name and the rank in a process's variables; None if the process is not a rank."""
     try:
         world = env.detect(environ)
     except ConfigError:
@@ -197,7 +198,7 @@ def _with_descendants(roots: Collection[int], table: Mapping[int, Process]) -> s
 
 
 def _outermost(processes: Collection[int], table: Mapping[int, Process]) -> list[int]:
-    """Return the processes that are no descendants of another of them."""
+    """Return the processes that do not descend from another process of ``processes``."""
     below = set[int]()
     for pid in processes:
         below |= _with_descendants([pid], table) - {pid}

@@ -1,4 +1,4 @@
-"""Read what this machine gives to a job: its processors and its network interfaces.
+"""Find the processors and network interfaces of this machine that a job may use.
 
 This module uses the standard library alone.
 """
@@ -22,10 +22,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def processors(root: Path = ROOT) -> int:
-    """Return how many processors this job may use, at least 1: its affinity, or a smaller quota of its cgroups.
+    """Return the number of processors that this job may use: the minimum of affinity and cgroup quotas, at least 1.
 
     Args:
-        root: the folder with ``proc`` and ``sys``.
+        root: the folder with ``proc`` and ``sys``; tests use another one.
     """
     limits = [math.ceil(quota) for quota in _quotas(root)]
     return max(1, min([_affinity(), *limits]))
@@ -38,10 +38,10 @@ def _affinity() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the quota, in processors, of this process's cgroup and of each one above it, as far as they have one.
+    """Yield the quotas, in processors, of this process's cgroup and its ancestors. A cgroup may have no quota.
 
-    Inside a container, a path of /proc/self/cgroup may begin outside of it. The container's own cgroup is then the
-    folder of the mount, which is always tried.
+    Inside a container, a path of /proc/self/cgroup may begin outside the container. The container's own cgroup is then
+    the mount folder, which `_levels` always returns.
     """
     mount = root / "sys" / "fs" / "cgroup"
     for line in _read(root / "proc" / "self" / "cgroup").splitlines():
@@ -63,7 +63,7 @@ def _levels(mount: Path, path: str) -> list[Path]:
 
 
 def _quota(quota: str = "", period: str = "") -> Iterator[float]:
-    """Yield microseconds of processor time per microsecond; nothing for "max" and for other texts."""
+    """Yield the quota in processors, from ``quota`` and ``period`` in microseconds; nothing for "max"."""
     with contextlib.suppress(ValueError, ArithmeticError):
         processors_allowed = int(quota) / int(period)
         if processors_allowed > 0:
@@ -78,14 +78,14 @@ def _read(path: Path) -> str:
 
 
 def interface_of(address: str | None) -> str | None:
-    """Return the name of this machine's network interface that has an IPv4 address; None if it is unknown."""
+    """Return the name of the network interface that has this IPv4 address; None if no interface has it."""
     if address is None:
         return None
     if address.startswith("127."):
         return "lo0" if sys.platform == "darwin" else "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # SIOCGIFADDR, netdevice(7): a struct ifreq, its address at byte 20
+            with contextlib.suppress(OSError):  # SIOCGIFADDR of netdevice(7): the address is at byte 20 of struct ifreq
                 request = fcntl.ioctl(probe, 0x8915, struct.pack("256s", os.fsencode(name)[:15]))
                 if socket.inet_ntoa(request[20:24]) == address:
                     return name
@@ -95,7 +95,7 @@ def interface_of(address: str | None) -> str | None:
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if GLOO_SOCKET_IFNAME names an interface that this machine lacks.
 
-    gloo takes one name, or several with commas. `^lo` and other patterns are NCCL's.
+    The variable has one name, or several names with commas. gloo does not accept NCCL's patterns, such as `^lo`.
     """
     value = environ.get(GLOO_INTERFACE, "")
     if not value:

@@ -1,11 +1,11 @@
-"""Watch for the notice by which a cloud provider takes this machine back, for --preemption-notice.
+"""Watch for a cloud provider's notice that it will take this machine back, for --preemption-notice.
 
-A thread of the launch script asks the machine's metadata service every `POLL_SECONDS`, or looks for a file. At a notice
-the job stops as it does at TERM. An error of the service never stops a job.
+A thread of the launch script polls the machine's metadata service, or a file, every `POLL_SECONDS`. After a notice, the
+job stops as it does after TERM. An error of the service never stops a job.
 
-The services, on a link-local address that only this machine reaches:
+The metadata services have a link-local address, which only this machine can reach:
 
-- AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, by IMDSv2's tokens
+- AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, with IMDSv2's tokens
 - Google Cloud: https://cloud.google.com/compute/docs/instances/create-use-preemptible
 - Azure: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
@@ -32,10 +32,10 @@ from samestep_launch.supervise import STOPS, print_stderr
 
 POLL_SECONDS = 5.0
 TIMEOUT = 1.0  # seconds for a request
-MAX_BYTES = 2**16  # of an answer
-URL = "http://169.254.169.254"  # of the metadata service of each provider
+MAX_BYTES = 2**16  # bytes of a response that are read
+URL = "http://169.254.169.254"  # metadata service of AWS, Google Cloud and Azure
 URL_VARIABLE = "SAMESTEP_METADATA_URL"
-TTL = "60"  # seconds; each look takes a new token
+TTL = "60"  # lifetime of a token in seconds; each poll requests a new token
 AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 DMI = Path("/sys/class/dmi/id")
@@ -47,8 +47,8 @@ class Notice(NamedTuple):
     """A notice of preemption.
 
     Attributes:
-        text: who will do what.
-        deadline: when, as the provider writes it; "" if the notice has none.
+        text: the provider and its action, such as "AWS will terminate this machine".
+        deadline: time of the action, in the provider's format; "" if the notice has none.
     """
 
     text: str
@@ -64,33 +64,37 @@ Ask = Callable[[], Optional[Notice]]
 
 
 class Answer(NamedTuple):
-    """An answer of the service."""
+    """The HTTP status and the text of a response."""
 
     status: int
     text: str
 
     def checked(self) -> str:
-        """Return the text. Raises ValueError if the request did not succeed."""
+        """Return the text; raise ValueError if the status is not 200."""
         if self.status != http.client.OK:
             raise ValueError(f"HTTP status {self.status}")
         return self.text
 
 
 class Service:
-    """The metadata service of this machine. Requests use no proxy, and follow no redirection."""
+    """A client of this machine's metadata service. Requests bypass proxies and do not follow redirections."""
 
     def __init__(self, url: str = URL) -> None:
-        """Take the address, as `metadata_url` returns it."""
+        """Store the service's address, as `metadata_url` returns it."""
         self.url = url
         self._place = urllib.parse.urlsplit(url).netloc
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
-        """Return the answer to a request. Raises OSError, HTTPException, and ValueError for a header of two lines.
+        """Send a request and return the response.
 
         Args:
-            path: what to ask for, such as /latest/api/token.
-            headers: headers of the request.
-            method: the request's method.
+            path: path of the resource, such as /latest/api/token.
+            headers: HTTP headers by name.
+            method: HTTP method.
+
+        Raises:
+            OSError, HTTPException: the request failed.
+            ValueError: a header contains a line break.
         """
         connection = http.client.HTTPConnection(self._place, timeout=TIMEOUT)
         with contextlib.closing(connection):
@@ -103,7 +107,7 @@ class Service:
 
 
 def ask_aws(service: Service) -> Notice | None:
-    """Return AWS's notice to a spot instance."""
+    """Return AWS's interruption notice for this spot instance."""
     asked = {"X-aws-ec2-metadata-token-ttl-seconds": TTL}
     token = service.ask("/latest/api/token", asked, method="PUT").checked()
     path = "/latest/meta-data/spot/instance-action"
@@ -116,7 +120,7 @@ def ask_aws(service: Service) -> Notice | None:
 
 
 def ask_gcp(service: Service) -> Notice | None:
-    """Return Google Cloud's notice, which has no deadline: the machine stops 30 seconds later."""
+    """Return Google Cloud's notice. It has no deadline; the machine stops 30 seconds later."""
     text = service.ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).checked()
     if text.strip() not in ("TRUE", "FALSE"):
         raise ValueError(f"{shown(repr(text), limit=40)} in place of TRUE or FALSE")
@@ -126,7 +130,7 @@ def ask_gcp(service: Service) -> Notice | None:
 
 
 def ask_azure(service: Service) -> Notice | None:
-    """Return Azure's notice to this machine. Its Scheduled Events name other machines of the same group, too."""
+    """Return Azure's notice for this machine. Scheduled Events also list other machines of the same group."""
     header = {"Metadata": "true"}
     content = untrusted.parse_object(service.ask(AZURE_EVENTS, header).checked())
     events = content.get("Events")
@@ -143,7 +147,7 @@ def ask_azure(service: Service) -> Notice | None:
 
 
 def _is_ending(event: object) -> bool:
-    """Return whether an event ends a machine. Raises ValueError for anything but an event."""
+    """Return whether an event preempts or terminates a machine; raise ValueError if the event is malformed."""
     if not isinstance(event, dict):
         raise ValueError("an event that is no object")
     untrusted.check(event, {"EventType": _TEXT})
@@ -160,12 +164,12 @@ PROVIDERS = {"aws": ask_aws, "gcp": ask_gcp, "azure": ask_azure}
 
 
 def notice_file(source: str) -> Path | None:
-    """Return the path of ``file:PATH``; None for a provider."""
+    """Return PATH if ``source`` is ``file:PATH``; None if it names a provider."""
     return Path(source[len(_FILE) :]) if source.startswith(_FILE) else None
 
 
 def metadata_url(environ: Mapping[str, str]) -> str:
-    """Return the address of the metadata service. Raises ConfigError for a variable that is none."""
+    """Return the metadata service's address; raise ConfigError if SAMESTEP_METADATA_URL is not an address."""
     url = environ.get(URL_VARIABLE) or URL
     problem = ConfigError(f"{URL_VARIABLE}={shown(url)} is no address: write http://HOST or http://HOST:PORT")
     try:
@@ -179,16 +183,16 @@ def metadata_url(environ: Mapping[str, str]) -> str:
 
 
 def provider_of(folder: Path = DMI) -> str | None:
-    """Return the provider that a machine's DMI strings name, a key of PROVIDERS; None if they name another one.
+    """Return the key of PROVIDERS that this machine's DMI strings identify; None for another provider.
 
     Args:
-        folder: has the strings as files.
+        folder: folder with one file for each DMI string.
     """
     if any("Amazon EC2" in _dmi(folder, name) for name in ("sys_vendor", "bios_vendor")):
         return "aws"
     if "Google" in _dmi(folder, "product_name"):
         return "gcp"
-    if _dmi(folder, "chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":  # Hyper-V elsewhere has another one
+    if _dmi(folder, "chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":  # Hyper-V has another tag elsewhere
         return "azure"
     return None
 
@@ -201,12 +205,12 @@ def _dmi(folder: Path, name: str) -> str:
 
 
 def find_source(source: str, service: Service, dmi: Path = DMI) -> Ask | None:
-    """Return the function that looks for a notice; None if ``auto`` finds no provider, which is reported.
+    """Return the function that checks for a notice. If ``auto`` finds no provider, print a warning and return None.
 
     Args:
         source: value of --preemption-notice.
-        service: the metadata service.
-        dmi: folder of DMI strings.
+        service: client of the metadata service.
+        dmi: folder with one file for each DMI string.
     """
     path = notice_file(source)
     if path is not None:
@@ -232,19 +236,19 @@ def _ask_file(path: Path) -> Notice | None:
 
 
 class Watcher:
-    """Looks for a notice until there is one, or until `stop`."""
+    """A loop that checks for a notice until a notice arrives or `stop` is called."""
 
     def __init__(
         self, source: str, ask: Ask, act: Callable[[Notice], None], place: str = "", pause: float = POLL_SECONDS
     ) -> None:
-        """Prepare to look.
+        """Store the settings; `run` starts the loop.
 
         Args:
             source: value of --preemption-notice, for the warning.
             ask: returns the notice, or None.
             act: called once with the notice, but not after `stop`.
-            place: the address that is asked, for the warning.
-            pause: seconds between two looks.
+            place: address of the metadata service, for the warning.
+            pause: seconds between two checks.
         """
         self._source = source
         self._ask = ask
@@ -256,8 +260,8 @@ class Watcher:
         self._acting = threading.Lock()
 
     def run(self) -> None:
-        """Look for the notice, and act on it."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])  # signals are the main thread's
+        """Check for a notice until one arrives, and call ``act`` with it."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])  # the main thread must get the signals
         while not self._stopped.is_set():
             notice = self._look()
             if notice:
@@ -279,28 +283,28 @@ class Watcher:
         return None
 
     def _warn(self, problem: str) -> None:
-        """Print the first problem."""
+        """Print a warning for the first problem only."""
         if not self._has_warned:
             self._has_warned = True
             what = f"--preemption-notice {shown(self._source)}: {self._place}{shown(problem, limit=200)}"
             print_stderr(f"warning: {what}: training continues, and looks again every {self._pause:g} s")
 
     def stop(self) -> None:
-        """Look and act no more."""
+        """End the loop; ``act`` is not called afterwards."""
         with self._acting:
             self._stopped.set()
 
 
 @contextlib.contextmanager
 def watch(source: str, record: Callable[[str], None]) -> Iterator[None]:
-    """Look for a notice while the context is open, and at a notice stop this process by TERM.
+    """Check for a notice inside this context, and send TERM to the main thread when a notice arrives.
 
     Args:
         source: value of --preemption-notice.
-        record: called with one line about the notice before the stop.
+        record: called with one line about the notice, before TERM is sent.
 
     Raises:
-        ConfigError: the address of the metadata service is none.
+        ConfigError: SAMESTEP_METADATA_URL is not an address.
     """
     service = Service(metadata_url(os.environ))
     ask = find_source(source, service)

@@ -1,22 +1,22 @@
-"""Check, before any launcher starts, that all machines of a job are there with the same code, options and data.
+"""Check before a job's start that all its machines are reachable and have the same code, options and data.
 
-Frameworks connect by an address and a port. If that fails, most are silent for minutes, or name a connection. So the
-launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher will listen
-afterwards; the others retry until they reach it, because machines start at different times and names may resolve late.
-Each sends its `NodeInfo`; machine 0 compares them and sends its plan. The others check that they can follow the plan
-(``prepare``), and all start together. A mismatch is one error line, the same on all machines. This happens again
-before each restart. If an app can continue without a lost machine, machine 0 also admits machines while it trains
-(`admit_late`).
+If a framework cannot connect to another machine, it often prints nothing for minutes, and then names only a
+connection. So the launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher
+will listen afterwards. The other machines retry until they reach it, because machines start at different times and
+names may resolve late. Each machine sends its `NodeInfo`; machine 0 compares them and sends its plan. The other
+machines check that they can follow the plan (``prepare``), and all machines start together. A mismatch is one error
+line, the same on all machines. The preflight is repeated before each restart. If an app can continue without a lost
+machine, machine 0 also admits machines during training (`admit_late`).
 
-A machine that will not restart reports that by `abort`, because the others would wait for it.
+A machine that will not restart reports this by `abort`, because the other machines would wait for it. The connections
+also show the address by which the other machines reach a machine; its host name may resolve to another address.
 
-These connections also show each machine its own address among the others; its host name may not resolve to it.
-
-The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC by a key of both
-nonces and SAMESTEP_SECRET. It proves that the sender has the secret, and that nobody on the way has changed, repeated
-or reordered a line. The secret itself is never sent. Without a secret the HMAC proves nothing: any host that reaches
-MASTER_PORT can take part. Every message is checked when it arrives, nothing received is executed or printed unescaped,
-and connections of other programs are ignored. This module uses the standard library alone.
+The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC, whose key
+depends on both nonces and on SAMESTEP_SECRET. The HMAC proves that the sender has the secret, and that no line was
+changed, repeated or reordered in transit. The secret itself is never sent. Without a secret the HMAC proves nothing:
+any host that reaches MASTER_PORT can take part. Every message is checked when it arrives, and connections of other
+programs are ignored. The module never executes received text, and escapes it before printing. This module uses the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from samestep_launch.supervise import Stopped, print_stderr
 PROTOCOL = "samestep preflight 3"
 WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines
 RETRY = 0.5  # seconds between attempts to connect
-REPLY_TIMEOUT = 5.0  # seconds in which a launch script replies; other programs do not
-ALIVE = 2.0  # seconds between messages by which a waiting machine 0 shows that it runs
-MAX_BYTES = 2**20  # of one line
-MAX_STRANGERS = 32  # connections beside the machines' that have not sent a valid message yet
-MAX_WARNINGS = 10  # of refused addresses
+REPLY_TIMEOUT = 5.0  # seconds; a peer that does not reply in time is not a launch script
+ALIVE = 2.0  # seconds between messages by which machine 0 shows that it still runs
+MAX_BYTES = 2**20  # maximum length of a line
+MAX_STRANGERS = 32  # maximum number of connections without a valid message, in addition to the number of machines
+MAX_WARNINGS = 10  # maximum number of warnings about refused addresses
 MAX_PROBLEM = 2000  # characters of an error that another machine reports
 DIFFERENT_SECRETS = "the secrets differ: set the same SAMESTEP_SECRET on all machines"
 OTHER_VERSION = "the machines have different versions of Samestep: check out the same commit on all machines"
@@ -57,14 +57,14 @@ Message = Mapping[str, Any]
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value can be a name or a path, printable, though perhaps not UTF-8."""
+    """Return whether a value is a printable name or path; it may contain bytes that are not UTF-8."""
     if not isinstance(value, str) or len(value) > 4096:
         return False
     return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in value)
 
 
 def _is_option(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is one of an option; nested deeper, it could not be compared."""
+    """Return whether a value can be an option's JSON value, with at most 5 nested levels."""
     if isinstance(value, list) and depth < 5:
         return all(_is_option(each, depth + 1) for each in value)
     if isinstance(value, dict) and depth < 5:
@@ -76,8 +76,8 @@ def _by_name(of: untrusted.Check) -> untrusted.Check:
     return lambda value: isinstance(value, dict) and all(_is_text(name) and of(value[name]) for name in value)
 
 
-_MANY = 2**20  # of machines and ranks: far more than any job has
-FIELDS: Mapping[str, untrusted.Check] = {  # of all messages
+_MANY = 2**20  # limit of machines and ranks, beyond any real job
+FIELDS: Mapping[str, untrusted.Check] = {  # the fields of all kinds of messages
     "protocol": untrusted.text(100),
     "nonce": untrusted.text(100),
     "app": _is_text,
@@ -100,19 +100,19 @@ FIELDS: Mapping[str, untrusted.Check] = {  # of all messages
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One machine of a job, as JSON values.
+    """The description of one machine of a job, as JSON values.
 
     Attributes:
-        app: the app.
+        app: name of the app.
         machine: this machine's number, from 0.
-        machines: how many machines the job has.
-        ranks: ranks on this machine.
+        machines: number of machines of the job.
+        ranks: number of ranks on this machine.
         options: options that must be the same on all machines.
-        files: paths of code and their digests.
-        versions: packages and their versions.
-        host: the host name.
-        nonce: distinguishes two machines with one number from one that connects twice.
-        after: the name of the start before this one, which failed; "" at the first start.
+        files: digest of each code file, by path.
+        versions: version of each package, by name.
+        host: host name.
+        nonce: random text that distinguishes two machines with the same number from one machine that reconnects.
+        after: name of the previous start, which failed; "" at the first start.
     """
 
     app: str
@@ -137,8 +137,8 @@ class Rendezvous:
 
     Attributes:
         ranks: each machine's number of ranks.
-        address: this machine's address: a number, because some launchers do not find themselves by a name.
-        master: machine 0's address, a number.
+        address: this machine's numeric address, because some launchers cannot find their own machine by a name.
+        master: machine 0's numeric address.
         plan: machine 0's plan.
     """
 
@@ -149,7 +149,10 @@ class Rendezvous:
 
 
 def digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Return the first digits of each file's SHA-256, by its path in ``root``, or by its last two names outside."""
+    """Return the first 16 digits of each file's SHA-256, by the file's path relative to ``root``.
+
+    A file outside ``root`` is listed by the last two components of its path.
+    """
     digest = {}
     for path in sorted(paths):
         name = Path(*path.parts[-2:])
@@ -160,7 +163,7 @@ def digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> str:
-    """Return why two machines cannot run one job, in a line that names both; "" if they can.
+    """Return one line that explains why two machines cannot run the same job; "" if they can.
 
     Args:
         first: the description of one machine.
@@ -206,7 +209,10 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str
 def read_secret(environ: Mapping[str, str]) -> bytes:
     """Return the secret of the job's machines, from SAMESTEP_SECRET or the file that SAMESTEP_SECRET_FILE names.
 
-    It is b"" if neither is set. Raises ConfigError if the file cannot be used.
+    The secret is b"" if neither variable is set.
+
+    Raises:
+        ConfigError: the file is unreadable, empty, or open to other users.
     """
     path = environ.get("SAMESTEP_SECRET_FILE")
     secret = os.fsencode(environ.get("SAMESTEP_SECRET", "")).strip()
@@ -243,18 +249,18 @@ def preflight(
     """Connect to the other machines of the job and return the shared values.
 
     Args:
-        node: this machine.
+        node: this machine's description.
         address: MASTER_ADDR.
         port: MASTER_PORT.
-        limit: seconds between the first and the last machine, and seconds in which all must be prepared.
-        plan: called on machine 0 when all are connected.
-        prepare: called on the others with the plan. An exception in ``plan`` or ``prepare`` ends all machines.
-        equal_ranks: whether all machines need as many ranks.
-        secret: proves the machines to each other; b"" if there is none.
+        limit: seconds to wait until all machines have connected, and again until all are prepared.
+        plan: returns the plan; called on machine 0 when all machines are connected.
+        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends all machines.
+        equal_ranks: whether all machines need the same number of ranks.
+        secret: secret that all machines share; b"" for none.
 
     Raises:
-        ConfigError: something does not fit; the same on all machines.
-        NonRetryableError: a machine is missing or fails; the same on all machines.
+        ConfigError: the machines do not fit together. All machines raise the same error.
+        NonRetryableError: a machine is missing or has failed. All machines raise the same error.
     """
     node = _with_host(node)
     place = Place(address, port, deadline=time.monotonic() + limit, limit=limit, secret=secret)
@@ -268,14 +274,14 @@ def preflight(
 
 @contextlib.contextmanager
 def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret: bytes = b"") -> Iterator[None]:
-    """Admit machines that come back while machine 0 is in this context. They get the plan of ``met``.
+    """Admit machines that come back while machine 0 is in this context, and send them the plan of ``met``.
 
     Args:
         node: this machine's description.
         address: machine 0's address.
         port: the port to listen at.
-        met: the plan of the job.
-        secret: the job's key; empty for none.
+        met: the rendezvous that the preflight returned.
+        secret: secret that all machines share; b"" for none.
     """
     listener = _Listener(_with_host(node), Place(address, port, math.inf, REPLY_TIMEOUT, secret))
 
@@ -283,7 +289,7 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
         while True:
             connection, message = listener.inbox.get()
             other = _as_node(message)
-            problem = message.get("problem")  # the others continue without a machine that has stopped
+            problem = message.get("problem")  # a machine has stopped; the other machines continue
             if other and problem is None:
                 problem = difference(node, other) or None
             if problem is not None:
@@ -291,7 +297,7 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
             elif other:
                 connection.send({"here": True})
                 connection.send({"plan": met.plan})
-            elif message:  # it is ready
+            elif message:  # the machine is ready
                 connection.send({"start": met.ranks})
             else:
                 connection.close()
@@ -304,17 +310,17 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
 
 
 def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:
-    """Report to all machines of the job ``node.after`` that this one will not restart.
+    """Report to all machines of the job ``node.after`` that this machine will not restart.
 
-    It returns when each has received the message or reports the same of itself, and after ``limit`` seconds.
+    The function returns when the other machines have received the report, at the latest after ``limit`` seconds.
 
     Args:
         node: this machine's description.
         address: machine 0's address.
-        port: its port.
-        reason: why this machine stops, as the end of a sentence.
-        limit: seconds to wait for the others.
-        secret: the job's key; empty for none.
+        port: machine 0's port.
+        reason: the predicate of the report, such as "has finished".
+        limit: maximum time in seconds.
+        secret: secret that all machines share; b"" for none.
     """
     node = _with_host(node)
     place = Place(address, port, deadline=time.monotonic() + limit, limit=limit, secret=secret)
@@ -323,7 +329,7 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, se
         if node.machine == 0:
             _send_to_all(node, place, abort_message)
             return
-        while place.left > 0:  # machine 0's launcher may still listen there
+        while place.left > 0:  # machine 0's launcher may still use the port
             connection, _ = _connect(place)
             if connection:
                 with contextlib.suppress(TimeoutError):
@@ -356,7 +362,13 @@ def _with_host(node: NodeInfo) -> NodeInfo:
 
 @dataclass(frozen=True)
 class Place:
-    """Where machines connect, and until when, on the clock `time.monotonic`."""
+    """The address and port at which machines connect.
+
+    Attributes:
+        deadline: end of the attempts, on the clock `time.monotonic`.
+        limit: time limit in seconds, for messages.
+        secret: secret that all machines share; b"" for none.
+    """
 
     address: str
     port: int
@@ -373,29 +385,29 @@ class Place:
 
 
 class JsonConnection:
-    """A connection that carries one JSON object per line. Raises OSError if the other end is gone already."""
+    """A connection with one JSON object per line. The constructor raises OSError if the peer has disconnected."""
 
     def __init__(self, connection: socket.socket, secret: bytes = b"") -> None:
         self._connection = connection
         self._secret = secret
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # for sending, for receiving; None before nonces
-        self._counts = [0, 0]  # of lines sent, received
+        self._keys: tuple[bytes, bytes] | None = None  # for sending and receiving; None before the nonces
+        self._counts = [0, 0]  # numbers of lines sent and received
         self._sending = threading.Lock()
         self.here = _plain(connection.getsockname()[0])
         self.there = _plain(connection.getpeername()[0])
-        # A host without power or cable sends nothing more: keepalive detects it after 9 s.
+        # Keepalive detects after 9 s that the other host has lost power or network.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def introduce(self, message: Message, deadline: float) -> Message:
-        """Send the first message to machine 0 and return the reply; {} for another program.
+        """Send the first message to machine 0 and return the reply; {} if the peer is another program.
 
         Raises:
             TimeoutError: the deadline has passed without a reply.
-            ConfigError: the other end has another secret.
+            ConfigError: the peer has another secret.
         """
         nonce = self._send_nonce()
         hello = self.receive(deadline)
@@ -406,11 +418,11 @@ class JsonConnection:
         return self.receive(deadline)
 
     def accept(self, deadline: float) -> Message:
-        """Return the first message of another machine; {} for another program.
+        """Return the first message of another machine; {} if the peer is another program.
 
         Raises:
-            TimeoutError: the deadline has passed without one.
-            ConfigError: the other end has another secret or another protocol.
+            TimeoutError: the deadline has passed without a message.
+            ConfigError: the peer has another secret or another version of the protocol.
         """
         hello = self.receive(deadline)
         if hello.get("protocol") != PROTOCOL:
@@ -421,7 +433,7 @@ class JsonConnection:
         return self.receive(deadline)
 
     def refuse(self, problem: str) -> None:
-        """Send an error to an unproved end, without an HMAC, because the HMAC would help it guess the secret."""
+        """Send an error to an unauthenticated peer, without an HMAC, which would help the peer guess the secret."""
         self._keys = None
         self.send({"problem": problem})
 
@@ -436,25 +448,26 @@ class JsonConnection:
         self._keys = (keys[0], keys[1]) if is_host else (keys[1], keys[0])
 
     def _proof(self, end: int, line: bytes) -> bytes:
-        """Return a line's prefix: an HMAC of its number and content."""
+        """Return the prefix of the next line, an HMAC of the line's number and content; b"" before the nonces."""
         if self._keys is None:
             return b""
         self._counts[end] += 1
         return hmac.new(self._keys[end], b"%d " % self._counts[end] + line, "sha256").hexdigest().encode() + b" "
 
     def send(self, message: Message) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the other end's reply will be missing
+        with self._sending, contextlib.suppress(OSError):  # the sender notices later, because no reply arrives
             line = json.dumps(message).encode()
             self._connection.sendall(self._proof(0, line) + line + b"\n")
 
     def receive(self, deadline: float = float("inf")) -> Message:
-        """Return the next message; {} at the end, or if a line is none of a launch script.
+        """Return the next message; {} at the end of the connection, or if the line is not a valid message.
 
-        ``deadline`` is for the whole line, on the clock `time.monotonic`.
+        Args:
+            deadline: time by which the whole line must arrive, on the clock `time.monotonic`.
 
         Raises:
             TimeoutError: the line did not end before the deadline.
-            ConfigError: the line was sent without the secret.
+            ConfigError: the sender does not have the secret.
         """
         line = self._read_line(deadline)
         if line and self._keys:
@@ -470,7 +483,7 @@ class JsonConnection:
         return message
 
     def _read_line(self, deadline: float) -> bytes:
-        """Return the next line; b"" at the end, or if it is too long. Raises TimeoutError."""
+        """Return the next line; b"" at the end of the connection, or if the line is too long. Raises TimeoutError."""
         content = bytes(self._received)
         while b"\n" not in content:
             left = deadline - time.monotonic()
@@ -491,7 +504,7 @@ class JsonConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether the other end is gone, and nothing from it is left to read."""
+        """Whether the peer has disconnected, and all its data has been read."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -506,10 +519,10 @@ class JsonConnection:
 
 
 class _Listener:
-    """Machine 0's listener. A thread for each connection puts the messages of machines into the queue ``inbox``.
+    """Machine 0's listener. A thread for each connection puts the messages of a machine into the queue ``inbox``.
 
-    A connection's first message there describes a machine, and its last is {}. Strangers have `REPLY_TIMEOUT` to send
-    such a message, and the oldest has to leave if there are many.
+    A connection's first message in the queue describes a machine, and the last message is {}. A new connection must
+    send this first message within `REPLY_TIMEOUT`. If too many new connections wait, the listener closes the oldest.
     """
 
     def __init__(self, node: NodeInfo, place: Place) -> None:
@@ -523,18 +536,18 @@ class _Listener:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # this ends the thread's wait in accept
         self._socket.close()
 
     def _accept(self) -> None:
         while self._socket.fileno() >= 0:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed, or no file descriptor is left
+            except OSError:  # the listener is closed, or no file descriptor is left
                 self._drop_strangers(0)
                 time.sleep(0.1)
                 continue
-            with contextlib.suppress(OSError, RuntimeError):  # the peer is gone already, or no thread is left
+            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread is left
                 stranger = JsonConnection(connection, self._secret)
                 self._strangers.append(stranger)
                 self._drop_strangers(MAX_STRANGERS + self._node.machines)
@@ -553,12 +566,12 @@ class _Listener:
             self.inbox.put((connection, message))
             try:
                 message = connection.receive()
-            except ConfigError:  # not of the machine that has connected
+            except ConfigError:  # the line is not from the authenticated machine
                 break
         self.inbox.put((connection, {}))
 
     def _first_message(self, connection: JsonConnection) -> Message:
-        """Return the message that describes another machine; {} for a stranger."""
+        """Return the first message if it describes another machine; {} for any other peer."""
         try:
             message = connection.accept(time.monotonic() + REPLY_TIMEOUT)
             node = _as_node(message)
@@ -569,7 +582,7 @@ class _Listener:
         except TimeoutError:
             pass
         finally:
-            with contextlib.suppress(ValueError):  # it had to leave
+            with contextlib.suppress(ValueError):  # `_drop_strangers` has removed the connection
                 self._strangers.remove(connection)
         return {}
 
@@ -580,13 +593,13 @@ class _Listener:
 
 
 class _Host:
-    """Machine 0's part."""
+    """Machine 0's part of the preflight."""
 
     def __init__(self, node: NodeInfo, place: Place, equal_ranks: bool) -> None:
         self._node = node
         self._place = place
         self._equal_ranks = equal_ranks
-        self._peers: dict[int, tuple[NodeInfo, JsonConnection]] = {}  # by their machine's number
+        self._peers: dict[int, tuple[NodeInfo, JsonConnection]] = {}  # peers by machine number
         self._over = threading.Event()
 
     def run(self, make_plan: Callable[[], Message]) -> Rendezvous:
@@ -596,7 +609,7 @@ class _Host:
             threading.Thread(target=target, daemon=True).start()
         try:
             self._wait_for("did not come", lambda message: True, self._place.deadline, may_reconnect=True)
-            listener.close()  # before any launcher looks for ours
+            listener.close()  # an open listener would mislead other machines' launchers
             with _named(self._node):
                 plan = make_plan()
             self._send(plan=plan)
@@ -615,13 +628,13 @@ class _Host:
         return Rendezvous(tuple(ranks), here, here, plan)
 
     def _show_alive(self) -> None:
-        """Send something to the waiting machines, which else would end: a plan may take longer than they wait."""
+        """Send messages to the waiting machines, because making a plan may take longer than their time limit."""
         while not self._over.wait(min(ALIVE, self._place.limit / 4)):
             self._send(here=True)
 
     def _call_myself(self) -> None:
-        """Connect to MASTER_ADDR: if another machine there takes itself for machine 0, both report the problem."""
-        while not self._over.wait(RETRY):  # the other may start later, and names may resolve late
+        """Connect to MASTER_ADDR. If another machine 0 listens there, both machines report the error."""
+        while not self._over.wait(RETRY):  # the other machine may start later, and names may resolve late
             connection, _ = _connect(self._place)
             if connection and not self._over.is_set():
                 with contextlib.suppress(TimeoutError, ConfigError):
@@ -634,7 +647,18 @@ class _Host:
     def _wait_for(
         self, failed: str, counts: Callable[[Message], bool], deadline: float, may_reconnect: bool = False
     ) -> None:
-        """Wait until each other machine has sent a message that ``counts``. Raises ConfigError, NonRetryableError."""
+        """Wait until each other machine has sent a message for which ``counts`` returns True.
+
+        Args:
+            failed: the predicate of the error about missing machines, such as "did not come".
+            counts: returns whether a message is the expected one.
+            deadline: end of the wait, on the clock `time.monotonic`.
+            may_reconnect: whether a machine may disconnect and connect again.
+
+        Raises:
+            ConfigError: the machines do not fit together.
+            NonRetryableError: a machine is missing, was lost or has failed.
+        """
         missing = set(range(1, self._node.machines))
         notice = time.monotonic() + WAIT_NOTICE_AFTER
         while missing:
@@ -664,16 +688,16 @@ class _Host:
         print_stderr(f"waiting for {noun} {numbers} of {self._node.machines} at {self._place}")
 
     def _lose(self, number: int, may_reconnect: bool) -> None:
-        """Forget a machine whose connection has ended. Raises NonRetryableError if it may not come back."""
+        """Remove a disconnected machine from the peers; raise NonRetryableError if it may not reconnect."""
         if not may_reconnect:
             raise NonRetryableError(f"{self._name(number)} was lost before the start: see its messages there")
         del self._peers[number]
 
     def _identify(self, connection: JsonConnection, message: Message) -> int | None:
-        """Return the number of the machine that sent a message; None for another program. Admits new machines."""
+        """Return the number of the machine that sent a message, and admit a new machine; None for another program."""
         number = self._number_of(connection)
         if "problem" in message and (number is not None or message.get("after") == self._node.after):
-            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for it
+            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for this
             raise _as_error(message)
         if number is not None:
             return number
@@ -689,10 +713,14 @@ class _Host:
         return None
 
     def _admit(self, node: NodeInfo, connection: JsonConnection) -> int:
-        """Compare a new machine with the others and add it to the peers. Raises ConfigError, also on that machine."""
+        """Compare a new machine with the others and add it to the peers.
+
+        Raises:
+            ConfigError: the machines differ. The new machine raises the same error.
+        """
         if node.machine in self._peers:
             _, earlier = self._peers[node.machine]
-            if earlier.ended:  # its end is still in the queue
+            if earlier.ended:  # the last message of the connection is still in the queue
                 del self._peers[node.machine]
         peers = [peer for peer, _ in self._peers.values()]
         for other in (self._node, *peers):
@@ -705,7 +733,7 @@ class _Host:
         return node.machine
 
     def _close_peers(self) -> None:
-        """Let the others close first, because the kernel keeps the port for a while on the side that does."""
+        """Close each connection after its peer, because the kernel keeps the port of the side that closes first."""
         leaving = {connection for _, connection in self._peers.values() if not connection.ended}
         deadline = time.monotonic() + 2.0
         while leaving and time.monotonic() < deadline:
@@ -735,7 +763,7 @@ class _Host:
 
 
 def _join(node: NodeInfo, place: Place, prepare: Callable[[Message], None]) -> Rendezvous:
-    """Run another machine's part."""
+    """Run the preflight on a machine other than machine 0."""
     notice = time.monotonic() + WAIT_NOTICE_AFTER
     while True:
         connection, trouble = _connect(place)
@@ -765,7 +793,11 @@ def _join(node: NodeInfo, place: Place, prepare: Callable[[Message], None]) -> R
 def _follow(
     node: NodeInfo, place: Place, connection: JsonConnection, prepare: Callable[[Message], None]
 ) -> Rendezvous | None:
-    """Follow machine 0; return None if the peer was not machine 0 or closed before all machines joined."""
+    """Exchange the preflight's messages with machine 0.
+
+    Returns:
+        The shared values; None if the peer was not machine 0, or disconnected before it sent a plan.
+    """
     reply = _check(connection.introduce(asdict(node), time.monotonic() + REPLY_TIMEOUT))
     message = _wait_for_host(place, connection) if "here" in reply else {}
     if "plan" not in message:
@@ -780,7 +812,11 @@ def _follow(
 
 
 def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
-    """Return machine 0's next message, without its signs of life. Raises NonRetryableError."""
+    """Return machine 0's next message other than ``here``; raise the error that machine 0 reports.
+
+    Raises:
+        NonRetryableError: machine 0 has sent nothing for ``place.limit`` seconds.
+    """
     message: Message = {"here": True}
     while "here" in message:
         try:
@@ -792,7 +828,7 @@ def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
 
 
 def _check(message: Message) -> Message:
-    """Return a message of machine 0, {} at its end. Raises the problem that machine 0 reports."""
+    """Return a message of machine 0; raise the error that the message reports, if any."""
     if "problem" in message:
         raise _as_error(message)
     return message
@@ -804,7 +840,7 @@ def _as_error(message: Message) -> ConfigError | NonRetryableError:
 
 
 def _as_node(message: Message) -> NodeInfo | None:
-    """Return the machine that a message describes; None if it describes none."""
+    """Return the machine that a message describes; None if the message is not such a description."""
     names = {each.name for each in fields(NodeInfo)}
     values = {name: value for name, value in message.items() if name in names}
     try:
@@ -818,7 +854,7 @@ def _as_node(message: Message) -> NodeInfo | None:
 
 @contextlib.contextmanager
 def _named(node: NodeInfo) -> Iterator[None]:
-    """Put the machine's name before errors that all machines report."""
+    """Prefix the errors inside this context with the machine's name, because all machines report them."""
     try:
         yield
     except OSError as error:
@@ -828,7 +864,7 @@ def _named(node: NodeInfo) -> Iterator[None]:
 
 
 def _problem_message(node: NodeInfo, error: BaseException) -> Message:
-    """Return the message by which the other machines report this one's error."""
+    """Return the message that reports this machine's error to the other machines."""
     problem = str(error)
     if isinstance(error, Stopped):
         problem = f"{node.name} was stopped by signal {error.number}"
@@ -842,10 +878,10 @@ def _connect(place: Place) -> tuple[JsonConnection | None, str]:
     timeout = max(0.1, min(REPLY_TIMEOUT, place.left))
     try:
         addresses = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
-        addresses.sort(key=lambda each: each[0] != socket.AF_INET)  # some launchers understand no other address
+        addresses.sort(key=lambda each: each[0] != socket.AF_INET)  # IPv4 first: some launchers lack IPv6
         connection = socket.create_connection((str(addresses[0][4][0]), place.port), timeout=timeout)
         return JsonConnection(connection, place.secret), ""
-    except (socket.gaierror, UnicodeError) as error:  # a label that is empty, or too long
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
         return None, f"the name does not resolve ({getattr(error, 'strerror', None) or error})"
     except TimeoutError:
         return None, "nothing answers there: a firewall, or the wrong address"
@@ -857,7 +893,11 @@ def _connect(place: Place) -> tuple[JsonConnection | None, str]:
 
 
 def _listen(place: Place) -> socket.socket:
-    """Listen on all addresses. It retries, because the launcher of the previous start may not have ended yet."""
+    """Return a socket that listens on all addresses. Retry, because the previous launcher may still use the port.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
     deadline = time.monotonic() + min(REPLY_TIMEOUT, place.left)
     while True:
         try:

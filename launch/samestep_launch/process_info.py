@@ -1,7 +1,7 @@
 """Change the command and the environment that ``ps`` and /proc show for a forked process.
 
-After a fork, both are copies of the parent's. The kernel reads them from the memory in which a process received them,
-and the process may write there. This module uses the standard library alone.
+After a fork, both are copies of the parent's command and environment. The kernel reads them from the process's memory,
+which the process may overwrite. This module uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-ROOM_BYTES = 2048  # by which the environment's memory of a process that forks others is larger than needed
-NAME_BYTES = 15  # of a thread's name, PR_SET_NAME in prctl(2)
-_STAT_FIELDS_BEFORE_ARG_START = 45  # after the command's name, proc(5): 3 state, 48 arg_start, 49, 50, 51 env_end
+ROOM_BYTES = 2048  # spare memory in a fork server's environment, for the longer environments of its ranks
+NAME_BYTES = 15  # maximum length of a thread's name: PR_SET_NAME in prctl(2)
+_STAT_FIELDS_BEFORE_ARG_START = 45  # fields 3 to 47 of proc(5); arg_start to env_end are fields 48 to 51
 
 
 def set_title(title: str) -> None:
-    """Make ``title`` this process's command; it is cut to the length of the command that it replaces."""
+    """Replace this process's command by ``title``, cut to the length of the old command."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(title[:NAME_BYTES])
         start, end, _, _ = _areas()
@@ -26,11 +26,11 @@ def set_title(title: str) -> None:
 
 
 def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> None:
-    """Write ``environ`` to the place that /proc/<pid>/environ shows.
+    """Write ``environ`` to the memory that /proc/<pid>/environ shows.
 
-    Variables whose names begin with ``first`` come first. The last ones are left out if the memory is too small.
+    Variables whose names begin with ``first`` come first. Variables that do not fit are left out.
     """
-    for name, value in environ.items():  # libc's pointers may refer to the memory that is written
+    for name, value in environ.items():  # putenv copies a variable that libc may keep in the overwritten memory
         os.putenv(name, value)
     with contextlib.suppress(OSError):
         _, _, start, end = _areas()
@@ -39,13 +39,13 @@ def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> No
 
 
 def forget_launcher() -> None:
-    """Remove this package's modules from those that are imported: a rank has loaded core alone, as exec starts it."""
+    """Remove this package from ``sys.modules``, because a rank that exec starts has not imported it either."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "samestep_launch"]:
         del sys.modules[name]
 
 
 def _pack(words: Iterable[str], size: int) -> bytes:
-    """Return as many words as fit, each with a NUL at its end."""
+    """Return the words that fit into ``size`` bytes, each with a NUL at its end."""
     packed = b""
     for word in words:
         entry = os.fsencode(word) + b"\0"
@@ -55,7 +55,7 @@ def _pack(words: Iterable[str], size: int) -> bytes:
 
 
 def _areas() -> tuple[int, int, int, int]:
-    """Return the begin and end of the command's memory, and of the environment's. Raises OSError if unknown."""
+    """Return arg_start, arg_end, env_start and env_end of proc(5); raise OSError if the kernel hides them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first = _STAT_FIELDS_BEFORE_ARG_START
     arg_start, arg_end, env_start, env_end = map(int, fields[first : first + 4])
@@ -65,7 +65,11 @@ def _areas() -> tuple[int, int, int, int]:
 
 
 def _write(start: int, end: int, content: bytes) -> None:
-    """Write to this process's memory, with NULs up to its end. A wrong address raises OSError."""
+    """Write ``content`` to this process's memory at ``start``, and fill the rest up to ``end`` with NULs.
+
+    Raises:
+        OSError: the address is invalid.
+    """
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         memory.seek(start)
         memory.write(content.ljust(end - start, b"\0"))

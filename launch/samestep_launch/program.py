@@ -23,8 +23,8 @@ from samestep import ConfigError
 
 IMPORTED = "__mp_main__"
 STARTED = "__main__"
-# numpy's OpenBLAS starts its threads while it is imported; torch keeps its own number. After torch has looked for GPUs
-# by CUDA instead of NVML, forked processes cannot use CUDA.
+# numpy's import starts OpenBLAS's threads, and a process with threads cannot fork ranks. The variable does not change
+# torch's number of threads. If torch looks for GPUs by CUDA instead of NVML, forked processes cannot use CUDA.
 IMPORT_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -33,7 +33,7 @@ class _Left(BaseException):
 
 
 class ImportFailed(Exception):
-    """The program did not survive its import. ``exit_code`` is the one that Python would end with."""
+    """The program's import raised an exception. ``exit_code`` is the code with which Python would exit."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class ImportFailed(Exception):
 
 
 class Program:
-    """A program that this process imports, and that forked processes run."""
+    """A program that this process imports and that forked processes run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,12 +49,12 @@ class Program:
         self._block: CodeType | None = None
 
     def load(self, arguments: Sequence[str]) -> None:
-        """Import the program. It becomes this process's ``__main__``, and ``sys.argv`` its command line.
+        """Import the program as this process's ``__main__``, with its command line in ``sys.argv``.
 
         Raises:
-            ImportFailed: the program raised an exception, which is printed.
+            ImportFailed: the program raised an exception, which this method has printed.
         """
-        self._replaced_main = sys.modules[STARTED]  # else its variables may be cleared
+        self._replaced_main = sys.modules[STARTED]  # this reference keeps its variables
         sys.argv[:] = [str(self.path), *arguments]
         sys.path[0] = str(self.path.parent)
         vars(self._module)["__file__"] = str(self.path)
@@ -70,9 +70,10 @@ class Program:
             raise ImportFailed(f"{self.path.name} failed at its import: {last}", code or 1) from None
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run the program in a forked process, and return the exit code that Python would end with.
+        """Run the program in this forked process, and return the code with which Python would exit.
 
-        ``os._exit(0)`` in the main thread returns here, because the agent waits for the result of each rank.
+        If the program calls ``os._exit(0)`` in the main thread, this method returns 0, because the agent waits for the
+        result of each rank.
         """
         names = vars(self._module)
         names["__name__"] = STARTED
@@ -91,11 +92,11 @@ class Program:
 
 
 def check(path: Path) -> None:
-    """Raise ConfigError if a program has nothing that a forked rank could run."""
+    """Raise ConfigError if a program has neither a ``__main__`` block nor a function ``main``."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, OSError):
-        return  # Python reports it when the program starts
+        return  # Python reports the error when the program starts
     if not any(_is_main_block(node) or "main" in _names(node) for node in body):
         remedy = "define one for --start-method fork, or use --start-method exec"
         raise ConfigError(f"PROGRAM {path.name} has no function main(): {remedy}")
@@ -129,7 +130,7 @@ def _is_main_block(node: ast.stmt) -> bool:
 
 
 def _names(node: ast.stmt) -> list[str]:
-    """Return the names that a statement defines by a function or an import."""
+    """Return the names that a ``def`` or ``from ... import`` statement defines; [] for other statements."""
     if isinstance(node, ast.FunctionDef):
         return [node.name]
     return [each.asname or each.name for each in node.names] if isinstance(node, ast.ImportFrom) else []
@@ -141,7 +142,7 @@ def _compile(body: list[ast.stmt], path: Path) -> CodeType | None:
 
 @contextlib.contextmanager
 def _leaving_returns() -> Iterator[None]:
-    """Turn ``os._exit(0)`` of this process's main thread into an exception; processes that it forks leave as ever."""
+    """Turn ``os._exit(0)`` in this process's main thread into the exception `_Left`, except in forked processes."""
     leave = os._exit
     pid = os.getpid()
 
@@ -159,10 +160,10 @@ def _leaving_returns() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Set variables under which imports leave this process fit to fork ranks; restore them at the end.
+    """Set IMPORT_VARIABLES inside this context, so that this process can fork ranks after its imports.
 
-    Garbage is not collected meanwhile, which takes a fifth of the seconds. Imported objects are never collected: a
-    collection in a rank would copy their memory.
+    Garbage collection is off inside, because it takes a fifth of the time of the imports. Imported objects are never
+    collected, because a collection in a rank would copy their memory.
     """
     before = {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
     os.environ.update(IMPORT_VARIABLES)

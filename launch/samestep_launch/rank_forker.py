@@ -2,15 +2,15 @@
 
     python -m samestep_launch.rank_forker TRAIN LAUNCHER [the launcher's arguments]
 
-This process imports TRAIN once. It forks the launcher, and then each rank that the launcher asks for, also when a rank
-is started again. The launcher finds a Unix socket's descriptor in `JobInfo.forker`. Messages are JSON:
+This process imports TRAIN once and forks the launcher. It then forks a rank for each request of the launcher, also at
+a rank's restart. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`. Messages are JSON:
 
-    {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process; variables that differ
+    {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process, with the variables to change
     {"kill": 7}                                                       to this process
-    {"ended": 7, "code": -9}                                          to the launcher; minus a signal
+    {"ended": 7, "code": -9}                                          to the launcher; code: exit code or minus a signal
 
-The launcher numbers the ranks that it starts. If this process cannot fork ranks, it becomes the launcher, which then
-starts a Python for each rank. The launch script sees one process, whose exit code is the launcher's.
+The launcher chooses the number of each rank, here 7. If this process cannot fork ranks, it becomes the launcher, which
+then starts a Python for each rank. This process exits with the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MAX_MESSAGE = 2**20  # bytes; the kernel limits a command to less
 
 
 def main() -> None:
-    """Import the program, and fork for each start of the job."""
+    """Import the program, then fork the launcher and its ranks at each start of the job."""
     control = fork_server.control_socket()
     arguments = sys.argv[1:]
-    with importing():  # torch imports numpy
+    with importing():  # torch imports numpy, which must not start threads
         from samestep_launch.elastic_agent import load
     program = Program(Path(arguments[0]))
     if not load(program, []):
@@ -49,20 +49,20 @@ def main() -> None:
 
 
 class RankForker:
-    """The process from which a launcher and its ranks are forked."""
+    """A server that forks a launcher and its ranks from this process."""
 
     def __init__(self, program: Program) -> None:
-        """Take the program of the ranks, which this process has imported."""
+        """Store the ranks' program, which this process has imported."""
         self._program = program
         self._socket, self._launchers_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ranks: dict[int, int] = {}  # process ids by the launcher's numbers
+        self._ranks: dict[int, int] = {}  # process id by the number that the launcher chose for the rank
         self._launcher = 0
-        self._wake_read, self._wake_write = os.pipe()  # has bytes after a child has ended
+        self._wake_read, self._wake_write = os.pipe()  # the pipe becomes readable when a child ends
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
 
     def run(self, launcher: Path, arguments: Sequence[str]) -> NoReturn:
-        """Fork the launcher, serve it until it ends, and end like it."""
+        """Fork the launcher, handle its requests until it ends, and exit with its code."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._launcher = self._fork(lambda: self._run_launcher(launcher, arguments))
@@ -75,7 +75,7 @@ class RankForker:
 
     def _take_request(self) -> None:
         message = self._socket.recv(MAX_MESSAGE)
-        if not message:  # the launcher has ended
+        if not message:  # an ended launcher has closed its socket
             os.waitid(os.P_PID, self._launcher, os.WEXITED | os.WNOWAIT)
             return
         request = json.loads(message)
@@ -85,7 +85,7 @@ class RankForker:
             os.kill(self._ranks[request["kill"]], signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Report each rank that has ended. Ends this process if the launcher has ended."""
+        """Report each ended rank to the launcher; exit if the launcher itself has ended."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 2**16)
         while True:
@@ -104,7 +104,7 @@ class RankForker:
             self._socket.send(json.dumps({"ended": number, "code": code}).encode())
 
     def _fork(self, run: Callable[[], int]) -> int:
-        """Call ``run`` in a new process, which ends with the exit code that it returns. Returns the process id."""
+        """Fork a process that exits with the code that ``run`` returns; return its process id."""
         _flush()
         pid = os.fork()
         if pid > 0:
@@ -138,16 +138,16 @@ class RankForker:
 
 
 def _become(changes: Mapping[str, str]) -> None:
-    """Take an environment of its own, and load this package no longer."""
+    """Change the environment of this forked process, and unload this package."""
     os.environ.update(changes)
     process_info.show_environment(os.environ)
     process_info.forget_launcher()
 
 
 def _end_like(code: int) -> NoReturn:
-    """End with the launcher's exit code, or by the signal that has ended it."""
+    """Exit with the launcher's exit code, or by the signal that ended the launcher."""
     if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no other effect anyway
+        with contextlib.suppress(OSError):  # SIGKILL cannot have a handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

@@ -142,7 +142,11 @@ def _check_fork(launcher: str | None, program: Path) -> None:
 
 
 def _find_launcher(name: str | None, nproc: int) -> Launcher | None:
-    """Return the launcher to use; None for one process without any. Raises ConfigError if it is not installed."""
+    """Return the launcher to use; None for one process without a launcher.
+
+    Raises:
+        ConfigError: the launcher is not installed.
+    """
     if name is None and importlib.util.find_spec("torch") is None:
         if nproc > 1:
             raise ConfigError(f"-n {nproc}: {sys.executable} has no torch: name a --launcher of {', '.join(LAUNCHERS)}")

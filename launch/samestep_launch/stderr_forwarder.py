@@ -17,41 +17,41 @@ from samestep import failures
 
 MAX_CHUNK = 2**16  # bytes of one read
 MAX_SHOWN = 2**13  # bytes of one line that the console shows
-PAUSE_SECONDS = 0.2  # without output, after which the console shows a line that has not ended, such as a progress bar
-# A rank's error about a lost connection, in a framework's words (an exception's class comes first) or in an app's.
+PAUSE_SECONDS = 0.2  # pause in the output after which the console shows an unfinished line, such as a progress bar
+# Matches a rank's error about a lost connection. A framework's error begins with the class of an exception.
 LOST_CONNECTION = re.compile(
     rb"error: rank \d+: (?P<exception>\w+: )?.*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE
 )
-# How launchers report a rank that has ended: torchrun, horovodrun, and Open MPI in one line or two.
+# Match the lines by which torchrun, horovodrun and Open MPI report an ended rank and its signal, in one line or two.
 ENDED_RANK = re.compile(rb"\s*rank +: (\d+) \(local_rank|Process name: (\d+)$|.*process rank (\d+) with PID")
 ENDED_BY = re.compile(
     rb"\s*exitcode +: -(\d+) |Exit code: -(\d+)$|Exit code: (129|1[3-5]\d)$|.*exited on signal (\d+)|signal (\d+) \("
 )
-SHELL_SIGNAL = 128  # a shell adds the number of the signal that ended its command
+SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal that ended its command
 
 
 class StderrForwarder:
-    """Reads a pipe to its end.
+    """Copies a pipe to the log, and parts of it to the console.
 
-    The log gets all bytes at once. The console gets one-line messages once each, and other lines only while ``shows``
-    returns True. A carriage return ends a line too, and a long line is cut.
+    The log gets all bytes immediately. The console shows each one-line message once, and other lines only while
+    ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN` bytes of a longer line.
 
-    A rank that is killed makes the others lose their connections. Once a rank has reported an error, other ranks'
-    errors about a lost connection stay in the log. A framework's own words for it wait for the end of the launcher, and
-    are shown if neither another error nor the launcher has named the cause.
+    If a rank is killed, the other ranks lose their connections. After the first error, the console therefore omits
+    errors about lost connections. A framework's exception about a lost connection is shown when the pipe ends, unless
+    another error or the launcher has named the cause.
     """
 
     def __init__(
         self, source: int, log: IO[bytes], line_prefix: str, shows: Callable[[], bool], show: Callable[[str, str], None]
     ) -> None:
-        """Prepare to forward.
+        """Store the streams and callbacks; `run` copies.
 
         Args:
             source: the descriptor to read from, which `run` closes.
             log: the file that gets all bytes, which `run` closes.
             line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
-            shows: returns whether the console shows lines that are no messages.
-            show: prints a text, and the characters at its end, on the console.
+            shows: returns whether the console shows lines that do not begin with "error: " or "warning: ".
+            show: prints a text and a terminator on the console.
         """
         self.ends = RankEnds()
         self._source = source
@@ -59,15 +59,15 @@ class StderrForwarder:
         self._prefix = re.compile(line_prefix.encode())
         self._shows = shows
         self._show = show
-        self._line = b""  # the line that has not ended, up to MAX_SHOWN
+        self._line = b""  # the unfinished line, cut to MAX_SHOWN bytes
         self._is_cut = False
-        self._shown_bytes = 0  # of the line
+        self._shown_bytes = 0  # bytes of the unfinished line that the console shows
         self._messages: set[bytes] = set()
         self._has_error = False
-        self._lost_connection = b""  # the first such error, in a framework's words
+        self._lost_connection = b""  # the first framework exception about a lost connection
 
     def run(self) -> None:
-        """Forward until the last writer has closed the pipe."""
+        """Copy the output until the last writer has closed the pipe."""
         with self._log:
             while chunk := os.read(self._source, MAX_CHUNK):
                 self._write_log(chunk)
@@ -82,7 +82,7 @@ class StderrForwarder:
         os.close(self._source)
 
     def _has_more(self) -> bool:
-        """Wait for more output, or until the writers pause; return whether there is some, or the end."""
+        """Wait up to `PAUSE_SECONDS`; return True as soon as there is more output or the pipe ends."""
         readable, _, _ = select.select([self._source], [], [], PAUSE_SECONDS)
         return bool(readable)
 
@@ -91,7 +91,7 @@ class StderrForwarder:
             self._log.write(chunk)
 
     def _take(self, piece: bytes) -> None:
-        """Add a piece to the line; the piece may end it."""
+        """Append a piece to the unfinished line, which ends if the piece has a terminator."""
         text = piece.rstrip(b"\r\n")
         self._is_cut = self._is_cut or len(self._line) + len(text) > MAX_SHOWN
         self._line = (self._line + text)[:MAX_SHOWN]
@@ -117,7 +117,7 @@ class StderrForwarder:
         self._shown_bytes = 0
 
     def _take_message(self, line: bytes, terminator: str) -> None:
-        """Show a message, unless it is an error about a lost connection that has, or may get, another cause."""
+        """Show a message, unless it is an error about a lost connection (see the class)."""
         lost = LOST_CONNECTION.match(line)
         if lost is None:
             self._show_message(line, terminator)
@@ -127,7 +127,7 @@ class StderrForwarder:
             self._show_message(line, terminator)
 
     def _show_message(self, line: bytes, terminator: str) -> None:
-        """Show a message once."""
+        """Show a message, unless the console has shown the same message before."""
         if line not in self._messages:
             self._messages.add(line)
             self._show(line.decode(errors="replace").rstrip(), terminator)
@@ -143,21 +143,21 @@ class StderrForwarder:
             self._show_rest(line, "")
 
     def _show_rest(self, line: bytes, end: str) -> None:
-        """Show what the console has not shown of the line."""
+        """Show the part of the line that the console has not shown."""
         if self._shown_bytes or self._shows():
             self._show(line[self._shown_bytes :].decode(errors="replace"), end)
             self._shown_bytes = len(line)
 
 
 class RankEnds:
-    """Finds in a launcher's output which rank a signal ended first: other ranks then lose their connections."""
+    """Finds in a launcher's output the first rank that a signal ended, because later ranks only lost a connection."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
         self._signals: list[tuple[int, int]] = []  # rank and signal
 
     def read(self, line: bytes) -> None:
-        """Take a line of the launcher's output."""
+        """Parse a line of the launcher's output."""
         rank = ENDED_RANK.match(line)
         if rank:
             self._rank = int(rank[rank.lastindex or 0])
@@ -168,7 +168,7 @@ class RankEnds:
             self._rank = None
 
     def describe(self) -> str:
-        """Return "; rank 0 was ended by SIGKILL, ...", or "". A launcher itself ends ranks by TERM."""
+        """Return "; rank 0 was ended by SIGKILL", or "". SIGTERM does not count, because launchers end ranks by it."""
         for rank, number in self._signals:
             if number != signal.SIGTERM and number in {*signal.Signals}:
                 return f"; rank {rank} was ended by {signal.Signals(number).name}"
@@ -176,5 +176,5 @@ class RankEnds:
 
 
 def _is_message(line: bytes) -> bool:
-    """Return whether a line is one of this project's messages."""
+    """Return whether a line begins like a message of this project."""
     return line.startswith((b"error: ", b"warning: "))

@@ -28,14 +28,14 @@ from samestep_launch import job_processes, machine
 from samestep_launch.job_processes import JobProcesses
 from samestep_launch.stderr_forwarder import StderrForwarder
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
-STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
-REPEATED = 1.0  # a signal within these seconds repeats the first, except Ctrl-C: Slurm signals all processes of a step
-POLL_SECONDS = 0.25  # between checks whether a watchdog has reported a stalled rank
-HEARTBEAT_SECONDS = 1.0  # between checks whether the ranks' heartbeats have changed, which they do as often
-DIAGNOSIS_SECONDS = 10.0  # beyond --timeout, because a watchdog's report comes first and has more facts
-START_SECONDS = 60.0  # that ranks have at least for their first heartbeat, because imports take long
-PAUSE_SECONDS = 5.0  # without a check after which this process itself was stopped, or its machine slept
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which ranks save a checkpoint and exit
+STOP_SECONDS = 10.0  # time from the first signal to SIGKILL if no rank can save
+REPEATED = 1.0  # period in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a step
+POLL_SECONDS = 0.25  # interval of checks whether a watchdog has reported a stalled rank
+HEARTBEAT_SECONDS = 1.0  # interval of checks of the heartbeats, which the ranks write equally often
+DIAGNOSIS_SECONDS = 10.0  # added to --timeout, so that a watchdog's more detailed report comes first
+START_SECONDS = 60.0  # minimum time limit of a rank's first heartbeat, because imports are slow
+PAUSE_SECONDS = 5.0  # gap between two checks that means that this process was stopped or the machine slept
 HEARTBEAT = {
     "host": untrusted.text(255),
     "pid": untrusted.integer(0, 2**31),
@@ -46,14 +46,14 @@ HEARTBEAT = {
 
 
 class Stopped(BaseException):
-    """The signal INT, TERM, USR1 or HUP arrived."""
+    """This process has received the signal INT, TERM, USR1 or HUP."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def stop_on_signals() -> None:
-    """Raise Stopped on INT, TERM, USR1 and HUP from now on."""
+    """Install signal handlers that raise Stopped on INT, TERM, USR1 and HUP."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number)
@@ -77,11 +77,11 @@ def environment(info: JobInfo, nproc: int, address: str | None = None) -> dict[s
     """Return the environment of one start of the launcher and of its ranks.
 
     Args:
-        info: what the ranks must know of the job.
-        nproc: ranks on this machine.
-        address: this machine's address among the others; None on one machine.
+        info: values that the launch script passes to the ranks.
+        nproc: number of ranks on this machine.
+        address: this machine's address in a job on several machines; None on one machine.
     """
-    # Another launcher may have left its variables. The ranks of this job get their places from its own launcher.
+    # Another launcher may have left its variables, which would mislead this job's ranks.
     stale = env.launcher_variables()
     removed = ("PET_", "SAMESTEP_SECRET")
     environ = {}
@@ -91,7 +91,7 @@ def environment(info: JobInfo, nproc: int, address: str | None = None) -> dict[s
     environ.update(info.to_environ())
     if not environ.get("OMP_NUM_THREADS"):
         environ["OMP_NUM_THREADS"] = str(max(1, machine.processors() // nproc))
-    # Some launchers call `python` by name, which must be this one.
+    # Some launchers run `python` from PATH, which must be this process's interpreter.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     # gloo would listen on the address of the host's name, which other machines may not reach.
     interface = machine.interface_of("127.0.0.1" if info.machines is None else address)
@@ -105,16 +105,16 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process that was started: the launcher, or the fork server that forked it."""
+        """The process id of the launcher, or of the fork server that forked the launcher."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus a signal; None while it runs."""
+        """Return the exit code, or minus the signal that ended the launcher; None while the launcher runs."""
 
     def wait(self) -> int:
-        """Wait for the end; return the exit code, or minus a signal."""
+        """Wait for the launcher's end; return the exit code, or minus the signal that ended the launcher."""
 
     def kill(self) -> None:
-        """Kill it, if it has not ended."""
+        """Kill the launcher if it has not ended."""
 
 
 # Starts a launcher with a command, an environment, and descriptors for standard output and error.
@@ -125,12 +125,12 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
     """Start a launcher as a program.
 
     Args:
-        command: the launcher's words.
-        environ: its whole environment.
-        stdout: file descriptor of its standard output.
-        stderr: file descriptor of its standard error.
+        command: the launcher's command.
+        environ: the launcher's complete environment.
+        stdout: file descriptor of the launcher's standard output.
+        stderr: file descriptor of the launcher's standard error.
     """
-    # A session of its own: Ctrl-C reaches the launch script alone, which then stops all others in order.
+    # In a new session, the launcher does not receive Ctrl-C: the launch script does, and stops the ranks in order.
     null = subprocess.DEVNULL
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 
@@ -139,8 +139,8 @@ class LauncherEnd(NamedTuple):
     """How a launcher ended.
 
     Attributes:
-        code: the exit code, or minus a signal.
-        ended_rank: names the rank that a signal ended, for the message; or "".
+        code: the exit code, or minus the signal that ended the launcher.
+        ended_rank: text for the error message about the rank that a signal ended; "" if there is none.
     """
 
     code: int
@@ -149,21 +149,20 @@ class LauncherEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a launcher.
+    """The settings of one start of a launcher.
 
     Attributes:
-        job: its name, the same on all machines.
+        job: name of this start, the same on all machines.
         command: the launcher's command.
-        environ: from `environment`.
+        environ: the environment that `environment` returned.
         logs: the run dir's ``log`` folder.
         grace: seconds in which ranks save and exit after a signal.
-        startup_grace: the same, if no rank has written a heartbeat.
-        watch: finds ranks that cannot report a hang themselves.
+        startup_grace: seconds until the kill after a signal, if no rank has written a heartbeat.
+        watch: detects a hang that no rank reports.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
-        stop_hint: follows "stopping (SIGTERM)" on the console.
-        program: the ranks' program, if it may have no watchdog. The console then shows all of stderr, and not only
-            one-line messages, until a rank writes a heartbeat: programs with a watchdog keep their output in log
-            files. And ranks get a signal also without a heartbeat.
+        stop_hint: text that follows "stopping (SIGTERM)" on the console.
+        program: the ranks' program, if it may have no watchdog; otherwise None. Until a rank of this program writes a
+            heartbeat, the console shows all of stderr. A stop signal then goes to all ranks that `JobProcesses` finds.
         start: starts the launcher.
     """
 
@@ -180,7 +179,7 @@ class Start:
     start: Starter = start_program
 
     def keeps_files(self) -> bool:
-        """Return whether the launcher keeps its ranks' output in files: its command names the logs' folder."""
+        """Return whether the launcher writes its ranks' output to files: its command then contains ``logs``."""
         return any(str(self.logs) in word for word in self.command)
 
     def shows_stderr(self) -> bool:
@@ -188,17 +187,22 @@ class Start:
         return self.program is not None and not any(heartbeats(self.job, self.logs))
 
     def ranks_without_heartbeat(self, launcher: int, processes: JobProcesses) -> list[int]:
-        """Return the processes that may be ranks without a watchdog; ``launcher`` is the process that was started."""
+        """Return the ids of processes that may be ranks without a watchdog.
+
+        Args:
+            launcher: id of the started process.
+            processes: the processes of the job.
+        """
         if self.program is None:
             return []
-        is_rank = str(self.program) == self.command[1]  # one rank, without a launcher
+        is_rank = str(self.program) == self.command[1]  # a single rank runs without a launcher
         if is_rank:
             return [launcher]
         return processes.ranks(self.program)
 
 
 def run_once(start: Start) -> LauncherEnd:
-    """Run the launcher once; return how it ended when all of the job's processes have ended.
+    """Run the launcher once, wait until all of the job's processes have ended, and return how the launcher ended.
 
     Raises:
         Stopped: a signal arrived, and all of the job's processes have ended.
@@ -207,8 +211,9 @@ def run_once(start: Start) -> LauncherEnd:
     log = open_log(start.logs / "launcher.log")
     with contextlib.suppress(OSError):  # a full disk must not end the job
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(start.command)}\n".encode())
-    # The launcher's stderr goes through this pipe. Ranks whose launcher keeps their output in files open the pipe too,
-    # and this process's stdout. Such a launcher then repeats those files on its own stdout, which belongs in the log.
+    # The launcher's stderr goes through this pipe. Some launchers keep their ranks' output in files, and repeat the
+    # files on stdout. Their stdout goes through the pipe to the log, because the ranks open this process's stdout and
+    # the pipe themselves.
     messages, errors = os.pipe()
     output = errors if start.keeps_files() and _can_be_opened(1) else 1
     forwarder = StderrForwarder(
@@ -225,10 +230,10 @@ def run_once(start: Start) -> LauncherEnd:
             process = start.start(start.command, {**start.environ, **info.to_environ()}, output, errors)
             processes.launcher = process.pid
             code = _wait(process, processes, start)
-            if -code in STOPS:  # someone stopped the launcher: its ranks must still save
+            if -code in STOPS:  # a stop signal ended the launcher, but its ranks must still save
                 stopping.stop(process, -code)
         except Stopped as stopped:
-            after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
+            after_echo = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in the same line
             print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){start.stop_hint}")
             stopping.stop(process, stopped.number)
             raise
@@ -247,8 +252,8 @@ def run_once(start: Start) -> LauncherEnd:
 def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
     """Wait until the launcher has ended; return its exit code.
 
-    A watchdog reports a stalled rank on the console and by the file ``stalled``. The job is then killed here, because
-    torchrun would wait 30 s for a stopped rank to react to TERM.
+    A watchdog reports a stalled rank on the console and by the file ``stalled``. This function then kills the job,
+    because torchrun would wait 30 s for a stopped rank to react to TERM.
     """
     waiter = threading.Thread(target=process.wait, daemon=True)  # wait(timeout) would poll 20 times a second
     waiter.start()
@@ -256,7 +261,7 @@ def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
         waiter.join(POLL_SECONDS)
         if not waiter.is_alive():
             return process.wait()
-        # Machines may share the run dir: this start's alone counts.
+        # Other machines or earlier starts may have written the file.
         is_stalled = untrusted.read_object(start.logs / "stalled").get("job") == start.job
         if is_stalled or start.watch.finds_hang(processes):
             job_processes.send(processes.find(), signal.SIGKILL)
@@ -264,28 +269,37 @@ def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
 
 
 class HeartbeatWatch:
-    """Find a hang that no watchdog can report: all ranks, or the only one, are stopped, or none has come to life.
+    """Detects a hang that no rank's watchdog can report: ranks' processes are stopped, or no rank has started.
 
-    A thread of each rank writes ``alive-<r>`` every second, also while the rank waits: only a stopped process does not
-    change the file. This machine's ranks count alone, by when this process saw their files change.
+    A thread of each rank writes ``alive-<r>`` every second, also while the rank waits, so an unchanged file means a
+    stopped process. The check covers this machine's ranks, and measures from the time at which this process found
+    the file changed.
     """
 
     def __init__(self, job: str, logs: Path, timeout: float, first_step_timeout: float, must_start: bool) -> None:
-        """Take the job's timeouts in seconds, and whether its ranks must write heartbeats."""
+        """Store the settings.
+
+        Args:
+            job: name of this start of the job.
+            logs: the run dir's ``log`` folder.
+            timeout: value of --timeout in seconds.
+            first_step_timeout: time limit in seconds before a rank's first update; 0 means ``timeout``.
+            must_start: whether the ranks must write heartbeats.
+        """
         self._job = job
         self._logs = logs
         self._timeout = timeout
         self._first_step_timeout = first_step_timeout
         self._must_start = must_start
         self._is_done = False
-        self._changes: dict[Path, tuple[object, float]] = {}  # a file's state, and when it was first seen
+        self._changes: dict[Path, tuple[object, float]] = {}  # a file's state, and the time when this state was found
         self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
         self._elsewhere: set[Path] = set()
         self._begun = time.monotonic()
         self._checked = self._begun
 
     def finds_hang(self, processes: JobProcesses) -> bool:
-        """Return whether there is such a hang, which is reported when it is found."""
+        """Check the heartbeats. Return True in the call that finds and reports a hang, and False in all others."""
         now = time.monotonic()
         if now - self._checked < HEARTBEAT_SECONDS or self._is_done:
             return False
@@ -354,7 +368,7 @@ class HeartbeatWatch:
         return self._timeout
 
     def _is_running(self, beat: Mapping[str, Any], processes: JobProcesses) -> bool:
-        """Return whether a rank has not ended. If it has, or is about to, it has removed its stacks."""
+        """Return whether a rank's process runs and is not about to exit: an exiting rank removes its stack file."""
         has_stacks = (self._logs / f"stack-{beat['rank']}.txt").exists()
         return has_stacks and beat["pid"] in processes.find()
 
@@ -369,7 +383,7 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def _can_be_opened(descriptor: int) -> bool:
-    """Return whether other processes can open this process's file, as `log.start` does. They cannot open a socket."""
+    """Return whether ranks can open this process's descriptor by /proc, as `log.start` does; a socket has no path."""
     try:
         os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY))
     except OSError:
@@ -384,22 +398,27 @@ class _StopState(enum.Enum):
 
 
 class _Stopping:
-    """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the rest.
+    """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the other processes.
 
-    The ranks alone get the signal, because a launcher would end its ranks in its own time. All other processes get TERM
-    when ranks and launcher have ended, and immediately if no rank exists. A second signal ends the wait, unless it
-    repeats the first.
+    Only the ranks get the signal, because a launcher might kill its ranks before they have saved. All other processes
+    get TERM when ranks and launcher have ended, or immediately if no rank exists. A second signal ends the wait,
+    unless it is ignored as a repetition (`REPEATED`).
     """
 
     def __init__(self, start: Start, processes: JobProcesses) -> None:
         self._start = start
         self._processes = processes
-        self._signaled: list[int] = []  # the ranks, until all have ended
+        self._signaled: list[int] = []  # process ids of signaled ranks; [] after all of them have ended
         self._has_heartbeat = False
         self._deadline = 0.0
 
     def stop(self, process: Process | None, number: int) -> None:
-        """Send the signal and wait. ``process``: the launcher, if it has been started."""
+        """Send the signal and wait until the job's processes have ended, or until the deadline.
+
+        Args:
+            process: the launcher; None if it has not been started.
+            number: the signal.
+        """
         begun = time.monotonic()
         state = _StopState.SIGNAL
         while state is not _StopState.ENDED:
@@ -424,7 +443,7 @@ class _Stopping:
         ranks = self._ranks_with_heartbeat()
         self._has_heartbeat = bool(ranks)
         if ranks:
-            self._deadline = begun + self._start.grace + 1.0  # ranks end by themselves
+            self._deadline = begun + self._start.grace + 1.0  # ranks exit by themselves after the grace period
         else:
             self._deadline = begun + self._start.startup_grace
             if process:
@@ -456,7 +475,7 @@ class _Stopping:
 
 
 def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
-    """Yield the heartbeats that the job's ranks have written to ``logs``; damaged ones are left out."""
+    """Yield the valid heartbeats that the job's ranks have written to ``logs``."""
     for path in logs.glob("alive-*"):
         beat = _heartbeat(path, job)
         if beat:
@@ -464,7 +483,7 @@ def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
 
 
 def _heartbeat(path: Path, job: str) -> dict[str, Any]:
-    """Return a heartbeat of this job; {} for another job's, and for anything that no rank writes."""
+    """Return the heartbeat in a file; {} if the file is invalid or belongs to another job."""
     beat = {"host": "", "pid": 0, "rank": 0, "step": 0, "updates": 0, **untrusted.read_object(path)}
     try:
         untrusted.check(beat, HEARTBEAT)
@@ -484,13 +503,13 @@ def read_text(path: Any) -> str | None:
 
 
 def print_stderr(text: str, end: str = "\n") -> None:
-    """Print one line to standard error, or with another ``end`` a part of a line."""
+    """Print a line to standard error, or part of a line if ``end`` is ""; ignore write errors."""
     seek_end(2)
     with contextlib.suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 
 
 def seek_end(descriptor: int) -> None:
-    """Move to the end of a file of output, which rank 0 writes to through an offset of its own."""
+    """Move a descriptor's offset to the end of its file, because rank 0 writes there through another offset."""
     with contextlib.suppress(OSError):  # a terminal or a pipe has no offset
         os.lseek(descriptor, 0, os.SEEK_END)

@@ -12,7 +12,7 @@ from samestep_launch.program import importing
 
 def main() -> None:
     """Run the agent in this process."""
-    with importing():  # torch imports numpy
+    with importing():  # torch imports numpy, which must not start threads
         from samestep_launch import elastic_agent
 
     elastic_agent.main()

@@ -1,10 +1,9 @@
-"""Run --track: a process beside the job that passes a run's metrics to trackers.
+"""Run the process of --track, which sends a run's metrics to trackers.
 
-The process is `samestep_observe.track`, which reads only metrics.jsonl. Training neither waits for it nor fails with
-it. Its Python is in ``.venvs/trackers``, or named by PYTHON. It shares no environment, pipe or lock with the job, and
-has the lowest priority. It ends when its standard input closes, at the end of this process.
-
-This module uses the standard library alone.
+The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process and
+does not fail with it. The process runs the Python of ``.venvs/trackers``, or the Python that PYTHON names. It shares no
+environment, pipe or lock with the job, and has the lowest priority. It ends when its standard input closes. This
+module uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -29,14 +28,18 @@ from samestep_launch.environments import Environment
 from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
-MODULES = {"mlflow-skinny": "mlflow"}  # of packages whose module has another name
-FINISH_SECONDS = 30.0  # for trackers to get the rest when the job has ended
-STOP_SECONDS = 10.0  # the same when the job was stopped
+MODULES = {"mlflow-skinny": "mlflow"}  # import names that differ from the package's name
+FINISH_SECONDS = 30.0  # time limit for sending the last metrics after the job has ended
+STOP_SECONDS = 10.0  # time limit for sending the last metrics after a stop signal
 NICE = 19  # ranks come first if no core is idle
 
 
 def parse_names(text: str) -> list[str]:
-    """Return the trackers that --track names, each once. Raises ConfigError, also for SAMESTEP_TRACK_SECONDS."""
+    """Return the trackers that --track names, without duplicates.
+
+    Raises:
+        ConfigError: a tracker is unknown, or SAMESTEP_TRACK_SECONDS is malformed.
+    """
     seconds = os.environ.get("SAMESTEP_TRACK_SECONDS") or "0"
     try:
         bounded_float(0.0, 1e7)(seconds)
@@ -50,7 +53,7 @@ def parse_names(text: str) -> list[str]:
 
 
 def find_python(root: Path, names: Sequence[str]) -> str:
-    """Return the Python that has these trackers; make its environment if there is none.
+    """Return the path of a Python that has these trackers; create the environment of --track if it is missing.
 
     Raises:
         ConfigError: the Python that PYTHON names lacks a package.
@@ -77,7 +80,7 @@ def _is_installed(package: str) -> bool:
 
 
 class TrackerProcess:
-    """The tracker process. `start` starts it, also after a crash; `finish` waits for its last lines."""
+    """The tracker process. `start` starts the process, also after a crash; `finish` waits for its end."""
 
     def __init__(self, root: Path, names: Sequence[str], python: str) -> None:
         self._root = root
@@ -87,7 +90,7 @@ class TrackerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, run_dir: Path) -> None:
-        """Start the process if it does not run. Call this before each start of the job."""
+        """Start the process if it does not run; call this method before each start of the job."""
         self._run_dir = run_dir
         if self._process and self._process.poll() is not None:
             self._report_end("it is started again")
@@ -102,13 +105,13 @@ class TrackerProcess:
                 process = subprocess.Popen(
                     [*command, "--until-stdin-ends"],
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,  # its problems, at its end
+                    stdout=subprocess.PIPE,  # one line for each incomplete tracker
                     stderr=log,
                     text=True,
                     errors="replace",
-                    start_new_session=True,  # Ctrl-C is for the job
+                    start_new_session=True,  # Ctrl-C must not end the process
                 )
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
+            with contextlib.suppress(OSError):  # a sandbox may forbid setpriority
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             return process
         except OSError as error:
@@ -117,18 +120,21 @@ class TrackerProcess:
             return None
 
     def _report_end(self, then: str) -> None:
-        """Warn that the process has ended by itself, and forget it."""
+        """Warn that the process has ended by itself; ``then`` ends the warning."""
         if self._process is None:
             return
-        self._process.communicate()  # closes its pipes
+        self._process.communicate()  # this closes the pipes
         code = self._process.returncode
         self._process = None
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")
 
     def finish(self, stopped: bool) -> None:
-        """Give the process some seconds for the rest, then end it, and warn of missing lines, with the remedy.
+        """Wait until the process has sent the last metrics, end it, and warn of each incomplete tracker.
 
-        A signal that arrives meanwhile ends it at once.
+        A signal ends the wait.
+
+        Args:
+            stopped: whether a signal has stopped the job, which shortens the wait.
         """
         if self._run_dir is None:
             return
@@ -147,7 +153,7 @@ class TrackerProcess:
         try:
             if self._process is None:
                 self._process = self._popen(run_dir)
-            if self._process is None:  # it could not start
+            if self._process is None:  # the process could not be started
                 return late
             output, _ = self._process.communicate(timeout=limit)
         except (Stopped, subprocess.TimeoutExpired):
@@ -165,7 +171,7 @@ class TrackerProcess:
         return problems if has_ended else {**late, **problems}
 
     def _command(self, name: str) -> str:
-        """Return the command by which a user completes a tracker."""
+        """Return the command that completes a tracker."""
         command = shlex.join([self._python, "-m", "samestep", "track", str(self._run_dir), "--to", name])
         if os.environ.get("PYTHON"):
             return f"PYTHONPATH={shlex.quote(str(self._root / 'core'))} {command}"

@@ -1,6 +1,7 @@
-"""Use a folder of this user for the jobs of a machine: locks of ports, and temporary files.
+"""Manage the folder /tmp/samestep-<uid>, which has the port locks and the temporary files of this user's jobs.
 
-Other users may write to /tmp too. A folder that they made, or could write to, is not used. Standard library only.
+Other users may write to /tmp, too, so this module does not use a folder that belongs to another user. It uses the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from samestep.untrusted import open_regular, own_folder
 
 from samestep_launch.supervise import block_signals, print_stderr
 
-BASE = Path("/tmp")  # not TMPDIR, because all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # below the ports of connections, so that they stay free until a launcher listens
+BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
+PORTS = range(20_000, 32_768)  # these are below Linux's ephemeral ports, so no connection takes a reserved port
 PORT_TRIES = 1000
-MAX_TMPDIR = 60  # bytes: frameworks make Unix sockets there, whose paths have at most 107
+MAX_TMPDIR = 60  # bytes; frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes
 
 
 def user_folder(base: Path) -> Path | None:
-    """Return ``base/samestep-<uid>``, made if it is missing; None if it is not this user's alone."""
+    """Return ``base/samestep-<uid>``, created if missing; None if it is a link, is another user's, or is unusable."""
     folder = base / f"samestep-{os.getuid()}"
     with contextlib.suppress(OSError):
         if own_folder(folder):
-            folder.chmod(0o700)  # a cache of datasets was made with the user's umask
+            folder.chmod(0o700)  # an older version created the folder with the user's umask
             return folder
     return None
 
@@ -43,9 +44,10 @@ def user_folder(base: Path) -> Path | None:
 
 @contextlib.contextmanager
 def reserved_port(given: int | None) -> Iterator[int]:
-    """Yield ``given``, or a free port, which a lock keeps from the user's other jobs until the context ends.
+    """Yield ``given``, or a free port that a file lock reserves until the context ends.
 
-    Raises NonRetryableError if no port is free.
+    Raises:
+        NonRetryableError: no port is free.
     """
     if given:
         yield given
@@ -64,7 +66,7 @@ def reserved_port(given: int | None) -> Iterator[int]:
 
 
 def _open_locks() -> int | None:
-    """Return the file that has a byte to lock for each port; warn and return None if it cannot be used."""
+    """Return a descriptor of ports.lock, which has a byte for each port; warn and return None if it is unusable."""
     folder = user_folder(BASE)
     with contextlib.suppress(OSError):
         if folder is not None:
@@ -87,7 +89,7 @@ def _lock_port(locks: int | None, port: int) -> bool:
     if locks is None:
         return True
     try:
-        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # freed with the process
+        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # the process's end releases it
     except OSError:
         return False
     if taken is None:
@@ -113,7 +115,7 @@ def port_is_free(port: int) -> bool:
 
 
 def check_loopback(address: str = "127.0.0.1") -> None:
-    """Raise NonRetryableError if a connection from this machine to itself fails: ranks of one machine need it."""
+    """Raise NonRetryableError if this machine cannot connect to itself, as the ranks of one machine must."""
     try:
         with socket.socket() as listener:
             listener.bind((address, 0))
@@ -131,12 +133,16 @@ def check_loopback(address: str = "127.0.0.1") -> None:
 
 @contextlib.contextmanager
 def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
-    """Yield variables that give a job a TMPDIR of its own, which goes with it.
+    """Create a temporary folder for the job, and delete it when the job ends.
 
-    They are {} if it cannot be made, or if not all ranks that this launcher starts are on this machine.
+    The deletion also removes the files of killed launchers and ranks. A killed launch script leaves its folder
+    unlocked, and the next launch script removes the folder.
 
-    Launchers and ranks that are killed leave files there. If the launch script itself is killed, the next one removes
-    the folder: the lock on it shows whether its owner lives.
+    Args:
+        is_local: whether all ranks that this launcher starts run on this machine.
+
+    Yields:
+        Environment variables with TMPDIR; {} if ``is_local`` is False or the folder cannot be created.
     """
     base = Path(os.environ.get("TMPDIR") or BASE)
     is_short = base.is_absolute() and len(os.fsencode(base)) <= MAX_TMPDIR
@@ -150,7 +156,7 @@ def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
                 _remove_leftovers(parent)
                 folder = tempfile.mkdtemp(prefix="job-", dir=parent)
                 lock = _lock(folder)
-                cache = "TORCHINDUCTOR_CACHE_DIR"  # of torch.compile; it must outlive the job
+                cache = "TORCHINDUCTOR_CACHE_DIR"  # torch.compile's cache must outlive the job
                 variables = {"TMPDIR": folder, cache: os.environ.get(cache) or str(parent / "torchinductor")}
         yield variables
     finally:
@@ -175,7 +181,7 @@ def _lock(folder: str | Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(folder)  # or it was removed between the two calls
+        os.stat(folder)  # another process may have removed the folder after the open
     except OSError:
         os.close(descriptor)
         raise

@@ -1,4 +1,4 @@
-"""Show a run's files: a report page, a terminal view, trackers, and a report of a hang.
+"""Read run dirs: report pages, a terminal view, trackers, hang reports, and replays of recorded steps.
 
-No rank imports this package: it reads run dirs, whatever the state of the run.
+Ranks do not import this package. It reads the run dirs of running, finished and failed runs.
 """

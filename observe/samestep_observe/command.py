@@ -1,4 +1,4 @@
-"""Share code between the command-line programs of this package."""
+"""Parse and run the commands of this package."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def new_parser(name: str, manual: str | None) -> Parser:
 
 
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], int | None]) -> int:
-    """Run a program and return its exit code: its own or 0, or 2 and one line on stderr for a mistake of the caller.
+    """Run a command and return its exit code; print an expected error to stderr and return 2.
 
     Args:
-        parser: the program's parser.
-        arguments: the words after its name.
+        parser: the command's parser.
+        arguments: the words after the command's name.
         command: called with the parsed options; returns an exit code, or None for 0.
     """
     code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     try:
         code = command(parser.parse(arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has ended
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except (ConfigError, OSError) as problem:  # an OSError if RUN_DIR cannot be read
+    except (ConfigError, OSError) as problem:  # OSError: RUN_DIR cannot be read
         print(shown(f"error: {problem}", limit=MAX_LINE), file=sys.stderr)
         return 2
     return code or 0

@@ -2,15 +2,15 @@
 
     samestep diff RUN_A RUN_B
 
-It prints the settings and versions that differ, then the data, then the first
-step whose loss has other bits. If both runs have --trace-every, it also prints
-the first step and tensor with other bits. Then it runs the first step with
-another loss of both runs again, from the newest checkpoint before the step. If a run departs from its own replay, an
-event in its process caused the difference, such as a flipped bit. If neither
-does, the runs had different inputs, and the command names the samples that
-differ. It never writes into the run dirs.
+The command prints the settings and versions that differ, whether the data are
+equal, and the first step whose losses differ. If both runs have --trace-every,
+it also prints the first step and tensor that differ. Then it replays both runs
+up to this step, from the newest checkpoint before the step. If a run differs
+from its own replay, an event in its process caused the difference, such as a
+flipped bit. If both runs equal their replays, they had different inputs, and
+the command names the samples that differ. It never writes into the run dirs.
 
-exit codes: 0 equal, 1 different, 2 it cannot be told or read
+exit codes: 0 equal, 1 different, 2 the command cannot tell or cannot run
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ NOT_COMPARED = {
     "track",
 }
 NAMES = ("A", "B")
-MOST_NAMED = 5  # samples
+MOST_NAMED = 5  # maximum number of samples in a message
 
 
 class OwnReplay(NamedTuple):
-    """The replay of a run up to the first difference.
+    """The replay of a run up to the first step that differs between the runs.
 
     Attributes:
-        comparison: of its losses with the recorded ones.
-        is_comparable: whether its losses must have the recorded bits.
-        records: the records of its ranks about the step of the difference.
+        comparison: comparison of the replayed losses with the recorded losses.
+        is_comparable: whether the replay must repeat the recorded bits.
+        records: the records of the replay's ranks about this first step.
     """
 
     comparison: Comparison
@@ -68,7 +68,7 @@ class OwnReplay(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 if the runs are equal, 1 if they differ, 2 if that cannot be told."""
+    """Run ``samestep diff`` and return its exit code."""
     parser = new_parser("diff", __doc__)
     add = parser.add_argument
     add("one", metavar="RUN_A", type=Path, help="a run dir, which may be read-only")
@@ -98,13 +98,13 @@ def _run(options: Options) -> int:
 
 
 def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
-    """Yield all lines about two runs; the last one begins with "different: " if only their checkpoints differ.
+    """Yield all lines about two runs. The last line begins with "different: " if only their checkpoints differ.
 
     Args:
         options: options of the command.
         one: run A.
         other: run B.
-        comparison: of their losses.
+        comparison: comparison of the runs' losses.
     """
     yield from describe_inputs(one, other)
     if comparison.count == 0:
@@ -155,7 +155,7 @@ def describe_losses(one: RecordedRun, other: RecordedRun, comparison: Comparison
     Args:
         one: run A.
         other: run B.
-        comparison: of their recorded losses.
+        comparison: comparison of the runs' recorded losses.
     """
     if one.last_step != other.last_step:
         yield f"steps: A has {one.last_step}, B has {other.last_step}"
@@ -168,12 +168,12 @@ def describe_losses(one: RecordedRun, other: RecordedRun, comparison: Comparison
 
 
 def compare_checkpoints(one: RecordedRun, other: RecordedRun, comparison: Comparison) -> str:
-    """Compare the checkpoints of runs with equal losses, and return the last line.
+    """Compare the checkpoints of runs with equal losses, and return the result as a line.
 
     Args:
         one: run A.
         other: run B.
-        comparison: of their losses.
+        comparison: comparison of the runs' losses.
     """
     common = common_checkpoints(one, other)
     for step in common:
@@ -194,7 +194,7 @@ def common_checkpoints(one: RecordedRun, other: RecordedRun) -> list[int]:
 
 
 def describe_cause(options: Options, step: int) -> Iterator[str]:
-    """Run ``step``, the first with different losses, of both runs again; yield lines that say why it differs."""
+    """Replay both runs up to ``step``, the first step with different losses, and yield lines about the cause."""
     replays: dict[str, OwnReplay] = {}
     for name, run_dir in zip(NAMES, (options.one, options.other)):
         try:
@@ -211,12 +211,15 @@ def describe_cause(options: Options, step: int) -> Iterator[str]:
 
 
 def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
-    """Run a run again up to ``step``. Raises ConfigError as `replayed`.
+    """Replay a run up to ``step``, and compare the replay with the run.
 
     Args:
         options: options of the command.
         run_dir: folder of the run.
         step: the last step to run again.
+
+    Raises:
+        ConfigError: the run cannot be run again, or the replay is too long.
     """
     run = RecordedRun(run_dir, step)
     plan = make_plan(run, step, last=step)
@@ -227,11 +230,11 @@ def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
 
 
 def describe_own(name: str, replay: OwnReplay, step: int) -> str:
-    """Return a line on whether a run equals its own replay.
+    """Return a line about whether a run equals its own replay.
 
     Args:
         name: A or B.
-        replay: the run beside its replay.
+        replay: the replay of this run.
         step: the last step of the replay.
     """
     if replay.comparison.first is None:
@@ -240,11 +243,11 @@ def describe_own(name: str, replay: OwnReplay, step: int) -> str:
 
 
 def conclude(one: OwnReplay, other: OwnReplay, step: int) -> str:
-    """Return the line that names the cause, as far as the replays of both runs show it.
+    """Return a line about the cause of the difference, from the replays of both runs.
 
     Args:
-        one: run A beside its replay.
-        other: run B beside its replay.
+        one: the replay of run A.
+        other: the replay of run B.
         step: the first step whose loss differs between the runs.
     """
     departs = [name for name, each in zip(NAMES, (one, other)) if each.comparison.first is not None]
@@ -260,7 +263,7 @@ def conclude(one: OwnReplay, other: OwnReplay, step: int) -> str:
 
 
 def unlike_inputs(one: list[Record], other: list[Record], step: int) -> str:
-    """Compare the inputs of a step by the records of two replays' ranks; return the difference as a text.
+    """Return a text about the difference between the inputs of a step in two replays.
 
     Args:
         one: records of the ranks of A's replay.

@@ -1,4 +1,4 @@
-"""Write the page of `samestep diff`: the losses of both runs, with the step at which they part."""
+"""Write the page of `samestep diff`, which shows the losses of both runs and the first step that differs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from samestep_observe.report_page import EQUAL, Line, Panel, Verdict
 
 
 def write(path: Path, runs: Sequence[RecordedRun], lines: Sequence[str], first: int | None) -> None:
-    """Write the page. Raises ConfigError if the file cannot be written.
+    """Write the page.
 
     Args:
-        path: the file.
-        runs: A and B.
-        lines: the lines that the command printed.
-        first: the step at which the runs part; None if they do not.
+        path: path of the page.
+        runs: run A and run B.
+        lines: the lines that the command has printed.
+        first: the first step that differs; None if the runs are equal.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
     page = report.build([run_reader.read(run.folder) for run in runs])
     verdict = Verdict(first is None, f"{' and '.join(page.names)} {_part(first)}")
@@ -37,7 +40,7 @@ def _part(first: int | None) -> str:
 
 
 def _panels(runs: Sequence[RecordedRun], first: int | None) -> list[Panel]:
-    """Return the plots of the losses of all steps, and of their differences."""
+    """Return a plot of both runs' losses at all steps, and a plot of their differences."""
     losses = [{step: loss for step, loss in run.losses.items() if math.isfinite(loss)} for run in runs]
     curves = [_line(index, "loss", values) for index, values in enumerate(losses) if values]
     panels = [Panel("Loss of each step", "loss", curves, mark=first)]

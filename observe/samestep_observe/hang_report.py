@@ -2,17 +2,17 @@
 
     samestep hang RUN_DIR [RUN_DIR ...]
 
-It prints the diagnosis of the newest hang in a run dir. Then follow each rank's
-host, process, step, collective and stack of the main thread, the innermost call
-first. Ranks at the same location are printed once. It names ranks without a
-file in the folder.
+The command prints the diagnosis of the newest hang in a run dir. Then it prints
+each rank's host, process, step, collective and stack of the main thread, the
+innermost call first. Ranks at the same location are printed once. The command
+names ranks without a file in the folder.
 
-Ranks write log/hang-<r>.json when one of them has made no progress for
---timeout seconds. The files stay until the next hang. If machines share no
-disk, each has the files of its own ranks: run this on each, or copy the other
-machines' run dirs here and name them all. For a rank that could not answer
-(stopped, dead, or its interpreter held by C code), another rank of its machine
-writes the file.
+Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
+seconds. The files stay until the next hang. Without a shared disk, each machine
+has the files of its own ranks. Run the command on each machine, or copy the
+other machines' run dirs to one machine and name them all. If a rank cannot
+write its file (stopped, dead, or its interpreter held by C code), another rank
+of its machine writes the file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from samestep.untrusted import Check, check, integer, printable, text
 from samestep_observe import run_reader
 from samestep_observe.command import new_parser, run_command
 
-SAME_HANG_SECONDS = 60.0  # within which files are of one hang
-MIN_COLUMNS = 60  # that a stack needs
-MAX_LISTED = 4  # ranks at the same location that have a line each
+SAME_HANG_SECONDS = 60.0  # maximum difference in time between files of the same hang
+MIN_COLUMNS = 60  # minimum width of a stack
+MAX_LISTED = 4  # maximum number of ranks at the same location for one line per rank
 
 RankState = Mapping[str, Any]  # the values of a hang-<r>.json
 
@@ -64,7 +64,7 @@ def _is_list(value: Any, of: Check) -> bool:
 
 def _is_collective(value: Any) -> bool:
     if not value:
-        return True  # none is pending
+        return True  # the rank has recorded no collective
     if not isinstance(value, dict):
         return False
     return _TEXT(value.get("name")) and isinstance(value.get("pending"), bool)
@@ -89,7 +89,7 @@ _HANG: dict[str, Check] = {
 
 
 def _is_state(values: RankState, required: Mapping[str, Check]) -> bool:
-    """Return whether values are of the kinds that a rank writes."""
+    """Return whether the values have the types that a rank writes."""
     kinds = dict(required)
     for name, kind in _OPTIONAL.items():
         if name in values:
@@ -102,7 +102,7 @@ def _is_state(values: RankState, required: Mapping[str, Check]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0, or 2 after one line on stderr."""
+    """Run ``samestep hang`` and return its exit code."""
     parser = new_parser("hang", __doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run dir, or its copy")
     parser.add_argument("--threads", action="store_true", help="print all threads of each rank, not only the main one")
@@ -119,7 +119,11 @@ def _run(options: Options) -> None:
 
 
 def newest(run_dir: Path) -> list[RankState]:
-    """Return the ranks' states at the newest hang in a run dir. Raises ConfigError without a folder or a hang."""
+    """Return the ranks' states at the newest hang in a run dir.
+
+    Raises:
+        ConfigError: the folder is missing, or has no hang.
+    """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder: give a run dir, the folder that holds log/")
     hangs, _ = run_reader.hangs(run_dir)
@@ -136,7 +140,7 @@ def newest(run_dir: Path) -> list[RankState]:
 
 
 def _blocked_ranks(log: Path) -> Iterator[RankState]:
-    """Yield ranks whose interpreter is blocked, if no other rank could describe them: last heartbeat and stacks."""
+    """Yield the states of ranks with a blocked interpreter, from their last heartbeats and stack files."""
     for path in log.glob("stack-*.txt"):
         rank = re.sub(r"[^0-9]", "", path.name)
         heartbeat, _ = run_reader.read_object(log / f"alive-{rank}")
@@ -147,7 +151,7 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
 
 
 def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list[str]:
-    """Return the lines to print. A rank's own file is preferred to another rank's file about it.
+    """Return the lines to print. A rank's own file takes precedence over another rank's file about the rank.
 
     Args:
         states: the ranks' states at one hang.
@@ -181,7 +185,7 @@ def _heading(ranks: Sequence[RankState]) -> str:
 
 
 def _diagnoses(ranks: Sequence[RankState]) -> list[str]:
-    """Return the diagnosis, with hosts if they differ."""
+    """Return the diagnosis, or the diagnosis of each host if several hosts have different diagnoses."""
     host_of = {state["verdict"]: state["host"] for state in ranks if "verdict" in state}
     if len(host_of) <= 1:
         return list(host_of)
@@ -214,7 +218,7 @@ def _names(group: Sequence[RankState]) -> list[str]:
 
 
 def _description(state: RankState, all_threads: bool) -> Iterator[str]:
-    """Yield a rank's lines, which are equal for ranks at one location: a collective has its number and shape."""
+    """Yield a rank's collective and calls, which are equal for ranks at the same location."""
     collective = state.get("collective")
     if collective:
         yield f"{'in' if collective['pending'] else 'last collective:'} {collective['name']}"

@@ -16,9 +16,9 @@ from samestep.untrusted import shown
 from samestep_observe import run_reader
 from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, get_object
 
-MAX_WORDS = 1000  # of a command
-MAX_WORD = 4096  # characters of one
-# Keys of a header that are not versions or settings of the arithmetic.
+MAX_WORDS = 1000  # maximum number of words of a command
+MAX_WORD = 4096  # maximum number of characters of a word
+# Keys of a header that do not affect the arithmetic of a step.
 NOT_COMPARED = {"app", "time", "host", "world", "options", "command", "dataset_fingerprint", "step"}
 _COMMAND: Mapping[str, untrusted.Check] = {
     "program": untrusted.text(MAX_WORD),
@@ -39,10 +39,10 @@ class Command:
     """How a rank of a run was started.
 
     Attributes:
-        program: the file that it ran.
-        arguments: the words after it.
-        folder: its working directory; None if it was gone.
-        threads: its OMP_NUM_THREADS; None if it was unset.
+        program: path of the program.
+        arguments: arguments of the program.
+        folder: working directory; None if the directory was missing.
+        threads: value of OMP_NUM_THREADS; None if the variable was not set.
     """
 
     program: Path
@@ -52,17 +52,17 @@ class Command:
 
 
 class RecordedRun:
-    """The records of a run dir, which is only read."""
+    """The records of a run dir. This class never writes into the run dir."""
 
     def __init__(self, run_dir: Path, step: int | None = None) -> None:
         """Read the records.
 
         Args:
             run_dir: the run's folder.
-            step: take the header of the start that made this step; by default, of the last start.
+            step: select the header of the start that made this step; None selects the header of the last start.
 
         Raises:
-            ConfigError: the folder is not a run dir, or lacks a header or a step.
+            ConfigError: the folder is not a run dir, or has no header or no recorded step.
         """
         run_reader.check(run_dir)
         self.folder = run_dir
@@ -87,7 +87,7 @@ class RecordedRun:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; 1 if it is unknown."""
         return run_reader.world_size_of(self.header, self.result) or 1
 
     @property
@@ -113,7 +113,7 @@ class RecordedRun:
 
     @cached_property
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """The good checkpoints by their manifests, oldest first."""
+        """The checkpoints with a valid manifest and valid sizes, oldest first."""
         return [each for each in run_reader.checkpoints(self.folder) if each.is_good]
 
     @cached_property
@@ -123,7 +123,7 @@ class RecordedRun:
 
     @property
     def command(self) -> Command:
-        """How the run was started. Raises ConfigError if it is not recorded, or not by this version."""
+        """The command that started the run. Raises ConfigError if the header has no valid command."""
         values = get_object(self.header, "command")
         try:
             untrusted.check(values, _COMMAND)
@@ -139,18 +139,18 @@ class RecordedRun:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return versions and settings that decide how sums round, by name."""
+        """Return the versions and settings that affect the rounding of sums, by name."""
         found = {name: value for name, value in self.header.items() if name not in NOT_COMPARED}
         found["OMP_NUM_THREADS"] = get_object(self.header, "command").get("omp_num_threads")
         return found
 
 
 def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
-    """Return the loss of each recorded step: of log/losses.bin, and of metrics.jsonl where that has none.
+    """Return the loss of each recorded step, from log/losses.bin, or from metrics.jsonl if log/losses.bin lacks it.
 
     Args:
         run_dir: the run's folder.
-        metrics: its metrics.jsonl.
+        metrics: reader of the run's metrics.jsonl.
     """
     found: dict[int, float] = {}
     curve = metrics.curves.get("loss")
@@ -167,12 +167,12 @@ def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The losses that two runs have in common.
+    """The comparison of two runs' losses.
 
     Attributes:
-        count: number of steps that both have.
-        equal: how many of them have equal bits.
-        first: the first step with other bits; None if there is none.
+        count: number of steps that both runs have.
+        equal: number of common steps whose losses have equal bits.
+        first: the first common step whose losses differ; None if there is none.
     """
 
     count: int
@@ -181,7 +181,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all losses have equal bits, and there is one."""
+        """Whether all losses of common steps have equal bits, and there is a common step."""
         return self.count > 0 and self.first is None
 
 
@@ -193,12 +193,12 @@ def compare(one: Mapping[int, float], other: Mapping[int, float]) -> Comparison:
 
 
 def has_same_bits(one: float, other: float) -> bool:
-    """Return whether two numbers are equal to the bit; so is a NaN to itself."""
+    """Return whether two floats have the same bits, also if they are NaN."""
     return struct.pack("<d", one) == struct.pack("<d", other)
 
 
 def distance(one: float, other: float) -> str:
-    """Return how far two numbers are apart, relative to the larger, as in "3e-08"."""
+    """Return the relative distance of two numbers, such as "3e-08", or "not finite"."""
     size = max(abs(one), abs(other))
     if not math.isfinite(one - other) or not size:
         return "not finite"

@@ -2,19 +2,21 @@
 
     samestep replay RUN_DIR --step K [--to K2]
 
-It starts the run's program in a copy of the run dir, from the newest checkpoint
-before step K. For each step from K to K2 it prints:
+The command starts the run's program in a copy of the run dir, from the newest
+checkpoint before step K. For each step from K to K2 it prints:
 
   the loss, and whether it has the recorded bits
   the samples of the global batch by rank, with the loss of each sample
   the norms of gradients, updates and weights by layer
   the largest activations
 
-A replay has the bits of the run: it uses the run's number of ranks, or one rank
-if the run had --virtual-ranks. For a program of your own that uses
-samestep.run.Run, pass --program. The command never writes into RUN_DIR.
+By default, a replay uses the run's number of ranks, or one rank if the run had
+--virtual-ranks, so that it repeats every bit of the run. To replay a program
+of your own that uses samestep.run.Run, pass --program. The command never writes
+into RUN_DIR.
 
-exit codes: 0 equal losses, 1 different losses, 2 it cannot be told or run
+exit codes: 0 equal losses, 1 different losses, 2 the command cannot tell or
+cannot run
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from samestep_observe.replay_job import Plan, Replayed, make_plan, replayed
 from samestep_observe.replay_report import compare_losses, describe_step, describe_verdict, is_comparable
 from samestep_observe.run_reader import count_of
 
-MOST_STEPS = 1000  # that are run again without --yes
+MOST_STEPS = 1000  # maximum number of steps to run again without --yes
 
 EQUAL = 0
 DIFFERENT = 1
@@ -42,7 +44,7 @@ CANNOT_TELL = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 for equal losses, 1 for different ones, 2 if that cannot be told."""
+    """Run ``samestep replay`` and return its exit code."""
     parser = new_parser("replay", __doc__)
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="a run dir, which may be read-only")
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def add_program(parser: Parser) -> None:
-    """Add the options of each program that replays: --program and --yes."""
+    """Add --program and --yes, the options of all commands that replay."""
     add = parser.add_argument
     add("--program", type=Path, metavar="FILE", help="program of a run that is not of an app of this project")
     add("--yes", action="store_true", help=f"run more than {MOST_STEPS} steps again")
@@ -86,7 +88,7 @@ def _run(options: Options) -> int:
 
 
 def report(found: Replayed, comparison: Comparison) -> list[str]:
-    """Return the lines about all steps of a replay, and its verdict."""
+    """Return the lines about all steps of a replay, and about its verdict."""
     lines: list[str] = []
     for step in range(found.plan.first, found.plan.last + 1):
         lines += describe_step(found, step)
@@ -104,7 +106,7 @@ def exit_code(found: Replayed, comparison: Comparison) -> int:
 
 
 def check_length(plan: Plan, is_allowed: bool) -> None:
-    """Raise ConfigError if a replay has more steps than a person expects."""
+    """Raise ConfigError if a replay has more than MOST_STEPS steps and the user has not allowed it."""
     steps = plan.last - plan.start_step
     if steps > MOST_STEPS and not is_allowed:
         origin = f"the checkpoint of step {plan.start_step}" if plan.start else "the seed"
@@ -114,11 +116,11 @@ def check_length(plan: Plan, is_allowed: bool) -> None:
 
 
 def check_program(program: Path | None) -> None:
-    """Raise ConfigError if --program names no file."""
+    """Raise ConfigError if --program does not name a file."""
     if program is not None and not program.is_file():
         raise ConfigError(f"--program {program}: the file is missing: name the program of the run")
 
 
 def announce(plan: Plan) -> None:
-    """Print, before it starts, how many steps a replay runs."""
+    """Print the plan of a replay to stderr before the replay starts."""
     print(printable(plan.describe()), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Write the batch and the gradients of replayed steps to files that a person can look at."""
+"""Write the batches and gradients of replayed steps to PNG, text, JSON and safetensors files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from samestep import ConfigError
 from samestep_observe.replay_job import Record, Replayed
 from samestep_observe.replay_report import losses_by_sample
 
-MOST_IMAGES = 4096  # of a step
+MOST_IMAGES = 4096  # maximum number of images or texts of one rank's step
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def check(folder: Path) -> None:
-    """Raise ConfigError if the folder of --export exists, or cannot be made."""
+    """Create the folder of --export; raise ConfigError if it exists or cannot be created."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -32,10 +32,10 @@ def check(folder: Path) -> None:
 
 
 def write(replayed: Replayed, folder: Path) -> None:
-    """Write ``step-<K>/`` for each recorded step.
+    """Write a folder ``step-<K>`` for each recorded step.
 
-    It has ``samples.json`` (sample, rank, loss), an image ``<sample>.png`` or a text ``<sample>.txt`` for each sample
-    whose inputs are one, and the safetensors files of all batches and gradients.
+    The folder has ``samples.json`` (sample, rank, loss) and the safetensors files of batches and gradients. A sample
+    whose inputs are an image or a text also has a file ``<sample>.png`` or ``<sample>.txt``.
     """
     for step, records in replayed.records.items():
         target = folder / f"step-{step:08d}"
@@ -57,7 +57,7 @@ def _write_inputs(files: Path, record: Record, step: int, folder: Path) -> None:
     path = files / f"batch-{step}-{record['rank']}.safetensors"
     try:
         inputs = safetensors.numpy.load_file(path)["0"]
-    except (OSError, KeyError, TypeError, safetensors.SafetensorError):  # none, or of a type that numpy lacks
+    except (OSError, KeyError, TypeError, safetensors.SafetensorError):  # missing file, or a dtype that numpy lacks
         return
     for sample, row in zip(record["samples"][:MOST_IMAGES], inputs):
         if is_image(row):
@@ -67,22 +67,22 @@ def _write_inputs(files: Path, record: Record, step: int, folder: Path) -> None:
 
 
 def is_image(row: NDArray[Any]) -> bool:
-    """Return whether an array is an image: [channels, height, width] with 1 or 3 channels, and at least 4 pixels."""
+    """Return whether an array is an image: [channels, height, width] with 1 or 3 channels and sides above 1."""
     return row.ndim == 3 and row.shape[0] in (1, 3) and min(row.shape[1:]) > 1
 
 
 def is_text(row: NDArray[Any]) -> bool:
-    """Return whether an array is a text of bytes: whole numbers [length] in [0, 256)."""
+    """Return whether an array is a text of bytes: integers in [0, 256), shape [length]."""
     if row.ndim != 1 or row.dtype.kind not in "iu" or not row.size:
         return False
     return bool(row.min() >= 0 and row.max() < 256)
 
 
 def png(image: NDArray[Any]) -> bytes:
-    """Return a PNG of an image, whose smallest value becomes black and whose largest becomes white.
+    """Return an image as PNG, in which the smallest value is black and the largest value is white.
 
     Args:
-        image: [1 or 3, height, width], of any real type.
+        image: array [1 or 3, height, width] of any real dtype.
     """
     values = np.nan_to_num(image.astype(np.float64))
     low = float(values.min())

@@ -1,7 +1,7 @@
 """Run steps of a recorded run again, in a copy of its run dir, and read the records of the probes.
 
-The launch script is started as a program. Its ranks load the probes of the folder ``inside`` before train.py. Nothing
-is written into the recorded run dir.
+The launch script is started as a program. Its ranks load the probes of the folder ``inside`` before train.py. The
+recorded run dir stays unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from samestep_observe.recorded import Command, RecordedRun, read_losses
 from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 
 INSIDE = Path(__file__).with_name("inside")
-# A replay cannot make their steps: they are not functions of (seed, step, weights) alone, or made without a Run.
+# Apps that cannot be replayed: their steps depend on more than seed, step and weights, or they do not use `Run`.
 NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
-DROPPED = ("--track", "--visualdl")  # options, with a value, that a replay leaves out
-MOST_SHARDS = 10_000  # ranks of a recorded run whose samples are listed
-STOP_SECONDS = 20.0  # from a signal to this process until the replay is killed
+DROPPED = ("--track", "--visualdl")  # options with a value that a replay leaves out
+MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
+STOP_SECONDS = 20.0  # time from the stop of this process until the replay is killed
 Record = dict[str, Any]
 
 
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def start_step(self) -> int:
-        """The number of updates that are not made again."""
+        """The number of recorded updates that the replay skips."""
         return self.start.step if self.start else 0
 
     def describe(self) -> str:
@@ -76,8 +76,8 @@ class Replayed:
     Attributes:
         plan: the steps that were run.
         folder: the run dir of the replay, which is deleted at the end of `replayed`.
-        losses: by step.
-        header: of its metrics.jsonl.
+        losses: loss of each step, by step.
+        header: header of the replay's metrics.jsonl.
         records: the records of the probes, by step, in the order of ranks.
         files: the folder of exported tensors.
     """
@@ -104,7 +104,7 @@ def make_plan(
         export: whether batches and gradients are written.
 
     Raises:
-        ConfigError: the run has not made the steps.
+        ConfigError: the run does not have these steps.
     """
     if not 1 <= first <= last:
         raise ConfigError(f"--step {first} --to {last}: give steps from 1, the first one first")
@@ -121,14 +121,14 @@ def make_plan(
 
 @contextlib.contextmanager
 def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
-    """Run a plan, and yield its outcome. The temporary run dir is deleted afterwards.
+    """Run a replay, yield its outcome, and delete the temporary run dir afterwards.
 
     Args:
         plan: the steps to run again.
-        program: the program of a run that is not of an app of this project.
+        program: value of --program; None without the option.
 
     Raises:
-        ConfigError: the run cannot be started again, or the replay failed; the message has its error.
+        ConfigError: the run cannot be started again, or the replay failed; the message has the replay's error.
     """
     command = plan.run.command
     words = start_words(plan, command, program)
@@ -169,7 +169,7 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
 
 
 def copy_start(plan: Plan, run_dir: Path) -> None:
-    """Make the run dir of a replay, with the checkpoint that it starts from. Raises ConfigError if it is gone."""
+    """Create the run dir of a replay, with a copy of the first checkpoint; raise ConfigError if that fails."""
     (run_dir / "log").mkdir(parents=True)
     if plan.start is None:
         return
@@ -185,16 +185,16 @@ def copy_start(plan: Plan, run_dir: Path) -> None:
 def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]:
     """Return the first words of the command that starts the run's program.
 
-    A file of a run dir never names the program to start: it is the launch script of the run's app in this project, or
-    the user's ``program``.
+    For safety, files of a run dir never decide which program is started. The program is the launch script of the run's
+    app in this project, or ``program``.
+
+    Args:
+        plan: the steps to run again.
+        command: the command that the run recorded.
+        program: value of --program; None without the option.
 
     Raises:
         ConfigError: the app's runs cannot be replayed, or the program is unknown.
-
-    Args:
-        plan: the steps to run again, and their run.
-        command: the command that the run recorded.
-        program: the user's file, or None.
     """
     app = plan.run.app
     if program is not None:
@@ -211,7 +211,7 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
 
 
 def find_script(app: str) -> Path | None:
-    """Return the launch script of an app, in the project of this file or above the working directory."""
+    """Return the launch script of an app in this file's project or in a project around the working directory."""
     if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", app):
         return None
     here = Path.cwd()
@@ -223,7 +223,7 @@ def find_script(app: str) -> Path | None:
 
 
 def kept_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a run's arguments without those that would report to somebody."""
+    """Return a run's arguments without the options DROPPED, which would write to trackers."""
     kept: list[str] = []
     drops_value = False
     for word in arguments:
@@ -248,13 +248,13 @@ def overrides(plan: Plan, run_dir: Path) -> list[str]:
 
 
 def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any], output: IO[bytes]) -> int:
-    """Run the launch script, and return its exit code. When this process is stopped, the job is stopped too.
+    """Run the launch script, and return its exit code. A signal that stops this process also stops the job.
 
     Args:
-        words: the command.
-        command: how the run was started.
-        config: for the probes.
-        output: file for its standard output and error.
+        words: the command to run.
+        command: the recorded command, for its folder and OMP_NUM_THREADS.
+        config: settings of the probes.
+        output: file that receives standard output and standard error.
     """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     path = [str(INSIDE), *map(os.path.abspath, given)]  # the job has another working directory
@@ -264,7 +264,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         environ["OMP_NUM_THREADS"] = command.threads
     folder = command.folder
     if folder is not None and not folder.is_dir():
-        folder = None  # it has been removed since
+        folder = None  # the folder has been removed after the run
     before = {number: signal.signal(number, _exit_at_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(
@@ -284,7 +284,7 @@ def _exit_at_signal(number: int, frame: object) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launch script, which ends its ranks, if it still runs."""
+    """Stop the launch script and thereby its ranks, if it still runs."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -296,7 +296,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_error(output: str, code: int) -> str:
-    """Return the error of a failed replay: the first line of its output that is one, or else its last line."""
+    """Return the first error line of a failed replay's output, or its exit code and last line."""
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     if lines:
         return shown(lines[0].removeprefix("error: "), limit=MAX_LINE)
@@ -305,7 +305,7 @@ def first_error(output: str, code: int) -> str:
 
 
 def check_data(run: RecordedRun, header: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a replay has read other data. A start from the seed has no checkpoint that shows it."""
+    """Raise ConfigError if the dataset of a replay differs from the dataset of the recorded run."""
     now = header.get("dataset_fingerprint")
     if run.fingerprint is not None and now != run.fingerprint:
         before = shown(run.fingerprint[:12])
@@ -319,7 +319,7 @@ def check_data(run: RecordedRun, header: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: Path) -> dict[int, list[Record]]:
-    """Return the records of all ranks by step, in the order of ranks."""
+    """Return the records of all ranks, by step and in the order of ranks."""
     found: dict[int, list[Record]] = {}
     for path in sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:])):
         for line in untrusted.read_bytes(path).splitlines():

@@ -14,13 +14,13 @@ from samestep_observe.replay_job import Record, Replayed
 from samestep_observe.run_reader import count_of
 
 WIDTH = 100  # columns of a list of samples
-MOST_LISTED = 1024  # samples of a step whose losses are printed
-WORST = 5  # samples with the largest losses
-LARGEST = 10  # modules with the largest activations
+MOST_LISTED = 1024  # maximum number of samples of a step that are listed
+WORST = 5  # number of printed samples with the largest losses
+LARGEST = 10  # number of printed modules with the largest activations
 
 
 class Layer(NamedTuple):
-    """Norms of a parameter over all ranks, before the update ``weight``, and of its gradient and its update."""
+    """The L2 norms, over all ranks, of a parameter before the update, of its gradient and of its update."""
 
     name: str
     shape: Sequence[int]
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 def losses_by_sample(records: Iterable[Record]) -> dict[int, float]:
-    """Return the loss of each sample of a step."""
+    """Return the loss of each sample of a step, by sample index."""
     found: dict[int, float] = {}
     for record in records:
         found.update(zip(record["samples"], record.get("losses", ())))
@@ -38,7 +38,7 @@ def losses_by_sample(records: Iterable[Record]) -> dict[int, float]:
 
 
 def inputs_by_sample(records: Iterable[Record]) -> dict[int, str]:
-    """Return the digest of each sample's inputs."""
+    """Return the digest of each sample's inputs, by sample index."""
     found: dict[int, str] = {}
     for record in records:
         found.update(zip(record["samples"], record.get("inputs", ())))
@@ -46,7 +46,7 @@ def inputs_by_sample(records: Iterable[Record]) -> dict[int, str]:
 
 
 def layers(records: Sequence[Record]) -> list[Layer]:
-    """Return the norms of each parameter, from the squares of all ranks' parts."""
+    """Return the norms of each parameter, computed from the squared norms in the records of all ranks."""
     names: dict[str, Mapping[str, Any]] = {}
     for record in records:
         names.update(record.get("tensors", {}))
@@ -62,7 +62,7 @@ def _layer(name: str, shape: Sequence[int], records: Sequence[Record]) -> Layer:
 
 
 def activations(records: Iterable[Record]) -> dict[str, float]:
-    """Return the largest absolute output of each module over all ranks; NaN if a rank has one."""
+    """Return the largest absolute output of each module over all ranks; NaN if a rank has NaN."""
     found: dict[str, float] = {}
     for record in records:
         for name, value in record.get("activations", {}).items():
@@ -137,7 +137,7 @@ def _sample_text(sample: int, losses: Mapping[int, float]) -> str:
 
 
 def _order(value: float) -> float:
-    """Return a number that orders NaN after all others."""
+    """Return a sort key that places NaN after all finite values."""
     return math.inf if math.isnan(value) else value
 
 
@@ -161,7 +161,7 @@ def _describe_activations(found: Mapping[str, float]) -> Iterator[str]:
 
 
 def describe_verdict(replayed: Replayed, comparison: Comparison) -> Iterator[str]:
-    """Yield lines that say whether the replay is the recorded run, and why it may not be."""
+    """Yield lines about whether the replay repeats the recorded run, and about causes of a difference."""
     plan = replayed.plan
     for text in differences(plan.run.settings(), {**plan.run.settings(), **_settings(replayed)}):
         yield f"warning: when recorded and now, {text}: the bits may differ by it"
@@ -185,13 +185,13 @@ def describe_verdict(replayed: Replayed, comparison: Comparison) -> Iterator[str
 
 
 def is_comparable(replayed: Replayed) -> bool:
-    """Return whether the replay must have the recorded bits: it has the recorded ranks, or virtual ones."""
+    """Return whether the replay must repeat the recorded bits: with the same number of ranks, or with virtual ranks."""
     run = replayed.plan.run
     return bool(run.virtual_ranks) or replayed.plan.ranks == run.ranks
 
 
 def _settings(replayed: Replayed) -> dict[str, Any]:
-    """Return the versions and settings of a replay that the recorded run has too."""
+    """Return the versions and settings of a replay that the recorded run's header has, too."""
     names = replayed.plan.run.settings().keys() - {"OMP_NUM_THREADS"}
     if not is_comparable(replayed):
         names -= {"backend"}
@@ -199,5 +199,5 @@ def _settings(replayed: Replayed) -> dict[str, Any]:
 
 
 def compare_losses(replayed: Replayed) -> Comparison:
-    """Compare the losses of a replay with the recorded ones."""
+    """Compare the losses of a replay with the recorded losses."""
     return compare(replayed.losses, replayed.plan.run.losses)

@@ -5,7 +5,7 @@
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,
 differences from the first run, events, different options, versions and
-machines. It names missing and damaged files.
+machines. The page names missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
 --png draws only the plots, and needs matplotlib.
@@ -34,14 +34,14 @@ from samestep_observe.command import new_parser, run_command
 from samestep_observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
 from samestep_observe.run_reader import Curve, RunData, count_of, finite_number, world_size_of
 
-# This module selects panels and tables. `report_page` turns them into HTML, with plots as SVG, without a plotting
-# library, so that the page is light, and sharp at any width.
-MAX_POINTS = 400  # of a curve that are drawn
+# This module selects panels and tables, and `report_page` turns them into HTML and SVG. Without a plotting library, the
+# page is small, and sharp at any width.
+MAX_POINTS = 400  # maximum number of drawn points of a curve
 TOLERANCE = 1e-4  # relative difference of losses up to which runs match
-TOLERANCE_FLOAT64 = 1e-9  # likewise, if both runs have --dtype float64
-MAX_DIFFERENCE = 1e300  # a larger one is drawn there
-LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result
-RESULTS = (  # fields of result.json, in this order; other numbers follow
+TOLERANCE_FLOAT64 = 1e-9  # the same tolerance if both runs have --dtype float64
+MAX_DIFFERENCE = 1e300  # a larger difference is drawn at this value
+LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # evaluations of a run without a result
+RESULTS = (  # the first columns of the results: fields of result.json
     *("steps", "epochs", "train_loss", *LAST_EVALUATION, "test_examples"),
     *("seconds", "samples_per_second", "restarts", "resumed_from_step"),
 )
@@ -50,7 +50,7 @@ RUN_OPTIONS = {"run_dir", "requested_dataset"}  # options that differ between an
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0, or 2 after one line on stderr."""
+    """Run ``samestep report`` and return its exit code."""
     parser = new_parser("report", __doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="the folder of a run")
     default = "(default: %(default)s)"
@@ -70,12 +70,15 @@ def _run(options: Options) -> None:
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """Write a file atomically. Raises ConfigError that names the file and its ``option``.
+    """Write a file atomically.
 
     Args:
-        path: the file.
-        content: its bytes.
-        option: the option that names it.
+        path: path of the file.
+        content: content of the file.
+        option: the option that names the file, for the error.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
     try:
         checkpoint.write_atomic(path, content)
@@ -87,7 +90,7 @@ def write_file(path: Path, content: bytes, option: str) -> None:
 
 
 def build(runs: Sequence[RunData]) -> Page:
-    """Return the content of a page; runs are compared with the first."""
+    """Return the content of a page that compares runs with the first run."""
     names = names_of([run.folder for run in runs])
     timelines = [_timeline(index, run) for index, run in enumerate(runs) if run.trains]
     tables = [table for table in _tables(runs, names) if table.rows]
@@ -117,14 +120,14 @@ def _notes(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
 
 
 def _verdicts(runs: Sequence[RunData], names: Sequence[str]) -> list[Verdict]:
-    """Return a verdict for each run that trained, except the first; none if the first only measured."""
+    """Return a verdict for each later run that trained; [] if the first run only measured."""
     if not runs[0].trains:
         return []
     return [_verdict(runs, names, index) for index in range(1, len(runs)) if runs[index].trains]
 
 
 def _verdict(runs: Sequence[RunData], names: Sequence[str], index: int) -> Verdict:
-    """Return whether a run's losses match the first run's, in words."""
+    """Return the verdict on whether a run's losses match the first run's losses."""
     first = names[0]
     name = names[index]
     differences = loss_divergence(runs[0], runs[index])
@@ -153,7 +156,7 @@ def _tolerance(first: RunData, run: RunData) -> float:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that are unique; equal paths get a number."""
+    """Return the shortest unique end of each path; equal paths get a number."""
     parts = [folder.resolve().parts for folder in folders]
     longest = max(map(len, parts))
     for count in range(1, longest + 1):
@@ -168,13 +171,13 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
-    """Return a curve of at most MAX_POINTS points: the least and the greatest of each section, so no peak is lost.
+    """Return a curve of at most MAX_POINTS points, which include each section's minimum and maximum.
 
     Args:
         run: index of the run.
-        name: the metric's name.
-        steps: steps, in order.
-        values: the metric at these steps.
+        name: name of the metric.
+        steps: steps in ascending order.
+        values: value of the metric at each step.
         dashed: whether to draw points on a dashed line.
     """
     points = _points_to_draw(values)
@@ -189,7 +192,7 @@ def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], das
 
 
 def _points_to_draw(values: Sequence[float]) -> Sequence[int]:
-    """Return the indices of the points to draw, in rising order."""
+    """Return the indices of the points to draw, in ascending order."""
     count = len(values)
     if count <= MAX_POINTS:
         return range(count)
@@ -223,7 +226,7 @@ def _panels(runs: Sequence[RunData]) -> Iterator[Panel]:
 
 
 def _panel(runs: Sequence[RunData], name: str) -> Panel:
-    """Return the plot of a measurement, with its test counterpart."""
+    """Return the plot of a measurement and of the same measurement on test data."""
     lines = list(_lines(runs, name))
     notes = []
     if any(line.name == f"test_{name}" for line in lines):
@@ -260,7 +263,7 @@ def _note(notes: Sequence[str], lines: Sequence[Line]) -> str:
 
 
 def loss_divergence(first: RunData, run: RunData) -> dict[int, float]:
-    """Return by step |loss - first's| / |first's|, without the division if the first's is 0, for common steps."""
+    """Return the relative difference of two runs' losses by common step; absolute if the first run's loss is 0."""
     expected = _losses(first)
     losses = _losses(run)
     divergence = {}
@@ -303,7 +306,7 @@ def _timeline(index: int, run: RunData) -> Timeline:
 
 def _tables(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Table]:
     def rows(rows_of: Callable[[RunData], Iterable[Sequence[str]]]) -> list[list[str]]:
-        """Return the rows of all runs, each with its run's name first."""
+        """Return the rows of all runs, with the run's name as the first cell."""
         named = []
         for name, run in zip(names, runs):
             named += [[name, *row] for row in rows_of(run)]
@@ -379,7 +382,7 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 
 
 def _result_columns(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of numbers that a result has: the known ones in their order, then the others."""
+    """Return the names of all numbers in results: names of RESULTS in this order, then all others sorted."""
     numbers: set[str] = set()
     for result in results:
         numbers.update(name for name, value in result.items() if finite_number(value) is not None)
@@ -446,9 +449,9 @@ def _machine_of(run: RunData) -> Mapping[str, Any]:
 def _header_tables(
     runs: Sequence[RunData], names: Sequence[str], title: str, values_of: Callable[[RunData], Mapping[str, Any]]
 ) -> Iterator[Table]:
-    """Yield two tables: values that differ between runs, and, folded, equal values."""
+    """Yield a table of the values that differ between runs, and a folded table of equal values."""
     by_run = {name: values_of(run) for name, run in zip(names, runs)}
-    known = {name: values for name, values in by_run.items() if values}  # of runs that have a header
+    known = {name: values for name, values in by_run.items() if values}  # a run without a header has no values
     columns = list(known.values())
     equal, different = _split_by_equality(columns)
     equal_rows = [[key, show(columns[0][key])] for key in equal]
@@ -473,7 +476,7 @@ def _header_tables(
 
 
 def _split_by_equality(columns: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the sorted keys with equal values in all columns, and the others."""
+    """Return the sorted keys whose values are equal in all columns, and the sorted keys whose values differ."""
     keys: set[str] = set()
     for values in columns:
         keys.update(values)
@@ -489,7 +492,7 @@ def _split_by_equality(columns: Sequence[Mapping[str, Any]]) -> tuple[list[str],
 
 
 def _exact(values: Mapping[str, Any], key: str) -> str | None:
-    """Return a value with its type, to compare: 1 differs from 1.0 and true. None if it is missing."""
+    """Return a value as JSON, in which 1, 1.0 and true differ; None if the key is missing."""
     if key not in values:
         return None
     return json.dumps(values[key], sort_keys=True)
@@ -538,7 +541,7 @@ def _lab_rows(run: RunData) -> Iterator[Sequence[str]]:
 
 
 def show(value: Any) -> str:
-    """Return a value of JSON as a short text."""
+    """Return a JSON value as a short text."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -553,7 +556,7 @@ def show(value: Any) -> str:
 
 def _draw(page: Page) -> bytes:
     """Return the panels as a PNG."""
-    from matplotlib.figure import Figure  # an optional dependency
+    from matplotlib.figure import Figure  # matplotlib is an optional dependency
 
     rows = max(1, math.ceil(len(page.panels) / 2))
     figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")

@@ -1,7 +1,7 @@
-"""Write the page of `report` as HTML and SVG: one file that loads nothing, and runs only its own script.
+"""Write the page of `report` as one file of HTML and SVG, which loads no other file and runs only its own script.
 
-All content of files is escaped. A Content-Security-Policy with the digests of this package's style and script lets a
-browser run nothing else, and fetch nothing. Without the script the page lacks only buttons and values at the pointer.
+All text of run dirs is escaped. A Content-Security-Policy allows only the style and the script of this package, by
+their digests, and no network access. Without JavaScript, the page lacks only buttons and the values at the pointer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from samestep.untrusted import printable
 from samestep_observe.run_reader import RESTART, STRAGGLER, Event, RunData, count_of
 
 FOLDER = Path(__file__).with_name("page")
-HEIGHT = 240  # pixels of a plot; its width is the window's
-UNITS = 1000  # of a plot's own coordinates, both ways
-LANE_HEIGHT = 44  # pixels of a run in the plot of events
+HEIGHT = 240  # height of a plot in pixels; the width is the window's width
+UNITS = 1000  # width and height of a plot in its own coordinates
+LANE_HEIGHT = 44  # height in pixels of a run's row in the plot of events
 COLORS = 8
-MARGIN = 0.04  # of a plot's height, above and below its curves
-NO_LAUNCHER_LOG = "log/launcher.log: missing"  # a note, because only the launch scripts write it
-EQUAL = 1e-17  # where a difference of 0 is drawn, below float64's resolution
-KINDS = {  # of events: the words in the legend, and a shape around 0, 0 that is clear without its color
+MARGIN = 0.04  # free share of a plot's height above and below the curves
+NO_LAUNCHER_LOG = "log/launcher.log: missing"  # this is a note, because only the launch scripts write the file
+EQUAL = 1e-17  # value at which a difference of 0 is drawn, below float64's resolution
+KINDS = {  # text in the legend of each kind of events, and an SVG path around (0, 0) that is distinct without color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
     events.SIGNAL: ("stopped by a signal", "M-5 -5 H5 V5 H-5 Z"),
     events.HANG: ("hang", "M-5 -6 H-1 V6 H-5 Z M1 -6 H5 V6 H1 Z"),
@@ -45,7 +45,7 @@ KINDS = {  # of events: the words in the legend, and a shape around 0, 0 that is
 
 
 class Line(NamedTuple):
-    """A curve of one run: the points that are drawn, out of ``total`` points."""
+    """A curve of one run: the drawn points, out of ``total`` points."""
 
     run: int
     name: str
@@ -56,9 +56,15 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A plot over steps, with the ``label`` of its vertical axis; if ``log``, all values are above 0.
+    """A plot over steps.
 
-    At the step ``mark``, the runs part.
+    Attributes:
+        title: title of the plot.
+        label: label of the vertical axis.
+        lines: the curves.
+        note: text below the plot.
+        log: whether the vertical axis is logarithmic; all values must then be positive.
+        mark: the first step that differs between the runs; None for no mark.
     """
 
     title: str
@@ -69,14 +75,14 @@ class Panel(NamedTuple):
     mark: int | None = None
 
     def limits(self) -> tuple[float, float]:
-        """Return the least and the greatest value."""
+        """Return the smallest and the largest value of all curves."""
         lowest = min(min(line.values) for line in self.lines)
         highest = max(max(line.values) for line in self.lines)
         return lowest, highest
 
 
 class Timeline(NamedTuple):
-    """One run up to its ``last`` step: the steps of checkpoints, and events that have a step."""
+    """The steps of a run's checkpoints, and its events that have a step, up to the ``last`` step."""
 
     run: int
     last: int
@@ -85,7 +91,7 @@ class Timeline(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of text; ``marked`` has the (row, column) of cells that differ from the first run's."""
+    """Rows of text. ``marked`` has the (row, column) of each cell that differs from the first run's cell."""
 
     title: str
     head: list[str]
@@ -96,7 +102,7 @@ class Table(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a run's losses match the first run's, in words."""
+    """Whether a run's losses match the first run's losses, and a text about it."""
 
     matches: bool
     text: str
@@ -120,12 +126,12 @@ def text(value: object) -> str:
 
 
 def width(run: int, count: int) -> float:
-    """Return a curve's width, at most 3 pixels: the first run's is the widest, so that equal curves show."""
+    """Return the width of a run's curve in pixels. Earlier runs are wider, so that equal curves stay visible."""
     return 1.4 + 1.6 * (count - 1 - run) / max(count - 1, 1)
 
 
 def html_of(page: Page) -> str:
-    """Return the whole page."""
+    """Return the page as HTML."""
     style = (FOLDER / "report.css").read_text()
     script = (FOLDER / "report.js").read_text()
     template = (FOLDER / "report.html").read_text()
@@ -156,7 +162,7 @@ def _title(page: Page) -> str:
 
 
 def _script_data(page: Page) -> str:
-    """Return the curves as JSON for the script: per panel and line the run, name, steps and values."""
+    """Return the curves as JSON for the script: the run, name, steps and values of each line of each panel."""
     panels = []
     for panel in page.panels:
         lines = []
@@ -165,7 +171,7 @@ def _script_data(page: Page) -> str:
             lines.append([line.run, line.name, line.steps, values])
         panels.append(lines)
     content = json.dumps({"names": page.names, "panels": panels}, separators=(",", ":"))
-    return content.replace("<", "\\u003c")  # so that no text ends the script
+    return content.replace("<", "\\u003c")  # so that no text can end the script
 
 
 def _digest(content: str) -> str:
@@ -211,7 +217,7 @@ def _color(run: int) -> str:
 
 
 def _dash(run: int) -> str:
-    """Return a CSS class for runs that share a color with an earlier one."""
+    """Return the CSS class of a run that shares its color with an earlier run; "" for other runs."""
     if run < COLORS:
         return ""
     return f" d{min(run // COLORS, 3)}"
@@ -233,7 +239,7 @@ def _problems(page: Page) -> Iterable[str]:
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
     """Return at most ``most`` round numbers from ``low`` to ``high``."""
-    raw = high / most - low / most  # which is finite
+    raw = high / most - low / most  # high - low might overflow
     if raw < 1e-300:
         return [low]
     power = 10.0 ** math.floor(math.log10(raw))
@@ -252,7 +258,7 @@ class _Scale:
         if log:
             low = math.floor(math.log10(low))
             high = max(math.ceil(math.log10(high)), low + 4)
-        if high - low < sys.float_info.min:  # whose halves could be zero
+        if high - low < sys.float_info.min:  # half of this difference could be zero
             margin = (abs(low) or 1) / 2
             low = max(low - margin, -sys.float_info.max)
             high = min(high + margin, sys.float_info.max)
@@ -267,7 +273,7 @@ class _Scale:
         """Return the distance from the top, as a share of the height."""
         if self.log:
             value = math.log10(value)
-        below_top = self.high / 2 - value / 2  # halves, so that the difference is finite
+        below_top = self.high / 2 - value / 2  # the difference of halves cannot overflow
         height = self.high / 2 - self.low / 2
         return MARGIN + (1 - 2 * MARGIN) * (below_top / height)
 
@@ -280,13 +286,13 @@ class _Scale:
 
 
 def _power_label(power: int) -> str:
-    if power <= -17:  # where EQUAL is drawn
+    if power <= -17:  # EQUAL, the value for 0, is drawn there
         return "0"
     return f"1e{power}"
 
 
 def _panels(page: Page) -> Iterable[str]:
-    last = 1  # step of all plots, which have one axis of steps
+    last = 1  # last step of the axis that all plots share
     for panel in page.panels:
         last = max(last, *(line.steps[-1] for line in panel.lines))
     for index, panel in enumerate(page.panels):
@@ -294,7 +300,7 @@ def _panels(page: Page) -> Iterable[str]:
 
 
 def _summary(panel: Panel, last: int) -> str:
-    """Return a plot in words, for readers who do not see it."""
+    """Return a text description of a plot, for screen readers."""
     low, high = panel.limits()
     lowest = "0" if low == EQUAL else f"{low:.4g}"
     highest = "0" if high == EQUAL else f"{high:.4g}"
@@ -329,7 +335,7 @@ def _panel(page: Page, panel: Panel, index: int, last: int) -> Iterable[str]:
 
 
 def _mark(step: int, share: float) -> Iterable[str]:
-    """Yield a line at the step where runs part, at a share of the width, and its label."""
+    """Yield a vertical line and its label for the first step that differs, at ``share`` of the plot's width."""
     at = 100 * share
     yield f'<line class="parting" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{HEIGHT}"/>'
     yield f'<text class="parting" x="{at:.2f}%" y="10" text-anchor="{_anchor(at)}">part at step {step:,}</text>'
@@ -340,7 +346,7 @@ def _sentences(*texts: str) -> str:
 
 
 def _steps(last: int, top: int) -> Iterable[str]:
-    """Yield the axis of steps: its name and its labels."""
+    """Yield the name and the labels of the horizontal axis."""
     yield f'<text class="axis" x="50%" y="{top + 34}">step</text>'
     for value in _ticks(0, last, 5):
         if value != int(value):
@@ -351,7 +357,7 @@ def _steps(last: int, top: int) -> Iterable[str]:
 
 
 def _anchor(percent: float) -> str:
-    """Return the alignment of a label at this place, which keeps it inside the plot."""
+    """Return the text-anchor that keeps a label at ``percent`` of the width inside the plot."""
     if percent < 3:
         return "start"
     if percent > 97:
@@ -368,7 +374,7 @@ def _curve(line: Line, scale: _Scale, stroke: float) -> str:
     classes = "curve test" if line.dashed else "curve"
     path = "L".join(points)
     drawn = f'<path class="{classes}{_dash(line.run)}" stroke-width="{stroke:.2f}" d="M{path}"/>'
-    if line.dashed or len(points) == 1:  # a line of no length with round ends is a point, at any stretch
+    if line.dashed or len(points) == 1:  # a zero-length line with round ends is a point at any scale
         dots = "".join(f"M{point}h0" for point in points)
         drawn += f'<path class="dots" stroke-width="{stroke + 3.5:.2f}" d="{dots}"/>'
     return f'<g class="{_color(line.run)}" data-run="{line.run}">{drawn}</g>'

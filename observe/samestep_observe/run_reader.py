@@ -1,6 +1,6 @@
 """Read a run dir, also while the run writes it, or if files are damaged, half-written or missing.
 
-An unreadable file becomes a line of ``problems``, never an exception, so that a page or a screen can show the rest.
+An unreadable file becomes a line of ``problems``, never an exception, so that a caller can show the other files.
 This module writes nothing and takes no lock.
 """
 
@@ -28,19 +28,19 @@ RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970; a later time is damaged
-BLOCK = 2**20  # bytes that are read at a time, and of the longest line
-MAX_BLOCKS = 2**11  # of a file that are read at a time
-MAX_CURVES = 500  # measurements of a run
-MAX_DEPTH = 50  # of JSON
-MAX_HOST = 255  # characters of a host's name
+BLOCK = 2**20  # bytes of one read
+MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
+MAX_CURVES = 500  # maximum number of measurements of a run
+MAX_DEPTH = 50  # maximum number of nested levels of JSON
+MAX_HOST = 255  # maximum number of characters of a host's name
 
-# Kinds of events that no log file has: START of events.jsonl, from the second on, and the stragglers of metrics.jsonl.
+# Kinds of events in addition to `events.KINDS`: a START of events.jsonl, and a straggler of metrics.jsonl.
 RESTART = "restart"
 STRAGGLER = "straggler"
-# Kinds of the lines in log/rank-<r>.log, for run dirs of samestep 0.1, without events.jsonl. The first match counts.
-# With --log-format full, the level before the time, and the place in the code after it.
+# Matches a line of launcher.log that begins with a time. --log-format full adds a level before the time, and a place in
+# the code after the time.
 _TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
-RankFiles = tuple[list[dict[str, Any]], list[str]]  # the objects in files of ranks, and the problems of other files
+RankFiles = tuple[list[dict[str, Any]], list[str]]  # objects of ranks' files, and problems of unreadable files
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 
@@ -48,12 +48,12 @@ _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length,
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a number: also Infinity and NaN, and no boolean."""
+    """Return whether a JSON value is a number, including Infinity and NaN, but not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a finite number of JSON as a float; None for anything else."""
+    """Return a finite JSON number as a float; None for any other value."""
     if not _is_number(value):
         return None
     try:
@@ -64,7 +64,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def non_negative_int(value: Any) -> int | None:
-    """Return an integer of JSON from 0 to 2**63 - 1; None for anything else."""
+    """Return a JSON integer from 0 to 2**63 - 1; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     if not 0 <= value < 2**63:
@@ -80,7 +80,7 @@ def count_of(count: int, noun: str) -> str:
 
 
 def get_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the object ``values[name]`` of JSON; {} if there is none."""
+    """Return the JSON object ``values[name]``; {} if there is none."""
     value = values.get(name)
     if isinstance(value, dict):
         return value
@@ -88,7 +88,7 @@ def get_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse(text: bytes) -> dict[str, Any] | None:
-    """Return an object of JSON; None for anything else, and for nesting that a program could not print."""
+    """Parse a JSON object; return None for any other text, and for MAX_DEPTH or more nested levels."""
     try:
         values = untrusted.parse_object(text)
     except ValueError:
@@ -100,7 +100,7 @@ def parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _is_flat(value: Any, depth: int) -> bool:
-    """Return whether JSON has fewer than ``depth`` levels."""
+    """Return whether a JSON value has fewer than ``depth`` nested levels."""
     if depth <= 0:
         return False
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _is_flat(value: Any, depth: int) -> bool:
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object in a small file, and its problem: "", "missing", "empty", ..."""
+    """Return the JSON object in a file, and the file's problem, such as "missing" or "empty"; "" for no problem."""
     try:
         with open_to_read(path) as file:
             content = file.read(BLOCK + 1)
@@ -132,7 +132,7 @@ def _reason(error: OSError) -> str:
 
 
 def _problem(path: Path) -> str:
-    """Return why a file has nothing to read, or ""."""
+    """Return the reason why a file is unreadable or empty; "" if it has content."""
     try:
         with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -144,20 +144,20 @@ def _problem(path: Path) -> str:
 class FileTail:
     """Read new lines of a growing file.
 
-    If another file takes its place, as at a resume that replaces metrics.jsonl, reading restarts at the first line.
+    If the file is replaced (a resume replaces metrics.jsonl), reading restarts at the first line of the new file.
     """
 
     def __init__(self, path: Path, block: int = BLOCK, keep_open: bool = False) -> None:
-        """Read from ``path``.
+        """Store the settings; `new_lines` reads.
 
         Args:
-            path: the file, which may be missing.
+            path: path of the file, which may be missing.
             block: bytes of one read.
-            keep_open: keep the file open, so that its inode is not reused and no other file is taken for it.
+            keep_open: whether to keep the file open, so that no new file can have its inode.
         """
         self.path = path
-        self.problem = "missing"  # why nothing can be read, or ""
-        self.rest = b""  # the line that has no end yet
+        self.problem = "missing"  # reason why nothing can be read; "" if there is none
+        self.rest = b""  # the unfinished last line
         self.at_end = True
         self._block = block
         self._keep_open = keep_open
@@ -168,8 +168,8 @@ class FileTail:
     def new_lines(self, on_new_file: Callable[[], object] = lambda: None, blocks: int = MAX_BLOCKS) -> Iterator[bytes]:
         """Yield the lines that were added since the last call, from at most ``blocks`` blocks.
 
-        If the file is another one, call ``on_new_file`` and start at its beginning. A line longer than BLOCK, which no
-        run writes, is yielded as b"".
+        If the file was replaced, the method calls ``on_new_file`` and starts at the beginning. A line that is longer
+        than BLOCK may lose its beginning; no run writes such a line.
         """
         try:
             with open_to_read(self.path) as file:
@@ -212,21 +212,21 @@ class FileTail:
 
 @dataclass
 class Curve:
-    """A measurement: ``values`` after ``steps`` updates, in rising order."""
+    """A measurement: ``values`` at ``steps``, which count completed updates in ascending order."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 class Start(NamedTuple):
-    """A start of the run that reached its steps: the ``step`` from which, and its header in metrics.jsonl."""
+    """A start of the run: the ``step`` from which it continued, and its header in metrics.jsonl."""
 
     step: int
     header: dict[str, Any]
 
 
 def app_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """Return the app's name, by the header of metrics.jsonl or else the result; "" if both lack it."""
+    """Return the app's name from the header of metrics.jsonl, or else from the result; "" if both lack it."""
     for name in (header.get("app"), result.get("app")):
         if isinstance(name, str) and name:
             return name
@@ -234,7 +234,7 @@ def app_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def world_size_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> int | None:
-    """Return the number of ranks, by the header of metrics.jsonl or else the result; None if both lack it."""
+    """Return the number of ranks from the header of metrics.jsonl, or else from the result; None if both lack it."""
     for values in (get_object(header, "world"), result):
         world_size = non_negative_int(values.get("world_size"))
         if world_size:
@@ -243,7 +243,7 @@ def world_size_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> int |
 
 
 class MetricsReader:
-    """Read metrics.jsonl as it grows."""
+    """A reader of metrics.jsonl while the file grows."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = FileTail(run_dir / "metrics.jsonl")
@@ -252,11 +252,11 @@ class MetricsReader:
     def _reset(self) -> None:
         self.starts: list[Start] = []
         self.curves: dict[str, Curve] = {}
-        self.stragglers: list[tuple[int, dict[str, Any]]] = []  # the step, and its record
-        self.step: int | None = None  # the last one
+        self.stragglers: list[tuple[int, dict[str, Any]]] = []  # step and record of each straggler
+        self.step: int | None = None  # the last step
         self._line_count = 0
         self._damaged_count = 0
-        self._first_damaged = 0  # the number of a line, from 1
+        self._first_damaged = 0  # number of the first damaged line, from 1; 0 for none
         self._not_finite_count = 0
         self._surplus_count = 0
 
@@ -278,7 +278,7 @@ class MetricsReader:
         return self.starts[-1].header
 
     def problems(self) -> list[str]:
-        """Return the file's problems, a line each."""
+        """Return a line for each problem of the file."""
         problems = [self._tail.problem] if self._tail.problem else self._content_problems()
         return [f"metrics.jsonl: {problem}" for problem in problems]
 
@@ -302,7 +302,7 @@ class MetricsReader:
         return problems
 
     def _add(self, line: dict[str, Any] | None) -> bool:
-        """Return whether the line is one of a run, in its order."""
+        """Add a line; return whether the line is valid and in order."""
         if line is None:
             return False
         if "step" in line:
@@ -310,7 +310,7 @@ class MetricsReader:
         return self._add_start(line)
 
     def _add_start(self, line: dict[str, Any]) -> bool:
-        """Add a start: the file's first line, or ``{"resumed": header}``."""
+        """Add a start from a header or from ``{"resumed": header}``; return whether the line is one of these."""
         resumed = get_object(line, "resumed")
         header = resumed or line
         step = non_negative_int(resumed.get("step")) if resumed else 0
@@ -352,23 +352,23 @@ class MetricsReader:
 
 
 class SavedCheckpoint(NamedTuple):
-    """A folder of checkpoints/. ``quarantined`` is "unequal" or "damaged" if a run renamed it, else ""."""
+    """A checkpoint's folder. ``quarantined`` is "unequal" or "damaged" if a run renamed the folder; otherwise ""."""
 
     folder: Path
     step: int
     quarantined: str
     size: int  # bytes
-    time: float  # of its file system, in seconds since 1970
+    time: float  # time of the last change, in seconds since 1970 by the file system's clock
     problem: str
 
     @property
     def is_good(self) -> bool:
-        """Return whether a resume may read it, by its manifest and sizes."""
+        """Return whether the manifest and the file sizes are valid, so that a resume may read the checkpoint."""
         return not self.quarantined and not self.problem
 
 
 def checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
-    """Return the checkpoints, oldest first, without half-written ones. Only manifests and sizes are checked."""
+    """Return the completely written checkpoints, oldest first. Check only their manifests and file sizes."""
     saved = []
     with contextlib.suppress(OSError):
         for folder in (run_dir / "checkpoints").iterdir():
@@ -384,7 +384,7 @@ def _saved_checkpoint(folder: Path, quarantined: str, step: int) -> SavedCheckpo
         problem = _checkpoint_problem(folder)
     changed = 0.0
     size = 0
-    with contextlib.suppress(OSError):  # it may be deleted at this moment
+    with contextlib.suppress(OSError):  # the run may delete the folder at this moment
         changed = folder.stat().st_mtime
         size = sum(path.lstat().st_size for path in folder.iterdir())
     return SavedCheckpoint(folder, step, quarantined=quarantined, size=size, time=changed, problem=problem)
@@ -402,7 +402,12 @@ def _checkpoint_problem(folder: Path) -> str:
 
 
 class Heartbeat(NamedTuple):
-    """A rank's last heartbeat. ``time`` is by its host's clock; ``location`` is its main thread's in the program."""
+    """A rank's last heartbeat.
+
+    Attributes:
+        time: seconds since 1970 by the clock of the rank's host.
+        location: line of the program in which the main thread was; "" if unknown.
+    """
 
     rank: int
     host: str
@@ -414,9 +419,10 @@ class Heartbeat(NamedTuple):
 
 
 def heartbeats(run_dir: Path) -> tuple[dict[int, Heartbeat], list[str]]:
-    """Return the heartbeats of the newest start, by rank, and the problems of others.
+    """Return the heartbeats of the newest start, by rank, and the problems of unreadable heartbeats.
 
-    The newest start is rank 0's; without a rank 0, the last heartbeat decides. It may have fewer ranks than another.
+    The newest start is the start of rank 0's heartbeat, or of the last heartbeat if rank 0 has none. An earlier start
+    may have left heartbeats of more ranks.
     """
     files, problems = _read_rank_files(run_dir, "alive-*", required=("rank", "pid", "step", "time"), what="a heartbeat")
     beats = {values["rank"]: _heartbeat(values) for values in files}
@@ -443,7 +449,7 @@ def _heartbeat(values: Mapping[str, Any]) -> Heartbeat:
 
 
 def format_location(at: Any) -> str:
-    """Return a heartbeat's location as "train.py:105 in train"; "" if it has none."""
+    """Return a heartbeat's location as a text such as "train.py:105 in train"; "" if there is none."""
     if not isinstance(at, list) or len(at) < 3:
         return ""
     path, line, function = at[:3]
@@ -453,7 +459,7 @@ def format_location(at: Any) -> str:
 
 
 def hangs(run_dir: Path) -> RankFiles:
-    """Return the states that ranks left at a hang, by rank, and the problems of others."""
+    """Return the states that ranks recorded at a hang, in the order of ranks, and the problems of unreadable files."""
     files, problems = _read_rank_files(
         run_dir, "hang-*.json", required=("rank", "step"), what="a rank's state at a hang"
     )
@@ -485,10 +491,14 @@ def _has_number(values: Mapping[str, Any], name: str) -> bool:
 
 
 class Event(NamedTuple):
-    """Something that happened to a run.
+    """An event of a run.
 
-    ``kind`` is RESTART, STRAGGLER or one of `samestep.events.KINDS`. ``step`` is the number of updates done, None if it
-    is unknown. ``when`` is the local time, "" if it is unknown. ``file`` is the source, relative to the run dir.
+    Attributes:
+        kind: RESTART, STRAGGLER or one of `samestep.events.KINDS`.
+        step: number of completed updates; None if unknown.
+        when: local time as "2026-01-31 12:00:00"; "" if unknown.
+        text: one line for the user.
+        file: path of the source, relative to the run dir.
     """
 
     kind: str
@@ -499,18 +509,18 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Read log/ as it is written: the events in events.jsonl, and the starts and the end of launcher.log."""
+    """A reader of growing log files: the events in events.jsonl, and the start times and last lines of launcher.log."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "log"
-        self.last_step: int | None = None  # at which training ends
+        self.last_step: int | None = None  # the step at which training ends
         self.launches: list[str] = []  # times at which the launcher was started
         self.tail: list[str] = []  # the last lines of launcher.log
         self._launcher = FileTail(self._folder / "launcher.log")
         self._recorded = FileTail(self._folder / events.FILE_NAME)
         self._events: list[Event] = []
         self._damaged_count = 0
-        self._is_blank = False  # the last line of launcher.log
+        self._is_blank = False  # whether the last line of launcher.log is blank
 
     def read(self) -> None:
         """Read the lines that were added since the last call."""
@@ -520,11 +530,11 @@ class EventLog:
             self._add_recorded(parse(line) or {})
 
     def problems(self) -> list[str]:
-        """Return the files' problems, a line each."""
+        """Return a line for each problem of the log files."""
         problems = {path.name: _problem(path) for path in self._folder.glob("rank-*.log")}
         problems = problems or {"rank-0.log": "missing"}
         problems["launcher.log"] = self._launcher.problem
-        if self._recorded.problem != "missing":  # nothing has happened yet
+        if self._recorded.problem != "missing":  # a run without events has no such file
             problems[events.FILE_NAME] = self._recorded.problem or self._damage()
         return [f"log/{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
 
@@ -597,9 +607,9 @@ class EventLog:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Return whether a process holds the run dir's lock, without trying to take it; None if that is unknown.
+    """Return whether a process holds the run dir's lock, without taking the lock; None if unknown.
 
-    Another machine's lock is seen if the file system has locks over the network.
+    The function sees a lock of another machine only on a file system with network locks.
     """
     try:
         with open_to_read(run_dir / ".lock") as file:
@@ -623,11 +633,11 @@ class State(NamedTuple):
 
 
 def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
-    """Return the state of a run by its files. ``step`` is the last one recorded, ``result`` is result.json.
+    """Return the state of a run, from its files.
 
     Args:
         run_dir: the run's folder.
-        step: the last step recorded, or None.
+        step: the last step in metrics.jsonl; None if there is none.
         result: the content of result.json; {} if there is none.
     """
     log = run_dir / "log"
@@ -675,7 +685,7 @@ def _signal_name(number: int) -> str:
 
 @dataclass
 class RunData:
-    """The parts of a run dir that `report` shows. ``problems`` names missing or damaged files, a line each."""
+    """The content of a run dir for `report`. ``problems`` has a line for each missing or damaged file."""
 
     folder: Path
     metrics: MetricsReader
@@ -701,7 +711,7 @@ class RunData:
 
 
 def read(run_dir: Path) -> RunData:
-    """Read all that a run dir holds. Raises ConfigError if it is none."""
+    """Read the content of a run dir for `report`; raise ConfigError if the folder is not a run dir."""
     check(run_dir)
     metrics = MetricsReader(run_dir)
     metrics.read()
@@ -724,7 +734,7 @@ def read(run_dir: Path) -> RunData:
     )
     data.events += _events_of_files(data)
     is_missing = result_problem == "missing"
-    if result_problem and (not is_missing or data.state.name == "ended"):  # else the state shows it
+    if result_problem and (not is_missing or data.state.name == "ended"):  # other states explain a missing result
         data.problems.append(f"result.json: {result_problem}")
     if evaluation_problem not in ("", "missing"):
         data.problems.append(f"evaluation.json: {evaluation_problem}")
@@ -745,7 +755,7 @@ def _checkpoint_problems(data: RunData) -> Iterator[str]:
 
 
 def _events_of_files(data: RunData) -> Iterator[Event]:
-    """Yield the events that other files show and that were not logged; the log of rank 0 may be missing."""
+    """Yield the events that other files show, but that events.jsonl lacks."""
     logged = {event.kind for event in data.events}
     if RESTART not in logged:
         yield from _resumes(data.metrics)
@@ -782,7 +792,7 @@ def _straggler_text(values: Mapping[str, Any]) -> str:
 
 
 def _rollback(saved: Sequence[SavedCheckpoint]) -> Iterator[Event]:
-    """Yield the first rollback, by the checkpoint that it quarantined."""
+    """Yield an event of the first rollback, found by its quarantined checkpoint."""
     for each in saved:
         if each.quarantined == "unequal":
             text = f"the ranks' weights differed at step {each.step}: that checkpoint is quarantined"
@@ -791,7 +801,7 @@ def _rollback(saved: Sequence[SavedCheckpoint]) -> Iterator[Event]:
 
 
 def check(run_dir: Path) -> None:
-    """Raise ConfigError if a folder is not a run dir, and name a run dir below it, if any."""
+    """Raise ConfigError if a folder is not a run dir; the error suggests a run dir below the folder."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder: give a run dir, such as runs/mnist_ddp/20260101T120000Z")
     if _has_any(run_dir, RUN_FILES):

@@ -1,4 +1,4 @@
-"""Compare the traces of two runs, which they recorded by --trace-every."""
+"""Compare the traces that two runs with --trace-every have recorded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Traced = Mapping[int, Mapping[str, Mapping[str, str]]]  # as `samestep.trace.rea
 
 
 class Parting(NamedTuple):
-    """The first digests that differ.
+    """The first difference between two traces.
 
     Attributes:
-        step: of the digests.
-        kind: "weights", which are those at the start of the step, or "gradients".
-        names: the tensors that differ.
-        before: the last step before it that both traces have; None if it is the first.
+        step: the first step whose digests differ.
+        kind: "weights" (at the start of the step) or "gradients".
+        names: names of the tensors that differ.
+        before: the previous step of both traces; None if ``step`` is the first common step.
     """
 
     step: int
@@ -28,7 +28,7 @@ class Parting(NamedTuple):
     before: int | None
 
     def describe(self) -> str:
-        """Return the place as a text that begins with the step and the first tensor."""
+        """Return a text about the difference, which begins with the step and the first tensor."""
         others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         place = f"step {self.step}, tensor {shown(self.names[0])}{others}"
         if self.kind == "gradients":
@@ -39,7 +39,7 @@ class Parting(NamedTuple):
 
 
 def first_difference(one: Traced, other: Traced) -> Parting | None:
-    """Return where two traces part; None if they have equal digests at all common steps."""
+    """Return the first difference between two traces; None if all common steps have equal digests."""
     before = None
     for step in common_steps(one, other):
         for kind in ("weights", "gradients"):

@@ -7,13 +7,14 @@ mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step
              once a checkpoint has it
 wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
 
-It reads metrics.jsonl, and ranks do not wait for it. A launch script with
---track starts it beside the job. After a failure a tracker restarts from the
-file's beginning, so a kill of this process or the job neither loses nor
+The command reads metrics.jsonl, and ranks do not wait for it. A launch script
+with --track starts it beside the job. After a failure, a tracker restarts from
+the file's beginning, so that a kill of the command or the job neither loses nor
 duplicates a step.
 
-Without --follow it exits when the trackers have all lines of the file. With
---follow it continues until the run has its result, or until Ctrl-C or TERM.
+Without --follow, the command exits when the trackers have all lines of the
+file. With --follow, it continues until the run has its result, or until Ctrl-C
+or TERM.
 
 Exit codes: 0 done, 1 a tracker is incomplete, 2 a mistake in the call.
 """
@@ -50,14 +51,14 @@ from samestep_observe.tracker import Line, MetricsBatch, Tracker
 
 
 class TrackerClass(NamedTuple):
-    """A class of trackers, which is imported only if a run is copied there, and the modules that it needs."""
+    """The module and name of a tracker's class, which `create` imports, and the modules that the class needs."""
 
     module: str
     name: str
     needs: tuple[str, ...]
 
     def create(self, run_dir: Path) -> Tracker:
-        """Return a tracker of a run."""
+        """Return a new tracker of a run."""
         tracker: Tracker = getattr(importlib.import_module(self.module), self.name)(run_dir)
         return tracker
 
@@ -68,10 +69,10 @@ TRACKERS = {
     "wandb": TrackerClass("samestep_observe.track_wandb", "Wandb", needs=("wandb",)),
 }
 POLL_SECONDS = 1.0
-MAX_RETRY_SECONDS = 15.0  # between two tries while a tracker fails
-FINISH_SECONDS = 30.0  # from the end of the job to the end of this process, complete or not
-CHUNK_BYTES = 2**22  # of metrics.jsonl in one batch
-# Keep the packages from waiting for minutes in a request, and from sending usage data to their makers.
+MAX_RETRY_SECONDS = 15.0  # maximum time between two attempts while a tracker fails
+FINISH_SECONDS = 30.0  # maximum time from the end of the job to the end of this process
+CHUNK_BYTES = 2**22  # maximum size of a batch in metrics.jsonl
+# These variables limit the time of the packages' requests, and disable their usage reports.
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -82,7 +83,7 @@ SETTINGS = {
 
 
 class BatchReader:
-    """Read ``metrics.jsonl`` in batches as it grows. A resume replaces the file; it is then read from its beginning."""
+    """Reads ``metrics.jsonl`` in batches as it grows; restarts at its beginning if a resume has replaced the file."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -94,19 +95,19 @@ class BatchReader:
         self.last_step = 0
         self._header: dict[str, Any] | None = None
         self._key = ""
-        self._time = 0.0  # of the last line, in seconds since 1970
-        self._samples = 0  # of the last line
+        self._time = 0.0  # time of the last line, in seconds since 1970
+        self._samples = 0  # samples_seen of the last line
 
     def read(self) -> MetricsBatch:
-        """Return the new lines; none if the file is missing. Raises OSError."""
-        committed = committed_step(self._run_dir)  # first: the file that a later checkpoint is of is then in place
+        """Return the new lines; an empty batch if the file is missing. Raises OSError if the file is unreadable."""
+        committed = committed_step(self._run_dir)  # read first: the lines are then as new as the checkpoint
         self._is_new_file = False
         lines = []
         for text in self._tail.new_lines(self._reset, blocks=1):
             line = self._parse(text)
             if line:
                 lines.append(line)
-        if self._tail.problem not in ("", "empty", "missing"):  # --no-resume moves it away
+        if self._tail.problem not in ("", "empty", "missing"):  # --no-resume makes the file "missing"
             raise OSError(f"{self._tail.path}: {self._tail.problem}")
         if lines:
             self.last_step = lines[-1].step
@@ -120,7 +121,7 @@ class BatchReader:
         )
 
     def _parse(self, text: bytes) -> Line | None:
-        """Return None for a header, and for an incomplete line of a killed process or a damaged disk."""
+        """Return the line of a step; None for a header, and for an incomplete or damaged line."""
         values = run_reader.parse(text)
         if self._header is None:
             self._header = values or {}
@@ -130,7 +131,7 @@ class BatchReader:
         if isinstance(values.get("step"), int):
             return self._parse_step(values)
         header = values.get("resumed", values)
-        with contextlib.suppress(ValueError, TypeError, LookupError):  # later lines give seconds since this time
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # the times of later lines add to this time
             start_time = time.strptime(header["time"], "%Y-%m-%dT%H:%M:%SZ")
             self._time = float(calendar.timegm(start_time))
         return None
@@ -147,7 +148,7 @@ class BatchReader:
 
 
 def committed_step(run_dir: Path) -> int:
-    """Return the step that no resume takes back: the newest checkpoint's, or the last one of a run with a result."""
+    """Return the last step that no resume repeats: the larger of the newest checkpoint's and the result's step."""
     step = int(_result(run_dir).get("steps", 0))
     for newest in itertools.islice(checkpoint.folders(run_dir), 1):
         step = max(step, int(newest.name.removeprefix("step-")))
@@ -162,9 +163,11 @@ def _result(run_dir: Path) -> dict[str, Any]:
 
 
 class TrackerThread(threading.Thread):
-    """Keep one tracker up to date with a run until ``ended`` is set; then try once more to complete it.
+    """A thread that updates one tracker until ``ended`` is set, and then once more.
 
-    ``problem`` is the reason for missing lines, or None. ``done`` is whether the thread ended without a problem.
+    Attributes:
+        problem: the reason for missing lines; None if no lines are missing.
+        done: whether the thread has ended without a problem.
     """
 
     def __init__(self, name: str, run_dir: Path, ended: threading.Event) -> None:
@@ -177,7 +180,7 @@ class TrackerThread(threading.Thread):
         self.done = False
 
     def run(self) -> None:
-        """Run until the end, whatever fails."""
+        """Update the tracker until ``ended`` is set and once more; report and retry after errors."""
         wait = POLL_SECONDS
         while True:
             is_last = self._ended.is_set()
@@ -185,7 +188,7 @@ class TrackerThread(threading.Thread):
                 self._copy(is_last)
                 self.problem = None
                 wait = POLL_SECONDS
-            except Exception as error:  # of a server, a disk or a package: training must not notice it
+            except Exception as error:  # an error of a server, disk or package must not affect training
                 self._report(error)
                 self._tracker = None
                 wait = min(2 * wait, MAX_RETRY_SECONDS)
@@ -195,7 +198,7 @@ class TrackerThread(threading.Thread):
             self._ended.wait(wait)
 
     def _copy(self, is_last: bool) -> None:
-        """Copy the lines that the file has by now: all of them to a new tracker."""
+        """Copy the new lines to the tracker, or all lines to a new tracker."""
         if self._tracker is None:
             self._tracker = TRACKERS[self.name].create(self._run_dir)
             self._reader = BatchReader(self._run_dir)
@@ -222,12 +225,12 @@ class TrackerThread(threading.Thread):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code of a mistake; without one the process exits here."""
+    """Run ``samestep track``. Return the exit code after a mistake in the call; otherwise exit this process."""
     parser = new_parser("track", __doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that holds metrics.jsonl")
     parser.add_argument("--to", required=True, metavar="NAMES", help=f"some of {','.join(TRACKERS)}")
     parser.add_argument("--follow", action="store_true", help="continue while the run does")
-    # For the launch script: it ends the job, and the pipe ends with the launch script, however that ends.
+    # The launch script holds the pipe to stdin, so stdin ends when the launch script closes the pipe or is killed.
     parser.add_argument("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)
     return run_command(parser, arguments, _run)
 
@@ -253,7 +256,7 @@ def _run(options: Options) -> None:
 
 
 def names_of(text: str) -> list[str]:
-    """Return the trackers in ``text``, which separates them by commas. Raises ConfigError."""
+    """Return the trackers of a comma-separated text, without duplicates; raise ConfigError for an unknown tracker."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in TRACKERS:
@@ -271,10 +274,16 @@ def _check_installed(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
-    """Prevent other processes from copying the same steps.
+    """Hold a lock that prevents other processes from copying the same steps.
 
-    If another process holds the lock, wait while the run lasts, and at least FINISH_SECONDS + 5, in which the other one
-    finishes. Raises ConfigError after that.
+    If another process holds the lock, wait until the run has ended, and at least for FINISH_SECONDS + 5.
+
+    Args:
+        run_dir: the run's folder.
+        ended: is set when the run has ended; None if the run has ended already.
+
+    Raises:
+        ConfigError: the other process still holds the lock, or the run dir cannot be written.
     """
     try:
         Root(run_dir).make_folder("track")
@@ -300,7 +309,7 @@ def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options:
     while not ended.wait(POLL_SECONDS):
         if options.follow and _has_ended(run_dir):
             ended.set()
-    limit = math.inf  # without a job, a copy may take as long as it needs
+    limit = math.inf  # without a job, the copy has no time limit
     if options.until_stdin_ends:
         limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or FINISH_SECONDS)
     _join(threads, limit)
@@ -310,12 +319,12 @@ def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options:
             reasons[thread.name] = thread.problem or f"it needs more than {limit:g} s"
     with contextlib.suppress(OSError):  # the launch script may be gone
         _print_reasons(reasons, options.until_stdin_ends)
-    os._exit(1 if reasons else 0)  # do not wait for a thread that waits for a server
+    os._exit(1 if reasons else 0)  # a thread may still wait for a server
 
 
 def _print_reasons(reasons: Mapping[str, str], for_launch_script: bool) -> None:
     for name, reason in reasons.items():
-        if for_launch_script:  # it adds more
+        if for_launch_script:  # the launch script prints the rest of the line
             print(f"{name}: {reason}")
         else:
             print(f"error: {name} is incomplete: {shown(reason, limit=500)}", file=sys.stderr)
@@ -351,7 +360,7 @@ def _until_stdin_ends(ended: threading.Event) -> None:
 
 
 def _has_ended(run_dir: Path) -> bool:
-    """Return whether the run has its result and was not resumed since."""
+    """Return whether the run has a result, and has not resumed after the result."""
     try:
         result = (run_dir / "result.json").stat()
         metrics = (run_dir / "metrics.jsonl").stat()

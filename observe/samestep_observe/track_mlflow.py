@@ -1,7 +1,8 @@
-"""Copy a run to MLflow: at MLFLOW_TRACKING_URI, or else in a database of its own, ``RUN_DIR/track/mlflow.db``.
+"""Copy a run to MLflow, at MLFLOW_TRACKING_URI or by default in the database ``RUN_DIR/track/mlflow.db``.
 
-MLflow cannot take a metric back. So it gets a step only once a checkpoint has it: otherwise a resume would log the step
-again. The run in MLflow has the tag ``samestep.run``. This module asks MLflow which steps it has, and stores nothing.
+MLflow cannot delete a logged metric, and a resume repeats the steps after the newest checkpoint. So this module logs a
+step only after a checkpoint has the step. The tag ``samestep.run`` identifies the run in MLflow. The module reads the
+logged steps from MLflow, and stores no state of its own.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from samestep.root import Root
 from samestep_observe.tracker import Line, MetricsBatch, flatten
 
 TAG = "samestep.run"
-STEP_METRIC = "loss"  # every line has it, so its steps are all steps in MLflow
-MAX_METRICS = 1000  # that MLflow takes in one request
-MAX_TAGS = 100  # likewise; parameters are tags
+STEP_METRIC = "loss"  # every line has this metric, so its steps are all logged steps
+MAX_METRICS = 1000  # MLflow's maximum number of metrics in one request
+MAX_TAGS = 100  # MLflow's maximum number of tags or parameters in one request
 
 
 class MLflow:
-    """Write one run of MLflow, which is made with its first step.
+    """A tracker that logs to one MLflow run, which it creates with the first step.
 
-    Its times are computed from the lines. So a request that is repeated, because the answer was lost, changes nothing.
+    The logged times are computed from the lines, so that a repeated request changes nothing.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         folder = run_dir / "track"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:  # SQLite would follow a link; an empty file is a new database
+        if not uri:  # Root refuses links, which SQLite would follow; SQLite accepts an empty file as a new database
             root = Root(run_dir)
             root.make_folder("track")
             os.close(root.open("track/mlflow.db", os.O_RDWR))
@@ -44,10 +45,10 @@ class MLflow:
         self._key = ""
         self._run = ""
         self._last_step = 0
-        self._waiting: list[Line] = []  # that no checkpoint has yet
+        self._waiting: list[Line] = []  # lines of steps that no checkpoint has yet
 
     def add(self, batch: MetricsBatch) -> None:
-        """Log the lines that a checkpoint has by now."""
+        """Log the lines up to ``batch.committed_step``, and keep later lines for the next call."""
         if batch.is_new_file:
             if batch.key != self._key:
                 self._run = ""
@@ -63,14 +64,14 @@ class MLflow:
             self._last_step = max(self._last_step, committed[-1].step)
 
     def finish(self, result: dict[str, Any] | None) -> None:
-        """Log the result as tags, and the run's status."""
+        """Log the result as tags, and set the run's final status."""
         if self._run:
             for part in _parts([RunTag(f"result.{name}", str(value)) for name, value in flatten(result or {}).items()]):
                 self._client.log_batch(self._run, tags=part)
             self._client.set_terminated(self._run, "FINISHED" if result else "KILLED")
 
     def _open_run(self, start_time: float) -> None:
-        """Find this run in MLflow, or make it."""
+        """Find this run in MLflow or create it, and read the last step that is logged."""
         if self._run:
             return
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._header.get("app", "samestep"))
@@ -92,14 +93,14 @@ class MLflow:
         if experiment is None:
             try:
                 return str(self._client.create_experiment(name, self._artifacts))
-            except MlflowException:  # another run may have made it meanwhile
+            except MlflowException:  # another process may have created the experiment
                 experiment = self._client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
         return str(experiment.experiment_id)
 
     def _log_lines(self, lines: list[Line]) -> None:
-        """Log in requests of whole lines, so that MLflow has all of a line or nothing."""
+        """Log the lines in requests that never split a line, so that MLflow never has part of a line."""
         metrics: list[Metric] = []
         for line in lines:
             new = [Metric(name, value, int(line.time * 1000), line.step) for name, value in line.values.items()]

@@ -1,4 +1,4 @@
-"""Write a run for TensorBoard: ``RUN_DIR/track/tensorboard/events.out.tfevents.<number>``, in its protocol buffers."""
+"""Write a run for TensorBoard, as the event file ``RUN_DIR/track/tensorboard/events.out.tfevents.<number>``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ FILE_NAME = re.compile(r"events\.out\.tfevents\.\d{1,18}")
 
 
 class TensorBoard(AtomicFileTracker):
-    """Write one event file.
+    """A tracker that writes one event file.
 
-    A file that replaces another has the next number. It begins with the start of a session at step 0, at which an open
-    TensorBoard drops the earlier data. The earlier file stays, empty, because TensorBoard expects it before the next.
+    A file that replaces another file has the next number. It begins with a session start at step 0, at which an open
+    TensorBoard discards earlier data. The replaced file is emptied, not deleted, because an open TensorBoard reads the
+    file before the next file.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,12 +38,12 @@ class TensorBoard(AtomicFileTracker):
         return sorted(name for name in self._root.names(self._folder) if FILE_NAME.fullmatch(name))
 
     def final_name(self, batch: MetricsBatch) -> str:
-        """Return the name with the next number."""
+        """Return a file name with the next number."""
         numbers = [int(name.rpartition(".")[2]) for name in self._files()]
         return f"events.out.tfevents.{max(numbers, default=0) + 1:010d}"
 
     def delete_stale(self, name: str) -> None:
-        """Delete all other files but the last, which is emptied."""
+        """Empty the newest of the other event files, and delete the rest."""
         others = [each for each in self._files() if each != name]
         for each in others[:-1]:
             self._root.unlink(f"{self._folder}/{each}")
@@ -52,14 +53,14 @@ class TensorBoard(AtomicFileTracker):
             os.close(file)
 
     def head(self, batch: MetricsBatch) -> bytes:
-        """Return the file's version, the start of a session, and the header as text."""
+        """Return events with the file's version, a session start, and the header as text."""
         self._time = batch.lines[0].time if batch.lines else 0.0
         version = Event(wall_time=self._time, file_version="brain.Event:2")
         start = Event(wall_time=self._time, step=0, session_log=SessionLog(status=SessionLog.START))
         return _records([version, start, self._text("header", batch.header)])
 
     def body(self, lines: Sequence[Line]) -> bytes:
-        """Return an event per line."""
+        """Return one event for each line."""
         self._step = lines[-1].step
         self._time = lines[-1].time
         events = []
@@ -69,11 +70,11 @@ class TensorBoard(AtomicFileTracker):
         return _records(events)
 
     def tail(self, result: dict[str, Any]) -> bytes:
-        """Return the result as text."""
+        """Return an event with the result as text."""
         return _records([self._text("result", result)])
 
     def _text(self, tag: str, values: dict[str, Any]) -> Event:
-        """Return JSON for TensorBoard's Text: in Markdown, where four spaces make a block of code."""
+        """Return an event with JSON for TensorBoard's Text plugin, indented as a code block of Markdown."""
         text = "\n".join(f"    {line}" for line in json.dumps(values, indent=2).splitlines())
         metadata = create_summary_metadata(tag, "")
         tensor = make_tensor_proto([text])

@@ -1,7 +1,7 @@
 """Write a run for W&B: ``RUN_DIR/track/wandb/offline-run-<time>-<id>/run-<id>.wandb``, which `wandb sync` uploads.
 
-``wandb.init(mode="offline")`` cannot continue a file (wandb#4624): each start would make another run. So this module
-writes the file itself, of W&B's own protocol buffers.
+``wandb.init(mode="offline")`` cannot continue a file (wandb#4624): each start would create another run. So this module
+writes the file itself, with W&B's protocol buffers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from wandb.proto import wandb_internal_pb2 as records
 
 from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
-# The format is LevelDB's log with a header: blocks, in which each chunk of a record has its CRC-32, length and type.
+# The format is LevelDB's log, after a file header. Each block has chunks of records. A chunk has a CRC-32, its length
+# and its type.
 BLOCK = 32768
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
-MAX_TIME = 20  # characters of a time in a name
+MAX_TIME = 20  # maximum length of the time in a folder's name, in characters
 CHUNK_HEADER = struct.Struct("<IHB")
 FULL = 1
 FIRST = 2
@@ -33,7 +34,7 @@ LAST = 4
 
 
 class Wandb(AtomicFileTracker):
-    """Write one offline run, whose id is computed from the first line of metrics.jsonl."""
+    """A tracker that writes one offline run, whose id is a hash of the first line of metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, folder="track/wandb")
@@ -44,7 +45,7 @@ class Wandb(AtomicFileTracker):
         self._last = 0.0
 
     def final_name(self, batch: MetricsBatch) -> str:
-        """Return the name that `wandb sync` expects."""
+        """Return the path, in the tracker's folder, that `wandb sync` expects."""
         text = str(batch.header.get("time", "")).replace("T", "_")
         when = re.sub(r"[^0-9_]", "", text)[:MAX_TIME]
         return f"offline-run-{when}-{batch.key}/run-{batch.key}.wandb"
@@ -56,7 +57,7 @@ class Wandb(AtomicFileTracker):
                 self._root.delete(f"{self._folder}/{folder}")
 
     def head(self, batch: MetricsBatch) -> bytes:
-        """Return the file's header, its versions, and the run with its config."""
+        """Return the file header, and the records of the versions and of the run with its config."""
         self._position = len(HEADER)
         self._record_count = 0
         self._start = batch.lines[0].time if batch.lines else time.time()
@@ -75,7 +76,7 @@ class Wandb(AtomicFileTracker):
         return HEADER + self._log([records.Record(header=header), records.Record(run=run)])
 
     def body(self, lines: Sequence[Line]) -> bytes:
-        """Return the history, and a summary of the last line."""
+        """Return a history record for each line, and a summary record of the last line."""
         self._last = lines[-1].time
         steps = []
         for line in lines:
@@ -85,7 +86,7 @@ class Wandb(AtomicFileTracker):
         return self._log([*steps, _summary(self._values(lines[-1]))])
 
     def tail(self, result: dict[str, Any]) -> bytes:
-        """Return the result as summary, and the end of the run."""
+        """Return the summary record of the result, and the exit record of the run."""
         end = records.RunExitRecord(exit_code=0, runtime=int(self._last - self._start))
         return self._log([_summary(result), records.Record(exit=end)])
 
@@ -104,7 +105,7 @@ class Wandb(AtomicFileTracker):
         is_first = True
         while is_first or record:
             room = BLOCK - self._position % BLOCK
-            if room < CHUNK_HEADER.size:  # no chunk begins in so few bytes
+            if room < CHUNK_HEADER.size:  # too few bytes for a chunk's header
                 content += bytes(room)
                 self._position += room
                 room = BLOCK

@@ -1,4 +1,4 @@
-"""Define the interface of a tracker of `track`, its data, and the base of trackers that write a file."""
+"""Define the interface and the data of the trackers of `track`, and a base class for trackers that write a file."""
 
 from __future__ import annotations
 
@@ -11,47 +11,51 @@ from samestep.root import Root
 
 
 class Line(NamedTuple):
-    """A step's line of metrics.jsonl."""
+    """A line of metrics.jsonl about a step."""
 
-    step: int  # updates done
-    time: float  # when it was written, in seconds since 1970; computed from the file's content alone
+    step: int  # number of completed updates
+    time: float  # seconds since 1970 (UTC), computed from the content of metrics.jsonl
     values: dict[str, float]
 
 
 class MetricsBatch(NamedTuple):
-    """Lines of metrics.jsonl. If ``is_new_file``, a resume replaced the file, and earlier batches no longer count."""
+    """New lines of metrics.jsonl. If ``is_new_file``, the batch begins a new file that replaces all earlier batches."""
 
     is_new_file: bool
     header: dict[str, Any]  # the file's first line
-    key: str  # 16 hexadecimal digits of that line, which identify the run
+    key: str  # first 16 hexadecimal digits of the header's SHA-256, which identify the run
     lines: list[Line]
-    has_more: bool  # more lines can be read at once
-    committed_step: int = 0  # no resume takes back a step up to this one; read before the lines
+    has_more: bool  # more lines can be read immediately
+    committed_step: int = 0  # last step that no resume repeats
 
 
 class Tracker(Protocol):
-    """A tracker of one run; its class takes the run dir. After any exception `track` makes a new one."""
+    """A tracker of one run, constructed from the run dir. After any exception, `track` constructs a new tracker."""
 
     def add(self, batch: MetricsBatch) -> None:
-        """Write one batch of log lines to the tracker. Called every second, also with an empty batch."""
+        """Write one batch of log lines to the tracker. `track` calls this every second, also with an empty batch."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
-        """Finish for now; ``result`` is the run's, or None if the run did not finish."""
+        """Complete the tracker after the last line.
+
+        Args:
+            result: content of result.json; None if the run has not finished.
+        """
 
 
 class AtomicFileTracker:
-    """A tracker that is a file: written completely under another name, renamed, and then appended to.
+    """A tracker that writes a file under a temporary name, renames the file, and then appends to it.
 
-    This replaces a file that a killed process left incomplete, or that a resume has cut back.
+    The new file replaces a file that a killed process left incomplete, or whose last steps a resume repeats.
     """
 
     def __init__(self, run_dir: Path, folder: str) -> None:
-        """Take the run dir, and the tracker's folder in it."""
+        """Create the tracker's folder in the run dir."""
         self._root = Root(run_dir)
         self._folder = folder
         self._root.make_folder(folder)
         self._file: IO[bytes] | None = None
-        self._final_name: str | None = None  # None: the file is there already
+        self._final_name: str | None = None  # name of the file before its renaming; None afterwards
 
     def final_name(self, batch: MetricsBatch) -> str:
         """Return the name of a new file in the tracker's folder."""
@@ -74,7 +78,7 @@ class AtomicFileTracker:
         raise NotImplementedError
 
     def add(self, batch: MetricsBatch) -> None:
-        """Append the lines to the file, which is replaced if the batch is of a new file."""
+        """Append the lines to the file; begin a new file if metrics.jsonl is new."""
         temporary = f"{self._folder}/.new"
         if batch.is_new_file:
             if self._file:
@@ -94,14 +98,14 @@ class AtomicFileTracker:
             self._final_name = None
 
     def finish(self, result: dict[str, Any] | None) -> None:
-        """Append the result."""
+        """Append the run's result, if there is one."""
         if self._file and result:
             self._file.write(self.tail(result))
             self._file.flush()
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one: ``{"options": {"lr": 1}}`` as ``{"options.lr": 1}``."""
+    """Flatten nested dicts: ``{"options": {"lr": 1}}`` becomes ``{"options.lr": 1}``."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

@@ -2,13 +2,14 @@
 
     samestep verify RUN_DIR [--steps S]
 
-It checks the checkpoints against their digests, metrics.jsonl and log/losses.bin
-against each other (each step once), and the result against the weights. Then it
-runs S stretches between two checkpoints again, chosen at random, and compares
-every loss, and the tensors of the checkpoint at the end. It never writes into
-RUN_DIR.
+The command checks the checkpoints against their digests, and the result against
+the weights. It checks that metrics.jsonl and log/losses.bin have each step once,
+and equal losses. Then it chooses S stretches between two checkpoints at random,
+and runs their steps again. It compares every loss, and the tensors of the
+checkpoint at the end. It never writes into RUN_DIR.
 
-exit codes: 0 all of it holds, 1 something differs, 2 it cannot be told or read
+exit codes: 0 all checks pass, 1 a check fails, 2 the command cannot tell or
+cannot run
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from samestep_observe.verify_files import Finding
 
 
 class Stretch(NamedTuple):
-    """Steps between two checkpoints: those after ``start`` updates, up to the update ``end``."""
+    """The steps ``start`` + 1 to ``end``. Both ends are steps of checkpoints, 0, or the last step."""
 
     start: int
     end: int
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 if all claims hold, 1 if one does not, 2 if that cannot be told."""
+    """Run ``samestep verify`` and return its exit code."""
     parser = new_parser("verify", __doc__)
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="a run dir, which may be read-only")
@@ -84,7 +85,12 @@ def describe(finding: Finding) -> str:
 
 
 def stretches(run: RecordedRun, is_long_allowed: bool = False) -> list[Stretch]:
-    """Return the stretches that can be run again: between checkpoints, from the seed, and to the last step."""
+    """Return the stretches between step 0, the checkpoints and the last step.
+
+    Args:
+        run: the recorded run.
+        is_long_allowed: whether to return stretches of more than MOST_STEPS steps.
+    """
     found = []
     start = 0
     for end in [*(each.step for each in run.checkpoints), run.last_step]:
@@ -95,17 +101,20 @@ def stretches(run: RecordedRun, is_long_allowed: bool = False) -> list[Stretch]:
 
 
 def choose(found: Sequence[Stretch], count: int) -> list[Stretch]:
-    """Return at most ``count`` of the stretches, chosen at random, in their order."""
+    """Choose at most ``count`` stretches at random; return them in ascending order."""
     return sorted(random.sample(found, min(count, len(found))))
 
 
 def verify_stretch(run_dir: Path, stretch: Stretch, program: Path | None) -> Finding:
-    """Run a stretch again, and compare it. Raises ConfigError as `replayed`.
+    """Run a stretch again, and compare the replay with the recorded run.
 
     Args:
         run_dir: folder of the run.
         stretch: the steps to run again.
-        program: the user's file, or None.
+        program: value of --program; None without the option.
+
+    Raises:
+        ConfigError: the stretch cannot be run again.
     """
     run = RecordedRun(run_dir, stretch.end)
     plan = make_plan(run, stretch.end, last=stretch.end, start=stretch.start)
@@ -119,7 +128,7 @@ def verify_stretch(run_dir: Path, stretch: Stretch, program: Path | None) -> Fin
 
 
 def unlike(found: Replayed) -> Iterator[str]:
-    """Yield how a replay differs from the recorded run: in a loss, an evaluation, or a tensor at its end."""
+    """Yield a text for each difference between a replay and the recorded run, in losses, traces or final tensors."""
     run = found.plan.run
     comparison = compare_losses(found)
     if comparison.first is not None:
@@ -136,7 +145,7 @@ def unlike(found: Replayed) -> Iterator[str]:
 
 
 def unlike_tensors(one: Path, other: Path) -> Iterator[str]:
-    """Yield the tensors in which two checkpoints differ."""
+    """Yield a text for each tensor in which two checkpoints differ; raise ConfigError if one is corrupt."""
     try:
         now = digests(one)
         before = digests(other)
@@ -148,7 +157,7 @@ def unlike_tensors(one: Path, other: Path) -> Iterator[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each tensor of a checkpoint, by group and name. Raises CorruptCheckpoint."""
+    """Return the digest of each tensor of a checkpoint, by group and name; raise CorruptCheckpoint if it is damaged."""
     saved = checkpoint.read(folder)
     found = {}
     for group, content in saved.contents.items():

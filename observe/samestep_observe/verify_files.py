@@ -22,13 +22,13 @@ from samestep_observe.run_reader import count_of, finite_number, get_object, non
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 WEIGHTS = "model.safetensors"
-MOST_PROBLEMS = 1000  # of a file that are counted
+MOST_PROBLEMS = 1000  # maximum number of counted problems of a file
 # Fields of a result that repeat an option.
 REPEATED = ("dataset", "dtype", "global_batch_size", "seed")
 
 
 class Finding(NamedTuple):
-    """A claim of a file, and the problem that disproves it; "" without one."""
+    """A claim about a file, and the problem that contradicts the claim; "" if the claim holds."""
 
     file: str
     claim: str
@@ -66,7 +66,7 @@ def _finding(file: str, claim: str, problems: Iterator[str]) -> Finding:
 
 
 def check_metrics(run: RecordedRun) -> Iterator[Finding]:
-    """Check that each line is one of a run, that each step appears once, and that none is missing."""
+    """Check that metrics.jsonl has only valid lines, and each expected step once."""
     content = untrusted.read_bytes(run.folder / METRICS)
     lines, problems = read_lines(content)
     steps = [line for line in lines if "step" in line.values]
@@ -75,12 +75,12 @@ def check_metrics(run: RecordedRun) -> Iterator[Finding]:
         yield Finding(METRICS, claim, problems[0])
         return
     yield _finding(METRICS, f"{claim}, each step once", order_problems(lines))
-    if run.app not in NOT_REPLAYED:  # the others may log at other steps
+    if run.app not in NOT_REPLAYED:  # the apps of NOT_REPLAYED may log at other steps
         yield _finding(METRICS, "no line is missing", gaps(run, steps))
 
 
 def read_lines(content: bytes) -> tuple[list[Line], list[str]]:
-    """Return the lines of a metrics.jsonl, and the problems of those that are no JSON objects."""
+    """Return the lines of a metrics.jsonl, and the problems of lines that are not JSON objects."""
     lines: list[Line] = []
     problems = []
     texts = content.split(b"\n")
@@ -96,7 +96,7 @@ def read_lines(content: bytes) -> tuple[list[Line], list[str]]:
 
 
 def order_problems(lines: list[Line]) -> Iterator[str]:
-    """Yield the problems of the order of lines: a header first, rising steps, and resumes that fit."""
+    """Yield the problems in the order of lines: a header must be first, steps must ascend, and resumes must fit."""
     if not lines or "step" in lines[0].values or "resumed" in lines[0].values:
         yield "its first line is no header"
     last = Line(0, {"step": 0, "epoch": 0, "samples_seen": 0})
@@ -114,7 +114,7 @@ def order_problems(lines: list[Line]) -> Iterator[str]:
 
 
 def _step_problem(values: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return why a line cannot follow the one before; "" if it can."""
+    """Return the reason why a line cannot follow the previous line; "" if it can."""
     for name, least in (("step", 1), ("epoch", 0), ("samples_seen", 1)):
         value = non_negative_int(values.get(name))
         if value is None:
@@ -127,7 +127,7 @@ def _step_problem(values: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 
 
 def gaps(run: RecordedRun, steps: list[Line]) -> Iterator[str]:
-    """Yield the steps that lack a line: multiples of --log-every, and steps of checkpoints."""
+    """Yield a text for each multiple of --log-every, and each step of a checkpoint, that has no line."""
     present = {line.values["step"] for line in steps if non_negative_int(line.values.get("step"))}
     last = run.last_step if run.result else run.metrics.step or 0
     bounds = [*run.metrics.starts, run_reader.Start(last, {})]
@@ -149,9 +149,9 @@ def _without_line(steps: Iterable[int], present: Set[int]) -> Iterator[str]:
 
 
 def check_losses(run: RecordedRun) -> Iterator[Finding]:
-    """Check that log/losses.bin has each step once, and the losses of metrics.jsonl."""
+    """Check that log/losses.bin has each step once, and the same losses as metrics.jsonl."""
     if run.app in NOT_REPLAYED or "command" not in run.header:
-        return  # the app gives no losses of single steps, or an earlier version wrote the run
+        return  # the app records no losses of single steps, or an earlier version wrote the run
     records = step_losses.read(run.folder)
     yield _finding(step_losses.NAME, f"{count_of(len(records), 'step')}, each once", _loss_problems(run, records))
     yield _finding(step_losses.NAME, f"the losses of {METRICS}", _unlike_losses(run, records))
@@ -188,7 +188,7 @@ def _unlike_losses(run: RecordedRun, records: Any) -> Iterator[str]:
 
 
 def check_trace(run: RecordedRun) -> Iterator[Finding]:
-    """Check that log/trace.jsonl, if there is one, has rising steps of the run."""
+    """Check that log/trace.jsonl, if it exists, has steps of the run in ascending order."""
     path = run.folder / trace.NAME
     if not path.exists():
         return
@@ -203,7 +203,7 @@ def check_trace(run: RecordedRun) -> Iterator[Finding]:
 
 
 def check_checkpoints(run: RecordedRun) -> Iterator[Finding]:
-    """Check each checkpoint's checksums, and that it is one of this run."""
+    """Check each checkpoint's checksums, and that the checkpoint belongs to this run."""
     for folder in reversed(checkpoint.folders(run.folder)):
         name = f"checkpoints/{folder.name}"
         try:
@@ -215,7 +215,7 @@ def check_checkpoints(run: RecordedRun) -> Iterator[Finding]:
 
 
 def damaged_tensor(folder: Path) -> str:
-    """Return the tensors of a corrupt checkpoint that do not match their digests, as the end of a message."""
+    """Return the end of a message, with up to 3 tensors of a corrupt checkpoint that do not match their digests."""
     try:
         saved = checkpoint.read(folder, verify=False)
     except CorruptCheckpoint:
@@ -225,7 +225,7 @@ def damaged_tensor(folder: Path) -> str:
         recorded = get_object(entry, "tensors")
         try:
             now = checkpoint.tensor_digests(untrusted.read_bytes(folder / file))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # its header is damaged
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file is damaged
             continue
         names += [name for name in recorded if recorded[name] != now.get(name)]
     if not names:
@@ -234,7 +234,7 @@ def damaged_tensor(folder: Path) -> str:
 
 
 def foreign(run: RecordedRun, saved: Checkpoint) -> Iterator[str]:
-    """Yield the values by which a checkpoint belongs to another run."""
+    """Yield the reasons why a checkpoint belongs to another run."""
     if saved.app != run.app:
         yield f"it is of {shown(saved.app)}, not of {run.app}"
     for name, value in saved.resume_invariants.items():
@@ -252,7 +252,7 @@ def foreign(run: RecordedRun, saved: Checkpoint) -> Iterator[str]:
 
 
 def _is_between_losses(run: RecordedRun, step: int, mean: float) -> bool:
-    """Return whether a mean lies between the smallest and the largest loss of the steps until ``step``."""
+    """Return whether a mean lies between the smallest and the largest loss of the steps up to ``step``."""
     losses = [loss for each, loss in run.losses.items() if each <= step]
     if not losses:
         return True
@@ -264,7 +264,7 @@ def _is_between_losses(run: RecordedRun, step: int, mean: float) -> bool:
 
 
 def check_result(run: RecordedRun) -> Iterator[Finding]:
-    """Check the result against the run's options, its last line and its weights."""
+    """Check the result against the run's options, the last line of metrics.jsonl and the weights."""
     if not run.result:
         if (run.folder / RESULT).exists():
             yield Finding(RESULT, "a result", "it is damaged")
@@ -289,7 +289,7 @@ def _unlike_result(run: RecordedRun) -> Iterator[str]:
 
 
 def _is_close(value: Any, expected: float) -> bool:
-    """Return whether a value is an evaluation, up to the rounding of another number of ranks."""
+    """Return whether a value equals an evaluation, up to the rounding at another world size."""
     number = finite_number(value)
     return number is not None and math.isclose(number, expected, rel_tol=1e-5)
 
@@ -307,9 +307,9 @@ def _unlike_weights(run: RecordedRun) -> Iterator[str]:
     try:
         saved = checkpoint.read(folder)
     except CorruptCheckpoint:
-        return  # missing, or named above
+        return  # the checkpoint is missing, or `check_checkpoints` reports it
     if saved.pieces or "model" not in saved.contents or run.app in NOT_REPLAYED:
-        return  # shards, or other names
+        return  # the checkpoint has shards, or its weights have other names
     arrays = safetensors.numpy.load(saved.contents["model"])
     if checkpoint.weights_sha256(arrays) != digest:
         yield f"they are not those of checkpoints/{folder.name}"

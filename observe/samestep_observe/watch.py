@@ -3,18 +3,18 @@
     samestep watch [RUN_DIR]
     samestep watch --pid RANK [RUN_DIR]
 
-Each second it shows loss, speed, time left, each rank's heartbeat and location,
-the last checkpoint, restarts, and the last lines of log/launcher.log. It reads
-only the run dir's files, so ssh is enough. It exits when the run ends.
+Each second, watch shows loss, speed, time left, each rank's heartbeat and
+location, the last checkpoint, restarts, and the last lines of log/launcher.log.
+It reads only the run dir's files, so ssh is enough. It exits when the run ends.
 
 The age of a heartbeat uses this machine's clock. For a rank on another host,
-it is the time since watch last saw the file change. Machines without a shared
-disk show only their own ranks.
+the age is the time since watch last saw the file change. Without a shared disk,
+watch shows only the ranks of this machine.
 
-If stdout is not a terminal, it prints once, as with --once. Ctrl-C ends watch,
-not the run.
+If stdout is not a terminal, watch prints once, as with --once. Ctrl-C ends
+watch, not the run.
 
-With --pid, it only prints the process ID of a rank, for kill and for debuggers:
+With --pid, watch only prints the process ID of a rank, for kill and debuggers:
 kill -KILL $(samestep watch --pid 1)
 
 Exit codes: 0 shown, 2 a mistake in the call.
@@ -43,18 +43,18 @@ from samestep_observe.command import new_parser, run_command
 from samestep_observe.run_reader import RESTART, Curve, Heartbeat, State, finite_number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SILENT_SECONDS = 5.0  # without a heartbeat: the rank is stopped or dead, or its disk hangs
-GONE_SECONDS = 10.0  # that a run may be without a process while its launcher restarts it
-MAX_SECONDS = 1e9  # per step, beyond which the line is damaged
-SPEED_LINES = 10  # of metrics.jsonl, from which the speed is computed
+SILENT_SECONDS = 5.0  # age of a heartbeat above which the rank is stopped or dead, or its disk hangs
+GONE_SECONDS = 10.0  # maximum time without a process while the launcher restarts a run
+MAX_SECONDS = 1e9  # maximum plausible time of a step; a longer time means damaged lines
+SPEED_LINES = 10  # lines of metrics.jsonl from which the speed is computed
 RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
-TAIL_LINES = 6  # of log/launcher.log, if there is room
-DEFAULT_SIZE = (100, 200)  # columns and lines without a terminal
-COLORS = {"running": 36, "finished": 32, "stopped": 33, "failed": 31, "ended": 31}  # of a state, by ANSI codes
+TAIL_LINES = 6  # maximum number of shown lines of log/launcher.log
+DEFAULT_SIZE = (100, 200)  # columns and lines of the output without a terminal
+COLORS = {"running": 36, "finished": 32, "stopped": 33, "failed": 31, "ended": 31}  # ANSI color code of each state
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0, or 2 after one line on stderr."""
+    """Run ``samestep watch`` and return its exit code."""
     parser = new_parser("watch", __doc__)
     default = "(default: the newest below runs/)"
     parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help=f"the folder of a run {default}")
@@ -82,7 +82,7 @@ def _run(options: Options) -> None:
     with contextlib.suppress(KeyboardInterrupt), _alternate_screen():
         while view.update():
             lines = view.colored_frame(*_size())
-            # Write over the lines before, each to its end, so that nothing flickers.
+            # Overwrite the previous lines, because clearing the screen would flicker.
             _write("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[K\x1b[J")
             _wait(options.every)
     print("\n".join(view.colored_frame(*_size())))
@@ -124,14 +124,14 @@ def _can_redraw() -> bool:
 
 @contextlib.contextmanager
 def _alternate_screen() -> Iterator[None]:
-    """Switch to the terminal's alternate screen, without a cursor, and back, whatever ends this process."""
+    """Show the terminal's alternate screen without a cursor; restore the screen also after TERM or HUP."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])  # `_wait` takes it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])  # `_wait` receives the signal
     _write("\x1b[?1049h\x1b[?25l")
     try:
         yield
@@ -140,7 +140,7 @@ def _alternate_screen() -> Iterator[None]:
 
 
 def _size() -> tuple[int, int]:
-    """Return the terminal's columns and lines; COLUMNS and LINES do not change with it."""
+    """Return the terminal's current columns and lines. The variables COLUMNS and LINES may be out of date."""
     with contextlib.suppress(OSError, ValueError):
         size = os.get_terminal_size(sys.stdout.fileno())
         return size.columns or DEFAULT_SIZE[0], size.lines or DEFAULT_SIZE[1]
@@ -152,7 +152,7 @@ def _write(content: str) -> None:
 
 
 def _wait(seconds: float) -> None:
-    """Wait, or until the terminal has another size."""
+    """Wait for ``seconds``, or until the terminal's size changes."""
     if hasattr(signal, "sigtimedwait"):
         signal.sigtimedwait([signal.SIGWINCH], seconds)
     else:
@@ -163,7 +163,7 @@ def _wait(seconds: float) -> None:
 
 
 class View:
-    """Show a run dir as its files are now."""
+    """The current state of a run dir, as lines for a terminal."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -171,13 +171,13 @@ class View:
         self._log = run_reader.EventLog(run_dir)
         self._result: dict[str, Any] = {}
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._changed: dict[int, tuple[float, float]] = {}  # by rank: its heartbeat's time, and when it was first seen
+        self._changed: dict[int, tuple[float, float]] = {}  # by rank: time of the heartbeat, and of its first reading
         self._updates = 0
         self._gone_since: float | None = None
         self._state = State("new", "")
 
     def update(self) -> bool:
-        """Read the run's new lines; return whether to continue."""
+        """Read the run's new data; return whether the run may still write."""
         self._updates += 1
         self._metrics.read()
         self._log.read()
@@ -191,7 +191,7 @@ class View:
         return self._continues(now)
 
     def _note_changes(self, now: float) -> set[str]:
-        """Note which heartbeats changed; return other hosts on which a known rank did."""
+        """Record the heartbeats that changed; return the other hosts on which a known rank's heartbeat changed."""
         active_hosts = set()
         for rank, beat in self._heartbeats.items():
             last_time, _ = self._changed.get(rank, (None, 0.0))
@@ -203,7 +203,7 @@ class View:
         return active_hosts
 
     def _continues(self, now: float) -> bool:
-        """Return whether the run may still write: a run that was killed leaves no result."""
+        """Return whether the run may still write. A killed run leaves no result, and ends after GONE_SECONDS."""
         if self._state.name == "running":
             self._gone_since = None
             return True
@@ -246,7 +246,7 @@ class View:
         return [_cut(line, columns) for line in shown[: max(1, lines - 1)]]
 
     def _step(self) -> int:
-        """Return the last step that a file shows: the result of a finished run, else metrics and heartbeats."""
+        """Return the last step, from the result of a finished run, or from metrics and heartbeats."""
         recorded = self._metrics.step or 0
         newest = max([recorded, *(beat.step for beat in self._heartbeats.values())])
         if self._state.name != "finished":
@@ -294,14 +294,14 @@ class View:
             yield f"result         {', '.join(texts)}"
 
     def _waiting_for(self) -> str:
-        """Return in words what comes before the first measurement."""
+        """Return a text about the wait for the first measurement."""
         if not self._heartbeats:
             return "no rank has started yet"
         has_stepped = any(beat.step > 0 for beat in self._heartbeats.values())
         return "waiting for the first log line" if has_stepped else "waiting for the first step"
 
     def _seconds_per_step(self) -> float | None:
-        """Return the mean over the last lines, with evaluations and checkpoints, from the lines' own numbers."""
+        """Return the mean seconds per step of the last lines, with evaluations and checkpoints; None if unknown."""
         curve = self._metrics.curves.get("samples_per_second", Curve())
         options = run_reader.get_object(self._metrics.header, "options")
         batch_size = finite_number(options.get("global_batch_size"))
@@ -347,7 +347,7 @@ class View:
             yield f"{event.kind:<14} {event.when[11:]} {event.text}"
 
     def _ranks(self, max_lines: int) -> Iterator[str]:
-        """Yield lines on the ranks: one for all of a run that ended, else one per rank."""
+        """Yield one line about all ranks of an ended run, or one line per rank of a running run."""
         beats = list(self._heartbeats.values())
         world_size = max(run_reader.world_size_of(self._metrics.header, self._result) or 0, len(beats))
         if self._state.name == "finished":
@@ -363,7 +363,7 @@ class View:
             yield from self._rank_lines(beats, max_lines - 1)
 
     def _rank_lines(self, beats: list[Heartbeat], max_lines: int) -> Iterator[str]:
-        """Yield a line per rank; without room for all, silent and late ranks come first."""
+        """Yield one line per rank. If the room is too small, show silent ranks first, then the lowest steps."""
         shown = beats
         if len(beats) > max_lines:
             shown = sorted(beats, key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
@@ -389,7 +389,7 @@ class View:
         return "  ".join(texts)
 
     def _age(self, beat: Heartbeat) -> float:
-        """Return the seconds since a heartbeat; of another host's rank, since its file was seen to change."""
+        """Return the seconds since a heartbeat, or since watch first read it if the rank runs on another host."""
         if _is_here(beat):
             return max(0.0, time.time() - beat.time)
         _, changed = self._changed[beat.rank]
@@ -406,7 +406,7 @@ def _bar(share: float, width: int) -> str:
 
 
 def sparkline(curve: Curve, width: int) -> str:
-    """Return a curve in at most ``width`` characters: each section's mean, scaled from the least to the greatest."""
+    """Return a curve as at most ``width`` characters. Each shows a section's mean, scaled to the range of all means."""
     values = np.array(curve.values)
     count = len(values)
     sections = min(width, count)
@@ -430,7 +430,7 @@ def duration(seconds: float) -> str:
 
 
 def _cut(line: str, columns: int) -> str:
-    """Cut a line to the terminal's width, and escape control characters, which a terminal would obey."""
+    """Cut a line to the terminal's width, and escape control characters, which would change the terminal."""
     line = printable(line.expandtabs(4))
     if len(line) <= columns:
         return line

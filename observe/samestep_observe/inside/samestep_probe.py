@@ -1,7 +1,7 @@
 """Record the numbers of a replayed step, as a line of JSON in a file for each rank.
 
-``samestep replay`` puts this folder first on PYTHONPATH. The probes read and never write: they change no bit of the
-training. Only the steps in [``first``, ``last``] are recorded. The modules ``samestep_probe_torch`` and
+``samestep replay`` puts this folder first on PYTHONPATH. The probes only read the training's tensors, so they change no
+bit of the training. They record the steps from ``first`` to ``last``. The modules ``samestep_probe_torch`` and
 ``samestep_probe_paddle`` have the hooks of frameworks. This module uses the standard library alone, because every
 Python that the launch script starts runs it.
 """
@@ -30,7 +30,7 @@ class Probe:
     Attributes:
         run: the rank's `samestep.run.Run`; None before it has started.
         frameworks: the hooks of the frameworks that the program has imported.
-        unseen: the errors of hooks, by their name.
+        unseen: the first error of each hook, by the hook's name.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Probe:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the step that is computed now must be recorded."""
+        """Whether the current step must be recorded."""
         if self.run is None:
             return False
         return bool(config["first"] <= self.run.step + 1 <= config["last"])
@@ -50,24 +50,24 @@ class Framework:
     """The hooks of one framework. Subclasses return their observations of a step."""
 
     def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
-        """Return the values of the step as JSON, and forget them.
+        """Return the observations of the step as JSON values, and clear them.
 
         Args:
             rows: number of samples of this rank.
-            targets: number of losses of each sample, if samples differ in it.
+            targets: number of losses of each sample; None if all samples have the same number.
         """
         raise NotImplementedError
 
     def keep_batch(self, batch: Any, lengths: list[int] | None) -> None:
-        """Look at the batch that the loop has received.
+        """Record a batch that the training loop receives.
 
         Args:
-            batch: tensors. The first one has the inputs of this rank's samples.
-            lengths: length of each sample, if the inputs are padded.
+            batch: nested tensors. The first tensor has the inputs of this rank's samples.
+            lengths: length of each sample; None if the inputs are not padded.
         """
 
     def forget(self) -> None:
-        """Forget the observations of a step."""
+        """Clear the observations of a step."""
         vars(self).update(vars(type(self)()))
 
 
@@ -76,7 +76,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(hook: Hook) -> Hook:
-    """Wrap a hook: its exception is recorded, once for each hook, and never reaches the training."""
+    """Wrap a hook so that its exceptions never reach the training; the first exception of each hook is recorded."""
 
     @functools.wraps(hook)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -90,15 +90,15 @@ def guarded(hook: Hook) -> Hook:
 
 
 def on_import(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Call a guarded hook with a module once it has been imported."""
+    """Register a guarded hook, which is called with the module after the module's import."""
     _hooks.setdefault(module, []).append(guarded(hook))
 
 
 def start() -> None:
-    """Install the hooks, in a process of a replay alone."""
+    """Install the hooks if this process belongs to a replay."""
     if not config:
         return
-    # These modules import this one.
+    # Imported here, because these modules import this module.
     import samestep_probe_paddle
     import samestep_probe_torch
 
@@ -109,7 +109,7 @@ def start() -> None:
 
 
 def _watch_run(module: ModuleType) -> None:
-    """Follow the steps of this process's Run, which evaluates nothing and ends after the last one."""
+    """Patch `Run` to record its steps, to skip evaluations, and to end the process after the last step."""
     run_class = module.Run
     start_run = run_class.start
     batches_of = run_class.batches
@@ -153,19 +153,19 @@ def _watch_run(module: ModuleType) -> None:
 
 
 def _end(run: Any) -> NoReturn:
-    """End this rank when the last checkpoint is on the disk. Nobody reads the weights and the result of a replay."""
+    """End this rank after its last checkpoint is on the disk, because a replay needs no result."""
     run.storage.finish(run)
-    run.collectives.broadcast(b"")  # collective: a rank that ends may make its launcher end the others
+    run.collectives.broadcast(b"")  # collective: a barrier, because a rank's end may make its launcher kill the others
     run.monitor.stop()
     end_workers()
     horovod = sys.modules.get("horovod.torch")
-    if horovod is not None:  # its thread would report the end of another rank as an error
+    if horovod is not None:  # Horovod's thread would report another rank's end as an error
         horovod.shutdown()
     os._exit(0)
 
 
 def end_workers() -> None:
-    """Kill the workers of data loaders. They ignore TERM, and a forked rank would wait for their end."""
+    """Kill the workers of data loaders. They ignore TERM, and a forked rank would wait for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker ends
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -182,7 +182,7 @@ def _keep_batch(run: Any, batch: Any) -> None:
 
 @guarded
 def _record(run: Any, step: int) -> None:
-    """Write the record of the update ``step``, from 0."""
+    """Write this rank's record of the update ``step``, counted from 0."""
     batches = run.progress.batches
     own = indices(batches, step)
     values: dict[str, Any] = {"step": step + 1, "rank": run.world.rank, "samples": own}
@@ -197,10 +197,10 @@ def _record(run: Any, step: int) -> None:
 
 
 def indices(batches: Any, step: int) -> list[int]:
-    """Return the samples of a rank at ``step``, from 0, in the order in which it computes them."""
-    from dataclasses import replace  # it takes milliseconds, in every Python of the launch script
+    """Return a rank's sample indices at ``step``, counted from 0, in the order of their computation."""
+    from dataclasses import replace  # this import takes milliseconds, and not every process needs it
 
-    batches = replace(batches)  # a copy with a cache of its own
+    batches = replace(batches)  # the copy has a separate cache
     if batches.virtual_ranks is None and batches.accumulate == 1:
         return [int(sample) for sample in batches.indices(step)]
     samples = []
@@ -210,12 +210,12 @@ def indices(batches: Any, step: int) -> list[int]:
 
 
 def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
-    """Return a number of each sample, which `TokenBatches` has; None for batches of other classes.
+    """Return an attribute of `TokenBatches` for each sample; None if the batches lack this attribute.
 
     Args:
-        batches: the global batches.
-        name: name of the numbers, such as "lengths".
-        samples: the samples.
+        batches: the `GlobalBatches` or `TokenBatches` of this process.
+        name: name of the attribute, such as "lengths".
+        samples: sample indices.
     """
     values = getattr(batches, name, None)
     if values is None:
@@ -224,12 +224,12 @@ def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
 
 
 def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
-    """Return the samples of each rank of the recorded run, which may have had another number of ranks.
+    """Return the sample indices of each rank of the recorded run, which may have another world size.
 
-    Ranks of a tensor-parallel group share their samples, so that there are fewer shards than ranks.
+    Ranks of a tensor-parallel group share their samples, so there may be fewer shards than ranks.
 
     Args:
-        batches: `GlobalBatches` of this process.
+        batches: the `GlobalBatches` of this process.
         step: the step, counted from 0.
         world_size: number of ranks of the replay.
     """
@@ -242,7 +242,7 @@ def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Call the hooks of a module after its import."""
+    """An import finder that calls the hooks of a module after its import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name not in _hooks:

@@ -1,4 +1,4 @@
-"""Watch Paddle's losses, layers and optimizers in the process of a replay."""
+"""Record Paddle's losses, activations and updates in a process of a replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samestep_probe import Framework, guarded, on_import, probe
 
 
 def start() -> None:
-    """Watch Paddle once it is imported."""
+    """Register the hooks for Paddle's modules."""
     on_import("paddle.nn.functional", _watch_losses)
     on_import("paddle.nn.layer.layers", _watch_layers)
     on_import("paddle.optimizer", _watch_optimizers)
@@ -28,7 +28,7 @@ class Paddle(Framework):
 
     def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         values = {
-            # Before its first step the app computes a loss once more, for the order of its collectives.
+            # Before its first step, the app computes one more loss, to fix the order of its collectives.
             "losses": self.losses[-rows:] if rows else [],
             "learning_rates": self.rates,
             "clip": None,
@@ -110,7 +110,7 @@ def _watched_step(own: Any) -> Any:
 
 @guarded
 def _weights(optimizer: Any) -> dict[str, Any]:
-    """Return copies of the weights that have a gradient, and of the gradients."""
+    """Return copies of the weight and the gradient of each parameter that has a gradient, by parameter name."""
     found = {}
     for parameter in optimizer._parameter_list:
         if parameter.grad is not None:

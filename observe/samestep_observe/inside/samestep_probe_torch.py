@@ -1,4 +1,4 @@
-"""Watch torch's losses, modules and optimizers in the process of a replay."""
+"""Record torch's losses, activations and updates in a process of a replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOSSES = (
 
 
 def start() -> None:
-    """Watch torch once it is imported."""
+    """Register the hooks for torch's modules."""
     on_import("torch.nn.functional", _watch_losses)
     on_import("torch.nn.modules.module", _watch_modules)
     on_import("torch.nn.utils.clip_grad", _watch_clipping)
@@ -35,15 +35,15 @@ class Torch(Framework):
     """The observations of a rank with torch during its current step.
 
     Attributes:
-        losses: of samples, or of their parts, a flat tensor for each call of a loss function.
+        losses: losses of samples or of their parts: a float64 tensor [losses] for each call of a loss function.
         roots: the outermost modules that have run.
-        depth: number of modules that run now, in each other.
-        activations: the largest absolute output, by module.
+        depth: number of nested modules that are running.
+        activations: the largest absolute output of each module, by module.
         before: weight and gradient of each parameter before the optimizer's update, by id.
         tensors: the record of each parameter, by id.
         rates: the learning rates of the optimizer's groups.
         clip: the norm before clipping, and the limit; None without clipping.
-        inputs: a digest of each sample's inputs.
+        inputs: digest of each sample's inputs.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Torch(Framework):
         self.inputs: list[str] = []
 
     def keep_batch(self, batch: Any, lengths: list[int] | None) -> None:
-        """Take a digest of each sample's inputs, and write the batch for ``--export``."""
+        """Record a digest of each sample's inputs, and write the batch for ``--export``."""
         tensors = _flatten(batch)
         torch = sys.modules["torch"]
         rows = [value for value in tensors if torch.is_tensor(value) and value.ndim]
         if not rows:
             return
         if not self.inputs:
-            self.forget()  # passes before the step, such as those that build DDP
+            self.forget()  # the observations may come from passes before the step, such as DDP's set-up
         inputs = list(rows[0].detach().cpu())
         if lengths is not None:  # padding belongs to the batch, not to the sample
             inputs = [row[:length] for row, length in zip(inputs, lengths)]
@@ -97,7 +97,7 @@ seen = Torch()
 
 
 def _is_training() -> bool:
-    """Whether a module or a loss runs for the update of a wanted step."""
+    """Return whether this forward pass belongs to the update of a step to record."""
     return probe.is_wanted and sys.modules["torch"].is_grad_enabled()
 
 
@@ -128,7 +128,13 @@ def _watched_loss(own: Any) -> Any:
 
 
 def _by_sample(losses: list[Any], rows: int, targets: list[int] | None) -> list[float]:
-    """Return the loss of each of ``rows`` samples, the mean over its parts such as tokens; [] if they do not fit."""
+    """Return the mean loss of each sample over its parts, such as tokens; [] if the number of losses does not fit.
+
+    Args:
+        losses: float64 tensors [losses], one for each call of a loss function.
+        rows: number of samples of this rank.
+        targets: number of losses of each sample; None if all samples have the same number.
+    """
     if not losses or not rows:
         return []
     values = sys.modules["torch"].cat(losses)
@@ -181,7 +187,7 @@ def _keep_activation(module: Any, output: Any) -> None:
 
 
 def _by_name(activations: dict[Any, float], roots: list[Any]) -> dict[str, float]:
-    """Return the values by the modules' names, in the model's order; without the whole model."""
+    """Return the activations by module name, in the order of the model, without the root modules."""
     found = {}
     for root in roots:
         for name, module in root.named_modules():
@@ -192,7 +198,7 @@ def _by_name(activations: dict[Any, float], roots: list[Any]) -> dict[str, float
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the parts that wrappers such as DDP and torch.compile add."""
+    """Return a module's or parameter's name without the parts that DDP and torch.compile add."""
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     while parts and parts[0] == "module":
         parts.pop(0)
@@ -222,14 +228,14 @@ def _watch_optimizers(module: ModuleType) -> None:
 
 @guarded
 def _before_update(optimizer: Any, arguments: Any, named: Any) -> None:
-    """Copy weights and gradients. A closure, as Lightning passes, computes the gradients later."""
+    """Copy weights and gradients before an update. A closure, as in Lightning, computes the gradients later."""
     if not probe.is_wanted:
         return
     has_closure = any(map(callable, [*arguments, *named.values()]))
     seen.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     for parameter in _parameters(optimizer):
         gradient = None
-        if parameter.grad is not None and not has_closure:  # some optimizers change it
+        if parameter.grad is not None and not has_closure:  # some optimizers change the gradient
             gradient = _local(parameter.grad.detach()).clone()
         seen.before[id(parameter)] = (_local(parameter.detach()).clone(), gradient)
 
@@ -255,7 +261,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _describe(parameter: Any) -> dict[str, Any]:
-    """Return squares of norms of this rank's part of a parameter, and the share of its ranks that they count for."""
+    """Return the squared norms of this rank's part of a parameter, and their factor in the sum over all ranks."""
     weight, gradient = seen.before[id(parameter)]
     after = _local(parameter.detach())
     return {
@@ -273,7 +279,7 @@ def _square(value: Any) -> float:
 
 
 def _share(parameter: Any) -> float:
-    """Return 1 / the number of ranks that hold the same part: all of them, unless the parameter is sharded."""
+    """Return 1 / the number of ranks that hold the same part of a parameter; without shards, all ranks hold it."""
     placements = getattr(parameter, "placements", None)
     if placements is None:
         return 1 / int(probe.run.world.world_size)
@@ -285,7 +291,7 @@ def _share(parameter: Any) -> float:
 
 
 def _local(value: Any) -> Any:
-    """Return a tensor, or this rank's part of a sharded one. It does not communicate."""
+    """Return a tensor, or this rank's part of a sharded tensor, without communication."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -301,7 +307,7 @@ def _parameter_names(roots: list[Any]) -> dict[int, str]:
 
 
 def _flatten(value: Any) -> list[Any]:
-    """Return the values in tuples, lists and dicts in each other."""
+    """Return the values of nested tuples, lists and dicts as a flat list."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, (tuple, list)):
@@ -313,14 +319,14 @@ def _flatten(value: Any) -> list[Any]:
 
 
 def _digest(value: Any) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of a tensor's bytes."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a CPU tensor's bytes."""
     torch = sys.modules["torch"]
     content = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _write_gradients(before: dict[int, tuple[Any, Any]], names: dict[int, str]) -> None:
-    """Write this rank's gradients. Ranks with a replica have the same, so rank 0 writes them."""
+    """Write this rank's gradients. If all ranks have equal gradients, only rank 0 writes them."""
     gradients: dict[str, Any] = {}
     is_whole = True
     for key, (_, gradient) in before.items():

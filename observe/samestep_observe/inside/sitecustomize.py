@@ -1,4 +1,4 @@
-"""Install the probes of a replay in a process, then run the sitecustomize that this one shadows."""
+"""Install the probes of a replay in this process, then run the sitecustomize module that this module hides."""
 
 from __future__ import annotations
 
