@@ -156,7 +156,9 @@ def test_targets_are_the_completions_and_their_ends() -> None:
     second = [*b"S\na\n", *b"bc", 256, *b"d\n", *b"e", 256]
     none = -100
     assert counts[4] == [first + [0] * (len(second) - len(first)), second]
-    """Train on 1 and 3 ranks, with samples that share a row, and with fewer micro-batches than ranks."""
+    padding = len(second) - len(first)
+    assert counts[5][0] == [none, *b"bc", 256, none, *[-101] * padding]
+    alone, three, most = counts[6]  # the fraction of time that ranks wait, because a step has few micro-batches
     assert (alone, most > 0.9) == (0, True)
     assert 0 < three < 0.5
     assert counts[5][1] == [none, none, none, *b"bc", 256, none, none, *b"e", 256, none]
