@@ -25,4 +25,4 @@ class OutOfTime(CannotTell):
 
 
 class NotSeen(Verdict):
-    """The script does not show what the row needs, from outside."""
+    """The check cannot observe in the script what the row needs."""
