@@ -1,4 +1,4 @@
-"""Time PaddlePaddle: the program of its tutorials, and the compute limit. paddle.distributed.launch starts this."""
+"""Time PaddlePaddle's tutorial program or the compute limit. paddle.distributed.launch starts this program."""
 
 from __future__ import annotations
 

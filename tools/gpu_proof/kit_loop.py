@@ -105,7 +105,7 @@ def main() -> None:
         result = {"losses": losses, "weights": weights_digest(net), "backend": dist.get_backend()}
         print(json.dumps(result), flush=True)
     dist.barrier()  # collective
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":
