@@ -4,10 +4,10 @@
 
 Three variants take turns in each round, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. It turns
-  model and optimizer into arrays, sums the bits of each, and calls `checkpoint.save`, which copies them. A thread then
-  hashes, writes and syncs the files, renames the folder and deletes the oldest of three checkpoints. Training continues
-  meanwhile; *whole* is the time until the thread is done.
+- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. Rank 0
+  turns model and optimizer into arrays, sums the bits of each array, and calls `checkpoint.save`, which copies the
+  arrays. A thread then hashes, writes and syncs the files, renames the folder and deletes the oldest of three
+  checkpoints. Training continues meanwhile; *whole* is the time until the thread is done.
 
 - plain: writes and syncs as many files of the same sizes, without a folder, rename, checksum or deletion.
 

@@ -9,7 +9,8 @@ milliseconds. A ratio compares a variant with the plain step (contiguous tensors
 ``--compile`` adds torch.compile, which needs a C++ compiler.
 
 The variants with a hook replace DDP's all-reduce by sums in rank order. These sums do not depend on a gradient's place
-in a bucket. From 3 ranks on, the sums of a ring do. All gradients of this model are in one bucket of 87 KB.
+in a bucket. The sums of a ring depend on this place, from 3 ranks on. All gradients of this model are in one bucket of
+87 KB.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def check(shards: Shards) -> str:
         AssertionError: gradients of hooks differ from DDP's by more than rounding, or from each other in a bit.
     """
     stock = gradients(shards, DistributedDataParallel, 1)
-    sizes = (0.001, 0.03, 25)  # MB per bucket, for one or two gradients, some, or all
+    sizes = (0.001, 0.03, 25)  # MB per bucket, which has one or two gradients, several, or all
     ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]
     found = [
         gradients(shards, functools.partial(hooked, hook, bucket_cap_mb=size), passes)

@@ -36,7 +36,7 @@ METHODS = ("fork", "exec")
 RETURNING = 3  # ranks of a job in which killed ranks come back
 KILLS = 4  # number of kills in each job
 FIRST = 30  # steps before the first kill
-LIMIT = 120.0  # seconds until each wait fails
+LIMIT = 120.0  # timeout of each wait, in seconds
 
 
 class Job:
@@ -114,7 +114,7 @@ def main() -> None:
         for _ in range(rounds):
             for app, ranks, killed in JOBS:
                 job = Job(app, ranks, Path(folder), "--epochs=1000", "--log-every=1", "--checkpoint-every=10")
-                first = 1 if app == "mnist_elastic" else 0  # its rank 0 is the launcher
+                first = 1 if app == "mnist_elastic" else 0  # rank 0 of mnist_elastic is the launcher
                 seconds = [job.pause(ranks, first, killed) for _ in range(KILLS)]
                 pauses.setdefault((app, ranks, killed), []).extend(seconds)
                 job.end()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = {"rank": "a rank", "ranks": "all ranks", "save": "rank 0 during a save"}
 METHODS = ("fork", "exec")
 BETWEEN = 20  # least number of steps from a restart to the next kill
-LIMIT = 120.0  # seconds until each wait fails
+LIMIT = 120.0  # timeout of each wait, in seconds
 
 
 class Job:

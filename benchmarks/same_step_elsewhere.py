@@ -1,4 +1,4 @@
-"""Compare trainings at several ranks and at 1 rank, with Accelerate and Lightning as in their guides, and in cifar_ddp.
+"""Compare training at several ranks with training at 1 rank, in Accelerate, in Lightning and in cifar_ddp.
 
     bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
@@ -9,10 +9,10 @@ schedule. The libraries' programs divide the batch by the number of ranks, as th
 compares each program with itself at 1 rank. It compares the losses of the updates (the mean over the samples of all
 ranks, before the update), the samples of each update, the learning rates, and the reported accuracy.
 
-The libraries' programs are elsewhere/*_loop.py. They compute in float64, so that rounding causes no difference. Rows
-with "switches" set the library's options that make several ranks more similar to one rank. Rows with "plain" train
-without batch normalization, dropout and augmentation, so that the model causes no difference. ``--output NAME`` writes
-the table between the two marks of NAME.md, and draws NAME.png.
+The libraries' programs are elsewhere/*_loop.py, which follow the libraries' guides. They compute in float64, so that
+rounding causes no difference. Rows with "switches" set the library's options that make several ranks more similar to
+one rank. Rows with "plain" train without batch normalization, dropout and augmentation, so that the model causes no
+difference. ``--output NAME`` writes the table between the two marks of NAME.md, and draws NAME.png.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "elsewhere"
-LIMIT = 600  # seconds for any one run
+LIMIT = 600  # timeout of each run, in seconds
 EXAMPLES = 1024
 SEED = 1
 LR = 0.02
@@ -77,7 +77,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Training:
-    """One program's training at one world size. ``examples`` is the number of examples that its test counted."""
+    """One program's run at one world size. ``examples`` is the number of examples that its test counted."""
 
     updates: list[Update]
     accuracy: float
@@ -163,7 +163,7 @@ def ours(program: Program, n: int, folder: Path) -> Training:
 
 
 def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
-    """Train a program at each number of ranks, and return the trainings by number of ranks."""
+    """Train a program at each number of ranks, and return the runs by number of ranks."""
     found = {}
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def write(path: Path, about: str, measured: dict[str, dict[int, Training]]) -> N
 
 
 def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
-    """Return the machine and the trainings from a file of `write`."""
+    """Return the machine and the runs from a file of `write`."""
     stored = json.loads(path.read_text())
 
     def training(run: dict[str, Any]) -> Training:
@@ -225,7 +225,7 @@ def repeated(training: Training) -> int:
 
 
 def row(name: str, found: dict[int, Training]) -> str:
-    """Return a line of the table. ``found`` has the trainings by number of ranks, which include 1."""
+    """Return a line of the table. ``found`` has the runs by number of ranks, including 1."""
     one = found[1]
     others = [found[n] for n in sorted(found) if n > 1]
     every = [found[n] for n in sorted(found)]

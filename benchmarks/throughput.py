@@ -56,7 +56,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
-LIMIT = 900  # seconds for any one run
+LIMIT = 900  # timeout of each run, in seconds
 SPREAD = 1.3  # if a variant's fastest round / slowest round is larger, the row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
@@ -227,7 +227,7 @@ def spread(speeds: Speeds) -> float:
 
 
 def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
-    """Repeat an attempt until its spread is within SPREAD. Return the attempt of least spread, and their number."""
+    """Repeat an attempt until its spread is within SPREAD. Return the attempt of least spread, and how many there were."""
     tried: list[Speeds] = []
     while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
         tried.append(attempt())

@@ -40,7 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 128
-LIMIT = 1800  # seconds for any one run
+LIMIT = 1800  # timeout of each run, in seconds
 # The recipe of docs/cifar_ddp_speed.md that reaches 0.90 first.
 RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "--dropout=0", "--label-smoothing=0"]
 RECIPE += [f"--global-batch-size={BATCH}"]

@@ -3,7 +3,7 @@
     python benchmarks/trackers.py [--rounds 5] [--ranks 2] [--steps 600] [--quick] [--json FILE]
 
 The launch script runs both with this Python, which needs mlflow (not mlflow-skinny). Each step writes a line of
-metrics.jsonl, and every 50th a checkpoint, which is more than runs usually do. The milliseconds per step are the
+metrics.jsonl, and every 50th step writes a checkpoint. Usual runs write less. The milliseconds per step are the
 seconds in a run's result, divided by its steps. Runs without and with --track take turns, and a ratio compares the two
 runs of a round. The server has the lowest CPU priority, because it simulates a server on another machine.
 """

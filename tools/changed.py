@@ -134,7 +134,7 @@ def default_revision() -> tuple[str, str]:
     """Return the name of the main branch, and the commit of the merge base with it."""
     current = (git("symbolic-ref", "--quiet", "HEAD") or "").strip()
     for branch in MAIN_BRANCHES:
-        if f"refs/heads/{branch}" == current:  # the current branch does not show which commits are new
+        if f"refs/heads/{branch}" == current:  # a branch's merge base with itself hides its new commits
             continue
         commit = (git("merge-base", "HEAD", branch) or "").strip()
         if commit:
@@ -143,7 +143,7 @@ def default_revision() -> tuple[str, str]:
 
 
 def chosen_revision(name: str) -> tuple[str, str]:
-    """Return a revision and its commit; the default for an empty name."""
+    """Return a revision and its commit, or the default revision if ``name`` is empty."""
     if not name:
         return default_revision()
     if name.startswith("-"):

@@ -5,9 +5,9 @@
 Without paths, the program checks CHECKED. It exits with 1 if it finds a line that breaks one of three habits of
 CONTRIBUTING.md:
 
-- One assignment a statement: no ``a, b = x, y``, except to exchange two values.
+- One assignment per statement: no ``a, b = x, y``, except to exchange two values.
 - No ``:=``, except in the condition of a ``while``.
-- One ``for`` in a comprehension.
+- One ``for`` per comprehension.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def main() -> None:
         made = locks(source, options.upgrade)
         both = {source.with_name(f"requirements-{each}.txt") for each in ("cpu", "cuda")}
         for old in (path for path in both - made.keys() if source.name == "requirements.in" and path.exists()):
-            differ.append(str(old.relative_to(ROOT)))  # the app no longer needs it
+            differ.append(str(old.relative_to(ROOT)))  # the app no longer needs this lock
             if not options.check:
                 old.unlink()
                 print(f"deleted {old.relative_to(ROOT)}")

@@ -23,7 +23,7 @@ SHA256 = "61060d960f9ada8fa120872312eccd3ecebfbab8c4579e4f5a74e1cf67620752"  # o
 # The lexicographer files of animals, artifacts, food, natural objects, phenomena, plants and substances.
 KINDS = {"05", "06", "13", "17", "19", "20", "27"}
 ROWS = 1_000
-# A match in a word or its definition leaves out weapons, drugs, and offensive meanings.
+# The pattern excludes words and definitions about weapons or drugs, and offensive meanings.
 SKIPPED = re.compile(
     r"\b(arms?|ass|asses|bitch|cock|corpse|dyke|execut\w+|faggot|feces|gun\w*|kill\w*|sex\w*|tits?|whip|whips|pussy)\b|"
     r"weapon|bomb|missile|ammunition|artillery|armament|explosive|rifle|pistol|cannon|bullet|shotgun|sword|dagger|"

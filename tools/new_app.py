@@ -54,7 +54,7 @@ BESIDE_OTHER_APPS = "# --- several apps"  # the rest of tests/conftest.py runs a
 
 
 class UsageError(Exception):
-    """The copy cannot be made as asked: one line that names the problem and the remedy."""
+    """The tool cannot make the copy. The message is one line with the problem and the remedy."""
 
 
 def require(condition: object, message: str) -> None:

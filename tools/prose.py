@@ -62,7 +62,7 @@ Limits = dict[str, dict[str, int]]
 
 
 def tracked(*patterns: str) -> list[str]:
-    """Return the paths of tracked files, without those that are not counted."""
+    """Return the paths of the tracked files that are counted."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     return [name for name in names if name not in GENERATED and not name.endswith(".zh.md")]

@@ -5,7 +5,7 @@
 tox runs this program after it has installed an environment. The tests start some hundred ranks, and each rank imports a
 framework.
 
-* The modules are compiled once for all environments and clones of a user. To compile torch takes 6 s of a processor. uv
+* The modules are compiled once for all environments and clones of a user. Compiling torch takes 6 processor seconds. uv
   hard-links the files of all environments to its cache, so environments with equal packages share inodes.
 * Python collects almost no garbage while it imports a framework, and does not collect modules at its end. Both would
   take a third of the processor time of a process that imports torch.
@@ -45,7 +45,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
             if copy.exists() and not bytecode.exists():
                 bytecode.parent.mkdir(exist_ok=True)
                 os.link(copy, bytecode)
-    for module, source in sources.items():  # each in its own process
+    for module, source in sources.items():  # each import runs in its own process
         if not Path(importlib.util.cache_from_source(source)).exists():
             subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
     for bytecode, copy in files:

@@ -88,7 +88,7 @@ def main() -> None:
         textbook(options)
     else:
         limit(options)
-    os._exit(0)  # Paddle's gloo threads may abort an orderly exit
+    os._exit(0)  # Paddle's gloo threads may abort a normal exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time the compute limit of mnist_ddp and of mnist_lightning, which takes the same step. torchrun starts this."""
+"""Time the compute limit of mnist_ddp and mnist_lightning, which take the same step. torchrun starts this program."""
 
 from __future__ import annotations
 

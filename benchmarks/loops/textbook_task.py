@@ -25,7 +25,7 @@ CIFAR_STD = (0.2023, 0.1994, 0.2010)
 
 @dataclass(frozen=True)
 class Task:
-    """The parts of a training.
+    """A training task.
 
     Attributes:
         images: returns the training set in a data folder.

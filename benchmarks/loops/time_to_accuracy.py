@@ -222,7 +222,7 @@ def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def steps(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return each variant's milliseconds per step in each round. Variants take turns, on the same batches."""
+    """Return each variant's milliseconds per step in each round. The variants take turns on the same batches."""
     loops = {name: AppLoop(options, name, words) for name, words in json.loads(options.variants).items()}
     found: dict[str, list[float]] = {name: [] for name in loops}
     for i in range(options.rounds + 1):

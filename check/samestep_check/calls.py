@@ -115,7 +115,7 @@ class FilteredCalls:
     """Report a job's file system calls to a handler, by a seccomp filter.
 
     Args:
-        folder: the handler gets the calls on paths below this folder.
+        folder: the handler gets the calls on paths below this folder, and each ``sync``.
         handler: called in a thread while the job's process waits.
         covered: the path at which the job sees ``folder``, if ``folder`` is mounted there.
     """

@@ -272,7 +272,7 @@ class Reader:
         return taken
 
     def _without_shown(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches without batches of deleted iterators, as in ``next(iter(loader))``."""
+        """Return the batches whose iterators still exist, unlike after ``next(iter(loader))``."""
         if len({batch.loader for batch in batches}) < 2:
             return batches
         return [batch for batch in batches if not self._loaders[batch.loader].is_gone] or batches
@@ -363,7 +363,7 @@ class Records:
                 self.processes.append(Process(events, int(path.stem)))
         self.processes.sort(key=lambda each: each.begun)
         for each in self.processes:
-            if not each.steps:  # a process without steps saves for the ranks
+            if not each.steps:  # a process without steps may save for the ranks
                 each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
 
     def _done(self, when: float) -> int:
@@ -487,7 +487,7 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
         each = [shard for shard in shards if shard is not None]
         indices = _joined([shard.indices for shard in each])
         number = each[0].epoch
-        if number < 0:  # an adapter records no epochs, so a repeated example begins one
+        if number < 0:  # an adapter records no epochs, so a repeated example begins an epoch
             if indices is not None and not known.isdisjoint(indices):
                 epoch += 1
                 known.clear()

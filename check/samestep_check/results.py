@@ -45,7 +45,7 @@ class Result(NamedTuple):
 def table(results: Iterable[Result]) -> str:
     """Return the results as lines; a failed row also has its usual cause, a page, and the change that mends it."""
     lines = []
-    shown: dict[str, str] = {}  # by code: the row that shows it
+    shown: dict[str, str] = {}  # the row that shows a piece of code, by code
     for each in results:
         lines.append(f"{each.row:19} {each.verdict:12} {each.message}")
         if each.has_failed:

@@ -48,7 +48,7 @@ def at_line(line: str | None) -> str:
 
 
 def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
-    """Return the first write to the second checkpoint, after its number among the counted writes, from 1.
+    """Return the number, from 1, of the first write to the second checkpoint, and this write.
 
     Args:
         writes: all writes to checkpoints. Only opens count if there are any.
@@ -115,7 +115,7 @@ def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
 def _beside(path: Path, pattern: str) -> list[Path]:
     """Return the checkpoint files in the same folder that were written within `BESIDE` seconds of a file.
 
-    The check sees no opens of files that Python does not write, such as safetensors.
+    Python's audit hook does not report some of these files, such as safetensors.
     """
     moment = path.stat().st_mtime
     named = [each for each in path.parent.iterdir() if re.search(pattern, each.name)]
@@ -185,7 +185,7 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
 
 
 def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
-    """Restart the script from a recorded state until its first step, and return the steps that equal it.
+    """Restart the script from a recorded state until its first step, and return the undisturbed steps that equal it.
 
     Args:
         runner: runs the script.

@@ -132,7 +132,7 @@ class Clock:
 
 
 def _real_paths(places: Sequence[str | Path]) -> list[str]:
-    """Return absolute paths without symbolic links. A path in the home folder (``~``) is left out if there is none."""
+    """Return absolute paths without symbolic links. A path in a missing home folder (``~``) is left out."""
     expanded = [os.path.expanduser(place) for place in places]
     return [os.path.realpath(place) for place in expanded if not place.startswith("~")]
 

@@ -134,7 +134,7 @@ class Source:
         return any(name.match(pattern) for pattern in self._fresh)
 
     def checkpoints(self, pattern: str) -> list[str]:
-        """Return the relative paths of copied files whose names are names of checkpoints.
+        """Return the relative paths of copied files whose names match the pattern of checkpoints.
 
         Args:
             pattern: regular expression of checkpoints' names.

@@ -74,7 +74,7 @@ class Store:
     def __init__(self, folder: Path, copies: Path) -> None:
         self._folder = folder
         self._copies = copies
-        self._known: dict[int, tuple[int, int, str]] = {}  # by inode: size, time, copy
+        self._known: dict[int, tuple[int, int, str]] = {}  # size, time and copy, by inode
         self._changed: set[int] = set()  # inodes
         self._count = 0
         self.copied = 0  # bytes copied so far
@@ -139,7 +139,7 @@ class Store:
 class StateRecorder:
     """Record the calls of a job below its folder, and the folder's state before them.
 
-    For consecutive writes to one file, only the states before the 1st, 2nd, 4th, 8th, ... write are recorded.
+    For consecutive writes to one file, only the states before the writes of number 1, 2, 4, 8 and so on are recorded.
     """
 
     def __init__(self, folder: Path, copies: Path) -> None:
@@ -337,7 +337,8 @@ def _without_digits(path: str) -> str:
 def chosen(found: Sequence[Save], total: int) -> Save | None:
     """Return the save to test, or None if a run has fewer than two saves.
 
-    The save has the largest weight after the first save and before the end, and is the last of equal ones.
+    The save comes after the first save and before the run's end, and has the largest weight. The last of equal saves
+    is chosen.
 
     Args:
         found: the saves of a run, in order.
@@ -369,7 +370,7 @@ def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], mo
 
 
 def _spread(states: Sequence[State]) -> list[State]:
-    """Return states in an order whose every prefix is spread evenly over all states."""
+    """Reorder states so that each prefix of the result is spread evenly over all states."""
     count = len(states)
     found: dict[int, State] = {}
     parts = 1

@@ -14,7 +14,7 @@ class Failed(Verdict):
 
 
 class CannotTell(Verdict):
-    """The runs of the script do not show whether it passes."""
+    """The runs of the script do not show whether the script passes the row."""
 
 
 class OutOfTime(CannotTell):

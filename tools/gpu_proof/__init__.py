@@ -21,7 +21,7 @@ row ends with `passed`, with `failed` and the reason, or with `not run` and the 
 - recovery: After SIGKILL, a restart, SIGTERM and a resume, the weights are bitwise equal to an undisturbed run.
 - collectives: Each collective of collectives_lab has the result of its definition.
 - accuracy: The row measures the seconds until mnist_ddp has 99% accuracy on MNIST's test set.
-- finetune: llm_finetune passes the rows bits and losses in bfloat16. The row measures tokens per second.
+- finetune: The row checks the bits and the losses (in bfloat16) of llm_finetune, and measures tokens per second.
 - speed: The rows measure samples per second of mnist_ddp and a baseline loop, and steps per second of cifar_ddp.
 
 Rows that measure no time run in parallel, with up to one rank per processor. A job that hangs ends after --job-limit

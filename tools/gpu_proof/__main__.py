@@ -45,7 +45,7 @@ def try_rows(proof: Proof, chosen: Sequence[Entry], results: Results, side_by_si
         results.note([try_row(proof, numbered[1], numbered[0])])
 
     with ThreadPoolExecutor(len(chosen) if side_by_side and chosen else 1) as pool:
-        ordered = sorted(chosen, key=lambda entry: -entry.patience if side_by_side else 0)  # the longest first
+        ordered = sorted(chosen, key=lambda entry: -entry.patience if side_by_side else 0)  # the longest rows first
         list(pool.map(prove, enumerate(ordered)))
 
 

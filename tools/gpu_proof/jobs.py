@@ -47,7 +47,7 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._count = self._free = max(1, count)
-        self._waiting: list[tuple[int, int]] = []  # priority and ticket
+        self._waiting: list[tuple[int, int]] = []  # (priority, ticket) of each waiting job
         self._tickets = 0
         self._changed = threading.Condition()
 

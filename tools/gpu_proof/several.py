@@ -27,7 +27,7 @@ from gpu_proof.ranks import printed, run_ranks
 FOR_EVER = ["--epochs=1000"]
 BATCH = 64
 MNIST = ["--dataset=mnist-5k", *FOR_EVER]
-# These options change the step in all ways except --compile, which --virtual-ranks refuses. The learning rate is small,
+# These options use all features of a step except --compile, which --virtual-ranks refuses. The learning rate is small,
 # because a larger rate multiplies rounding errors.
 CIFAR = ["--dataset=synthetic-cifar10", *FOR_EVER, "--accumulate=2", "--clip-norm=1", "--warmup-steps=3", "--ema=0.9"]
 CIFAR += ["--label-smoothing=0.1", "--dropout=0.1", "--augment", "--lr=0.003", f"--global-batch-size={BATCH}"]
@@ -39,7 +39,7 @@ QUICK_STEPS = 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12
 END_LIMIT = 10.0  # seconds in which the other ranks must end
-# Seconds without progress until a hang is reported. The import of an optimizer, or the start of CUDA, takes several.
+# Seconds without progress until a hang is reported. To import an optimizer or to start CUDA takes some seconds.
 HANG_TIMEOUTS = {"cpu": 25, "cuda": 40}
 STOP_CODE = 128 + signal.SIGTERM
 
@@ -196,7 +196,7 @@ def stopped(row: Row, ranks: int) -> dict[str, Any]:
 def stop(
     row: Row, app: str, ranks: int, options: Sequence[str], step: int, before: Fault | None = None, **others: Any
 ) -> Path:
-    """Run an app, send TERM to its script in update ``step``, check that the update is saved, and return the run dir.
+    """Run an app, send TERM to its script in update ``step``, check that it is saved, and return the run directory.
 
     Rank 0 waits in this step until the signal arrives, because a step takes milliseconds. A fault ``before`` makes the
     job restart first.

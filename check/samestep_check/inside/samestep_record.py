@@ -3,7 +3,7 @@
 ``samestep check`` puts this folder first on PYTHONPATH. A script that has no torch DataLoader needs an adapter, a file
 that ``samestep check --adapter FILE`` runs at the start of each process. The adapter calls these functions:
 
-* ``after_import(module, function)`` calls ``function(module)`` once the script has imported a module.
+* ``after_import(module, function)`` calls ``function(module)`` as soon as the script imports a module.
 * ``record_batch(indices)`` records the examples of the next step, if the script has a torch optimizer.
 * ``record_step(indices, lr, loss)`` records a step of this rank, if the script has another optimizer.
 * ``record_evaluation(indices, size)`` records the examples of a whole evaluation on this rank.
@@ -137,7 +137,7 @@ def generators() -> dict[str, int]:
     """Return a checksum of each random number generator's state, keyed ``random``, ``torch`` and ``numpy``."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):  # False while torch is being imported
+    if torch is not None and hasattr(torch, "get_rng_state"):  # torch lacks it during its own import
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "get_state"):

@@ -1,6 +1,6 @@
 """Find the batches that an optimizer step trains on.
 
-The tensors of a batch carry the batch's number. Outside of modules, a torch function passes the numbers of its
+All tensors of a batch have the batch's number. Outside of modules, a torch function passes the numbers of its
 inputs to its outputs. The outermost module's call gives its outputs the numbers of all its inputs. A hook on the
 graph's nodes reports the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
 """
@@ -27,10 +27,10 @@ _IN_PLACE = {"__setitem__", "set_"}
 _numbers: dict[int, tuple[weakref.ref[Any], frozenset[int]]] = {}
 _counted: set[int] = set()  # numbers of the batches that a step has trained on
 _reached: list[int] = []  # batch numbers that backward passes reached, in order
-_first: dict[int, int] = {}  # index in _reached at which an optimizer's gradients begin, by its id
+_first: dict[int, int] = {}  # index in _reached at which the gradients of an optimizer begin, by id
 _depth = 0  # number of nested module calls that are running
-_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # called by the script with gradients enabled
-_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # version of the weights when recorded
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that the script called with gradients
+_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # recorded versions of modules
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:

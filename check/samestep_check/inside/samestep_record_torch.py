@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def _watch_compiler(module: ModuleType) -> None:
-    import samestep_record_batches  # it imports torch
+    import samestep_record_batches  # this module imports torch
 
     samestep_record_batches.watch_compiler(module)
 
@@ -78,7 +78,7 @@ def _asked(indices: Any, iterator: Any) -> None:
 
 
 def _follow(_: Any) -> None:
-    import samestep_record_batches  # it imports torch
+    import samestep_record_batches  # this module imports torch
 
     samestep_record_batches.follow()
 
