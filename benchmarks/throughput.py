@@ -227,7 +227,7 @@ def spread(speeds: Speeds) -> float:
 
 
 def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
-    """Repeat an attempt until its spread is within SPREAD. Return the attempt of least spread, and how many there were."""
+    """Repeat until a spread is within SPREAD. Return the attempt of least spread, and the number of attempts."""
     tried: list[Speeds] = []
     while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
         tried.append(attempt())

@@ -49,7 +49,7 @@ class Net(nn.Module):
             layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2), norm, nn.ReLU()]
             channels = width
         self.features = nn.Sequential(*layers)
-        self.dropout = nn.Dropout(0.0 if plain else 0.1)  # without parameters
+        self.dropout = nn.Dropout(0.0 if plain else 0.1)  # this layer has no parameters
         self.fc = nn.Linear(channels, 10)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ VERDICTS: dict[type[Verdict], str] = {Failed: "failed", CannotTell: "cannot tell
 MARGIN = " " * 33
 SKIPPED = "cannot tell", "not seen"
 _COLORS = {"passed": ' class="match"', "failed": ' class="differs"'}
-_TAGS = {"passed": "system-out", "failed": "failure"}  # JUnit elements
+_TAGS = {"passed": "system-out", "failed": "failure"}  # JUnit elements by verdict
 
 
 class Result(NamedTuple):

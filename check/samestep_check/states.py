@@ -75,7 +75,7 @@ class Store:
         self._folder = folder
         self._copies = copies
         self._known: dict[int, tuple[int, int, str]] = {}  # size, time and copy, by inode
-        self._changed: set[int] = set()  # inodes
+        self._changed: set[int] = set()  # inodes of files that are about to change
         self._count = 0
         self.copied = 0  # bytes copied so far
         copies.mkdir()

@@ -11,7 +11,7 @@ from gpu_proof.jobs import Row
 
 
 class Entry(NamedTuple):
-    """One row.
+    """A row of the proof.
 
     Attributes:
         name: name of the row in the results.
