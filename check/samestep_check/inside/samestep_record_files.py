@@ -39,7 +39,7 @@ def _audit(event: str, values: Any) -> None:
     elif event in ("os.link", "os.symlink"):
         _announce("symlink", _inside(values[1], follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
-        if (*values, None)[1] in (-1, None):  # other paths belong to a shutil.rmtree, which was checked
+        if (*values, None)[1] in (-1, None):  # shutil.rmtree, which was checked, passes a dir_fd
             _announce("unlink", _inside(values[0], follow=False))
     elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
         _inside(values[0])
