@@ -1,21 +1,22 @@
-"""Time how long samestep.checkpoint.save delays a step, against writing the same bytes and torch.save.
+"""Measure how long samestep.checkpoint.save delays a step, compared with torch.save and with writing the same bytes.
 
     python benchmarks/checkpoint.py [--rounds 15] [--dir FOLDER] [--quick] [--json FILE]
 
-Three contestants, in interleaved rounds, on the same disk (--dir; by default a temporary folder under runs/):
+Three variants take turns in each round, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. It turns
-  model and optimizer into arrays, sums the bits of each, and calls `checkpoint.save`, which copies them. A thread then
-  hashes, writes and syncs the files, renames the folder and deletes the oldest of three checkpoints. Training continues
-  meanwhile; *whole* is the time until the thread is done.
+- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. Rank 0
+  turns model and optimizer into arrays, sums the bits of each array, and calls `checkpoint.save`, which copies the
+  arrays. A thread then hashes, writes and syncs the files, renames the folder and deletes the oldest of three
+  checkpoints. Training continues meanwhile; *whole* is the time until the thread is done.
 
-- plain: as many files of the same sizes, each written and synced, without folder, rename, checksum or deletion.
+- plain: writes and syncs as many files of the same sizes, without a folder, rename, checksum or deletion.
 
-- torch.save: one file of the same tensors, synced.
+- torch.save: writes and syncs one file of the same tensors.
 
-The script times two models: mnist_ddp's with SGD's momentum, and one of 200 MB without optimizer state. The ratios are
-of save, in each round. Each cell has the median and the quartiles. Run it with a Python that has apps/mnist_ddp's
-requirements. To compare with another commit, run its script in its checkout in turns with this one.
+The script times two models: mnist_ddp's model with SGD momentum, and a model of 200 MB without optimizer state. A ratio
+is the time of save divided by the time of another variant, in each round. Each cell has the median and the quartiles.
+Run the script with a Python that has apps/mnist_ddp's requirements. To compare two commits, run the scripts of both
+checkouts in turns.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from samestep import checkpoint  # noqa: E402
 from samestep.recovery import replica_check  # noqa: E402
 from samestep.torch import weights  # noqa: E402
 
-app = importlib.import_module("model")  # mnist_ddp's
+app = importlib.import_module("model")  # mnist_ddp's model.py
 
 
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """mnist_ddp's model, with momentum after one update."""
+    """Return mnist_ddp's model, and its optimizer with momentum after one update."""
     model: nn.Module = app.build_model("net", 0.0, torch.float32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.zeros(1, 1, 28, 28)).sum().backward()
@@ -56,21 +57,21 @@ def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def large_model(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Layers of 8 MB, and an optimizer that has no state."""
+    """Return a model with ``layers`` layers of 8 MB, and an optimizer without state."""
     model = nn.Sequential(*(nn.Linear(1000, 2000, bias=False) for _ in range(layers)))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class Ways:
-    """The three ways to write a model to the disk, in folders of their own.
+    """Write a model to the disk in three ways.
 
     Attributes:
-        place: the folder of the ways other than a checkpoint.
-        contents: the bytes of each file of a checkpoint, which the plain way writes.
+        place: the folder to which `plain` and `torch_save` write.
+        contents: the bytes of each file of a checkpoint, which `plain` writes.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        """Save three times, so that the fourth save also deletes one."""
+        """Save three times, so that later saves also delete the oldest checkpoint."""
         self.model = model
         self.optimizer = optimizer
         self.run_dir = folder / "run"
@@ -82,7 +83,7 @@ class Ways:
         self.contents = [path.read_bytes() for path in sorted(saved.iterdir())]
 
     def save(self) -> Path:
-        """Compare checksums and save, as an app's step does."""
+        """Compute checksums and save, as an app's step does. Return the checkpoint's folder."""
         groups = weights.groups(self.model, self.optimizer)
         for arrays in groups.values():
             for array in arrays.values():
@@ -109,7 +110,7 @@ class Ways:
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Return the milliseconds of each way in each round, and the bytes of each file of a checkpoint."""
+    """Return the milliseconds of each variant in each round, and the size of each checkpoint file in bytes."""
     ways = Ways(model, optimizer, folder)
     contestants: dict[str, Callable[[], object]] = {
         "save": ways.save,
@@ -122,7 +123,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
         for name in names[number % 3 :] + names[: number % 3]:
             shutil.rmtree(ways.place, ignore_errors=True)
             ways.place.mkdir()
-            os.sync()  # so that no contestant pays for the previous one's writes
+            os.sync()  # no variant waits for the writes of the variant before
             begun = time.perf_counter()
             contestants[name]()
             taken[name].append(1000 * (time.perf_counter() - begun))
@@ -134,7 +135,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
 
 
 def shown(values: list[float], digits: int) -> str:
-    """Return the median and the quartiles."""
+    """Return the median and the quartiles as text."""
     first, median, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
     return f"{median:,.{digits}f} ({first:,.{digits}f} to {third:,.{digits}f})"
 

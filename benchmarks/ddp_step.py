@@ -4,12 +4,12 @@
         benchmarks/ddp_step.py [--rounds 25] [--compile]
     ... benchmarks/ddp_step.py --check      # check the gradients of the variants with a hook; time nothing
 
-All variants take turns in one job, on the same resident batches of 128 real digits over all ranks. Times are medians,
-in milliseconds; ratios to the plain step (contiguous tensors, stock DDP and SGD) are of each round. ``--compile`` adds
-torch.compile, which needs a C++ compiler.
+All variants take turns in one job, on the same global batches of 128 real digits in memory. Times are medians, in
+milliseconds. A ratio compares a variant with the plain step (contiguous tensors, stock DDP and SGD) of the same round.
+``--compile`` adds torch.compile, which needs a C++ compiler.
 
-The variants with a hook replace DDP's all-reduce by sums in the order of ranks. These are bitwise equal wherever a
-gradient lies in a bucket; a ring's sums are not, from 3 ranks on. All gradients of this model are in one bucket, of
+The variants with a hook replace DDP's all-reduce by sums in rank order. These sums do not depend on a gradient's place
+in a bucket. The sums of a ring depend on this place, from 3 ranks on. All gradients of this model are in one bucket of
 87 KB.
 """
 
@@ -40,30 +40,33 @@ from model import build_model  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.torch.reduction import ordered_all_reduce  # noqa: E402
 
-BATCH = 128
-AT_ONCE = 4  # images over all ranks; steps that are timed together
+BATCH = 128  # images of a global batch
+AT_ONCE = 4  # steps that are timed together
 CONTIGUOUS = torch.contiguous_format
 CHANNELS_LAST = torch.channels_last
 Shards = list[tuple[Tensor, Tensor, int]]  # images, labels, size of the global batch
 
 
 def in_rank_order(rows: Tensor) -> Tensor:
-    """The mean of each rank's row [world_size, n], added up from rank 0 on: [n]."""
-    return sum(rows) / len(rows)  # type: ignore[return-value]  # a tensor's rows, not torch.sum, which has its own order
+    """Return the mean [n] of the ranks' rows [world_size, n], summed from rank 0 on."""
+    return sum(rows) / len(rows)  # type: ignore[return-value]  # Python's sum keeps the order, unlike torch.sum
 
 
 def gather(local: Tensor) -> Future[Tensor]:
-    """Each rank gets every rank's bucket, ``mine`` of n bytes: (p - 1) n in p - 1 steps, and adds them up."""
+    """Return the mean of all ranks' buckets ``local``, which every rank gathers and sums.
+
+    A rank receives (p - 1) n bytes, for p ranks and buckets of n bytes.
+    """
     gathered = local.new_empty(dist.get_world_size(), len(local))
     done = dist.all_gather_single(gathered.view(-1), local, async_op=True).get_future()  # collective
     return done.then(lambda done: in_rank_order(gathered))  # type: ignore[no-any-return]
 
 
 def exchange(local: Tensor) -> Future[Tensor]:
-    """Each rank adds up its part of the bucket ``mine`` and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
+    """Return the mean of all ranks' buckets ``local``. Each rank sums one part and sends it to all ranks.
 
-    It waits here, as gloo's threads cannot wait for each other: where there are more buckets, no gradient is computed
-    meanwhile.
+    A rank sends 2 (p - 1) / p n bytes, as in a ring, for p ranks and buckets of n bytes. The hook blocks, because
+    gloo's threads cannot wait for each other. So no gradient is computed during the exchange.
     """
     p = dist.get_world_size()
     parts = F.pad(local, (0, -len(local) % p)).view(p, -1)
@@ -76,7 +79,7 @@ def exchange(local: Tensor) -> Future[Tensor]:
 
 
 def by_rank_0(local: Tensor) -> Future[Tensor]:
-    """Rank 0 sums the buckets in the order of ranks and broadcasts the sum, as the app does."""
+    """Return the mean of all ranks' buckets ``local``, which rank 0 sums and broadcasts, as in the app."""
     ordered_all_reduce(local)
     done: Future[Tensor] = Future()
     done.set_result(local.div_(dist.get_world_size()))
@@ -99,7 +102,7 @@ def variant(
     inner: Callable[[nn.Module], nn.Module] = lambda model: model,
     **sgd: Any,
 ) -> Callable[[], object]:
-    """A training step. ``weights`` gives all convolutions' weights one format; None leaves what the app does."""
+    """Return a training step. ``weights`` is the memory format of convolutions' weights; None keeps the app's."""
     model = build_model("net", 0.5, torch.float32, 1)
     if weights is not None:
         nn.utils.convert_conv2d_weight_memory_format(model, weights)
@@ -118,7 +121,7 @@ def variant(
 
 
 def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: int) -> Tensor:
-    """All gradients after ``passes`` backward passes from the same weights: after the first DDP orders its buckets."""
+    """Return all gradients [n] after ``passes`` backward passes. DDP reorders its buckets after the first pass."""
     model = build_model("net", 0.0, torch.float32, 1)
     wrapped = wrap(model)
     for images, labels, size in shards[:1] * passes:
@@ -129,9 +132,13 @@ def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: in
 
 
 def check(shards: Shards) -> str:
-    """Raise if a hook's gradient differs from DDP's by more than rounding, or in a bit between buckets or passes."""
+    """Compare the hooks' gradients, and return the result as text.
+
+    Raises:
+        AssertionError: gradients of hooks differ from DDP's by more than rounding, or from each other in a bit.
+    """
     stock = gradients(shards, DistributedDataParallel, 1)
-    sizes = (0.001, 0.03, 25)  # MB of a bucket: a gradient or two in each, some, all
+    sizes = (0.001, 0.03, 25)  # MB per bucket, which has one or two gradients, several, or all
     ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]
     found = [
         gradients(shards, functools.partial(hooked, hook, bucket_cap_mb=size), passes)
@@ -176,7 +183,7 @@ def main() -> None:
         if rank == 0:
             print(said, flush=True)
         dist.barrier()
-        os._exit(0)  # gloo's threads may abort an orderly end
+        os._exit(0)  # gloo's threads may abort a normal exit
     ddp = DistributedDataParallel
     steps = {
         "plain": variant(shards, CONTIGUOUS),
@@ -210,7 +217,7 @@ def main() -> None:
             print(f"| {name} | {statistics.median(times):.1f} (from {min(times):.1f}) | {ratio:.2f} |")
         sys.stdout.flush()
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Measure how long ranks pause when others are killed, how soon a killed rank is back, and the cost of a step.
+"""Measure how long ranks pause if other ranks are killed, how soon a killed rank returns, and images per second.
 
     PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
 
-The first table has the seconds from a SIGKILL of ranks until the others log a step that began after it: in
-mnist_elastic, and in mnist_ddp, whose job restarts. The second has the seconds from a SIGKILL of one of three ranks of
-mnist_elastic until its successor has made an update, for each --start-method. The third has the images per second of
-mnist_elastic and mnist_ddp, with as many virtual ranks, and their ratio in each round. Jobs take turns in each round.
+The first table has the seconds from a SIGKILL of ranks until the job logs a step that began after the kill. It has jobs
+of mnist_elastic, and of mnist_ddp, which restarts. The second table has the seconds from a SIGKILL of one of three
+ranks of mnist_elastic until its successor has made an update, for each --start-method. The third table has the images
+per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of their ratios. Jobs take turns in
+each round.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ JOBS = [  # app, ranks, and how many of them are killed at once
 ]
 METHODS = ("fork", "exec")
 RETURNING = 3  # ranks of a job in which killed ranks come back
-KILLS = 4  # times in each job
+KILLS = 4  # number of kills in each job
 FIRST = 30  # steps before the first kill
-LIMIT = 120.0  # seconds for anything to happen
+LIMIT = 120.0  # timeout of each wait, in seconds
 
 
 class Job:
-    """A job of an app in a new run dir."""
+    """A job of an app in a new run directory."""
 
     def __init__(self, app: str, ranks: int, folder: Path, *options: str) -> None:
         self.run_dir = Path(tempfile.mkdtemp(dir=folder))
@@ -49,7 +50,7 @@ class Job:
         self._process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)  # type: ignore[call-overload]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the log lines of steps."""
+        """Return the lines of metrics.jsonl that have a step."""
         path = self.run_dir / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         return [values for line in text.split("\n")[:-1] if "step" in (values := json.loads(line))]
@@ -59,7 +60,7 @@ class Job:
         return max((line["step"] for line in self.lines()[-1:]), default=0)
 
     def ranks(self, first: int) -> dict[int, int]:
-        """Return the process ids of the ranks from ``first`` that live and have made an update."""
+        """Return the PIDs, by rank, of running ranks from ``first`` on that have made an update."""
         found = {}
         for path in (self.run_dir / "log").glob("alive-[0-9]"):
             beat = json.loads(path.read_text())
@@ -75,7 +76,7 @@ class Job:
             time.sleep(0.005)
 
     def pause(self, ranks: int, first: int, killed: int) -> float:
-        """Kill ranks at once as soon as all train, and return the seconds until the others have taken a new step."""
+        """Kill ``killed`` ranks at once, and return the seconds until the other ranks have taken a new step."""
         self.wait_for(lambda: self.step() > FIRST and len(self.ranks(first)) == ranks)
         time.sleep(random.uniform(0.2, 1.0))
         for pid in random.sample([*self.ranks(first).values()], killed):
@@ -86,7 +87,7 @@ class Job:
         return time.monotonic() - begun
 
     def absence(self, ranks: int) -> float:
-        """Kill one rank as soon as all train, and return the seconds until its successor has made an update."""
+        """Kill one rank, and return the seconds until its successor has made an update."""
         self.wait_for(lambda: self.step() > FIRST and len(self.ranks(1)) == ranks)
         time.sleep(random.uniform(0.2, 1.0))
         rank, pid = random.choice([*self.ranks(1).items()])
@@ -96,7 +97,7 @@ class Job:
         return time.monotonic() - begun
 
     def end(self) -> None:
-        """Wait for the end of a job, or end it."""
+        """Terminate the job if it still runs, and wait for its end."""
         if self._process.poll() is None:
             self._process.terminate()
         self._process.wait(timeout=LIMIT)
@@ -113,7 +114,7 @@ def main() -> None:
         for _ in range(rounds):
             for app, ranks, killed in JOBS:
                 job = Job(app, ranks, Path(folder), "--epochs=1000", "--log-every=1", "--checkpoint-every=10")
-                first = 1 if app == "mnist_elastic" else 0  # its rank 0 is the launcher
+                first = 1 if app == "mnist_elastic" else 0  # rank 0 of mnist_elastic is the launcher
                 seconds = [job.pause(ranks, first, killed) for _ in range(KILLS)]
                 pauses.setdefault((app, ranks, killed), []).extend(seconds)
                 job.end()

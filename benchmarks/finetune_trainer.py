@@ -9,7 +9,7 @@ the Trainer's defaults. Its first columns are the largest relative differences f
 over the target tokens of each global batch, the gradients' norms, and the final weights. The other columns are the
 relative errors of ``eval_loss``, whose true value is the mean over all target tokens of the test set.
 
-The model's own loss and RMSNorm round to float32. The program replaces both, because everything would differ by 1e-7.
+The model's own loss and RMSNorm round to float32, which changes every figure by 1e-7. So the program replaces both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ APP = ROOT / "apps" / "llm_finetune"
 BATCH = 16  # samples of a global batch
 STEPS = 12
 QUICK_STEPS = 3
-LIMIT = 300  # seconds of one case
+LIMIT = 300  # most seconds to wait for each rank of a case
 COLUMNS = ("loss", "norm", "weights", "evaluation", "evaluation alone")
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
 Results = dict[str, Any]
@@ -83,7 +83,7 @@ CASES = [
 
 
 def features(case: Case) -> tuple[list[Results], list[Results]]:
-    """Return the tokens and labels of training and test samples, which are embedded definitions."""
+    """Return the tokens and labels of the training samples and of the test samples, from the app's embedded texts."""
     from data import IGNORED, ByteTokenizer, tokenize
     from options import TEXT
     from rows import read_rows
@@ -123,7 +123,7 @@ def summed_loss(logits: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def exact_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
-    """Return what the model's own loss function returns, without rounding to float32."""
+    """Return the loss of the model's own loss function, without rounding to float32."""
     loss, count = summed_loss(logits, labels)
     if num_items_in_batch is None:
         return loss / count
@@ -168,9 +168,9 @@ def settings(case: Case, steps: int, folder: Path) -> Any:
 
 
 def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
-    """Return a list that gets the step, the summed loss and the targets of each micro-batch that is trained on.
+    """Return a list that gets (step, summed loss, number of targets) of each training micro-batch.
 
-    It is the true loss of the weights before the step, without dropout. The Trainer logs its own loss in float32.
+    The loss is the true loss of the weights before the step, without dropout. The Trainer logs its own loss in float32.
     """
     import torch
 
@@ -237,7 +237,7 @@ def train(case: Case, steps: int, folder: Path) -> Results:
 
 
 def run_rank(case: Case, steps: int, rank: int, port: int, folder: Path) -> None:
-    """Be one rank: write its results, and its output, to files."""
+    """Train as one rank of a case, and write its results and its output to files."""
     import torch
 
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -264,7 +264,7 @@ def free_port() -> int:
 
 
 def run(case: Case, steps: int) -> Results:
-    """Train a case in ranks that are forked from this process, and return its results. Exits if a rank fails."""
+    """Train a case in ranks that are forked from this process, and return its results. Exit if a rank fails."""
     context = multiprocessing.get_context("fork")
     port = free_port()
     with tempfile.TemporaryDirectory() as name:
@@ -334,7 +334,7 @@ def measure(cases: Sequence[Case], steps: int) -> list[Results]:
 
 
 def table(rows: Sequence[Results]) -> str:
-    """Return the table of a page."""
+    """Return the rows as a Markdown table."""
     lines = ["| Trainer | loss | gradient norm | weights | `eval_loss` | `eval_loss`, 1 rank |", "|---" * 6 + "|"]
     for row in rows:
         figures = " | ".join(f"{row[name]:.0e}" for name in COLUMNS)
@@ -353,7 +353,7 @@ def main() -> None:
         return
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
     sys.path[:0] = [str(APP), str(ROOT / "core")]
-    import model  # noqa: F401  once, and not in each rank
+    import model  # noqa: F401  imported once, before the ranks are forked
     from transformers import Trainer  # noqa: F401
 
     steps = QUICK_STEPS if options.quick else STEPS

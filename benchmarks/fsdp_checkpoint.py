@@ -1,9 +1,9 @@
-"""Time how long a sharded checkpoint delays gpt_fsdp's step, against each rank writing its own bytes.
+"""Measure how long a sharded checkpoint delays gpt_fsdp's step, compared with plain writes of each rank's bytes.
 
     OMP_NUM_THREADS=1 .venvs/gpt_fsdp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/fsdp_checkpoint.py [--rounds 15] [--dir FOLDER]
 
-The contestants take turns, on the same disk (--dir; by default a temporary folder under runs/), all ranks at once:
+Two variants take turns on all ranks, on the same disk (--dir; by default a temporary folder under runs/):
 
 - save: the work of `Shards.save` between two steps. It copies the rank's parts of model and optimizer, and exchanges
   the lists of their contents. A thread of each rank then hashes, writes and syncs the rank's files. Rank 0's thread
@@ -12,7 +12,7 @@ The contestants take turns, on the same disk (--dir; by default a temporary fold
 
 - plain: each rank writes and syncs as many files of the same sizes, without an exchange.
 
-Times are milliseconds of the slowest rank, as medians and quartiles. Ratios are of each round.
+Times are milliseconds of the slowest rank, as medians and quartiles. A ratio compares the two variants of a round.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def longest(seconds: float) -> float:
 
 
 def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
-    """The bytes of this rank's files, and the milliseconds of each contestant in each round."""
+    """Return the bytes of this rank's files, and the milliseconds of each variant in each round."""
     asked = parse(options)
     rank = dist.get_rank()
     mesh = distributed.make_mesh(asked, CPU)
@@ -61,7 +61,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
     optimizer = train.build_optimizer(asked, model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # it has a state now
+    optimizer.step()  # creates the optimizer's state
     saved = [checkpoint.folder_of(folder, 0)]
 
     def save() -> None:
@@ -90,7 +90,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
         for name in list(contestants)[:: 1 if number % 2 else -1]:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            os.sync()  # so that no contestant pays for the previous one's writes
+            os.sync()  # no variant waits for the writes of the variant before
             dist.barrier()
             begun = time.perf_counter()
             contestants[name]()
@@ -102,7 +102,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
 
 
 def shown(values: list[float], digits: int) -> str:
-    """Return the median and the quartiles."""
+    """Return the median and the quartiles as text."""
     first, median, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
     return f"{median:,.{digits}f} ({first:,.{digits}f} to {third:,.{digits}f})"
 
@@ -130,7 +130,7 @@ def main() -> None:
                 made = stack.enter_context(tempfile.TemporaryDirectory(dir=above, prefix="benchmark-"))
             folder = Path(distributed.broadcast(made.encode()).decode())
             size, taken = measure(options, 1 if given.quick else given.rounds, folder)
-            dist.barrier()  # rank 0 deletes it
+            dist.barrier()  # then rank 0 deletes the folder
         if dist.get_rank() == 0:
             cells = [" ".join(options), f"{size:,.0f}", *(shown(taken[name], 1) for name in ("save", "whole", "plain"))]
             cells.append(shown([ours / theirs for ours, theirs in zip(taken["save"], taken["plain"])], 2))

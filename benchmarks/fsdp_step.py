@@ -1,11 +1,11 @@
-"""Time gpt_fsdp's training step against the same model in plain FSDP2, and in DDP.
+"""Compare the time of gpt_fsdp's training step with the same model in plain FSDP2 and in DDP.
 
     OMP_NUM_THREADS=1 .venvs/gpt_fsdp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/fsdp_step.py [--rounds 15] [--keep-memory]
 
-All take turns in one job, on batches of their own. Times are medians in milliseconds, of the slowest rank;
-ratios to the app's step are of each round. ``--keep-memory`` keeps the C library's defaults for memory (see
-distributed.release_memory_early).
+The three variants take turns in one job, each on its own batches. Times are medians of the slowest rank, in
+milliseconds. A ratio compares a variant with the app's step of the same round. ``--keep-memory`` keeps the C library's
+defaults for memory (see distributed.release_memory_early).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def app(options: Options) -> Callable[[int], object]:
-    """A step of the program, with all that it does in one."""
+    """Return a function that takes a training step of the app."""
     mesh = distributed.make_mesh(options, CPU)
     model = build_model(options, torch.float32, mesh)
     optimizer = train.build_optimizer(options, model)
@@ -61,7 +61,7 @@ def app(options: Options) -> Callable[[int], object]:
 
 
 def plain(options: Options, wrap: Callable[[GPT], nn.Module]) -> Callable[[int], object]:
-    """As a tutorial has it: random windows of the rank's own, mean losses, torch's clipping."""
+    """Return a function that takes a step as in tutorials: random windows per rank, mean losses, torch's clipping."""
     torch.manual_seed(1)
     model = GPT(options.layers, options.width, options.heads)
     for parameter in model.parameters():
@@ -116,7 +116,7 @@ def main() -> None:
             variants[name](step)
             took = torch.tensor([time.perf_counter() - begun])
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            if step >= 2:  # the first ones make buffers
+            if step >= 2:  # the first two rounds allocate buffers
                 seconds[name].append(took.item())
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {given.rounds} rounds")

@@ -3,10 +3,10 @@
     python3.11 benchmarks/launcher_signals.py mnist_ddp lenet_paddle     # the table of docs/signals.md, of these apps
     PYTHON=/path/to/python python3.11 benchmarks/launcher_signals.py mnist_horovod
 
-Each launcher starts two ranks of the app and gets TERM, INT or USR1 once they train. The table
-shows its exit code, the seconds until the last rank was gone, and whether the ranks had saved the step at which they
-stopped. The environments are .venvs/<app>, made by the app's launch script; PYTHON selects another one. Launchers that
-are not installed are left out.
+Each launcher starts two ranks of the app, and gets TERM, INT or USR1 as soon as they train. The table shows the
+launcher's exit code, the seconds until the last rank had ended, and whether the ranks saved the step at which they
+stopped. The app's launch script makes the environment .venvs/<app>; PYTHON selects another Python. Launchers that are
+not installed are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIGITS = "--dataset=mnist-5k --epochs=500 --global-batch-size=250 --log-every=10
 IMAGES = "--dataset=synthetic-cifar10 --depth=18 --image-size=16 --epochs=500 --log-every=2".split()
 TORCHRUN = ["{bin}/torchrun", "--standalone", "--nproc-per-node=2", "{train}"]
 MPI = ["-np", "2", "{bin}/python", "{train}", "--transport=mpi"]
-ROOT_MAY = "--allow-run-as-root --oversubscribe"  # Open MPI's
+ROOT_MAY = "--allow-run-as-root --oversubscribe"  # options of Open MPI
 LAUNCHERS: dict[str, dict[str, Sequence[str]]] = {
     "mnist_ddp": {
         "`torchrun`": [*TORCHRUN, *DIGITS],
@@ -59,7 +59,7 @@ LAUNCHERS: dict[str, dict[str, Sequence[str]]] = {
 
 
 def processes(mark: str, word: str = "") -> list[int]:
-    """All that carry the mark in their environment and have the word in their command."""
+    """Return the PIDs of the processes with the mark in their environment and the word in their command."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -109,7 +109,7 @@ def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path)
         process.poll()
         time.sleep(0.05)
     seconds = time.monotonic() - begun
-    for pid in processes(folder.name):  # msrun leaves a `tail` for each log
+    for pid in processes(folder.name):  # msrun leaves a `tail` process for each log
         os.kill(pid, signal.SIGKILL)
     code = process.wait()
     said = re.findall("stopped by .*", (folder / "run" / "log" / "rank-0.log").read_text())

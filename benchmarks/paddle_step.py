@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 .venvs/lenet_paddle/bin/python benchmarks/paddle_step.py
 
-It prints the median milliseconds of one step of 64 images, and of each layer's forward and backward pass.
+The script prints the median milliseconds of one step of 64 images, and of each layer's forward and backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMES = 60
 
 
 def median(work: Callable[[], object]) -> float:
-    """Return the median milliseconds of ``work``, without its first calls."""
+    """Return the median milliseconds of ``work``, without its first 10 calls."""
     taken = []
     for _ in range(TIMES):
         begun = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Seconds from a SIGKILL to the first step of the restarted job, by fork and by exec.
+"""Measure the seconds from a SIGKILL to the first step of the restarted job, by fork and by exec.
 
     python benchmarks/recovery_time.py [--faults rank ranks save] [--methods fork exec] [--kills 10] [--json FILE]
 
-Each row is one job of mnist_ddp, which is killed again and again and then runs to its end. The faults are a SIGKILL to
-a random rank, to all ranks, and to rank 0 while it writes a checkpoint. The seconds end when rank 0 has logged a step
-of the next start. Each job must end with the weights of an undisturbed one. All jobs use this Python, which needs the
-app's packages. The JSON file keeps its other rows.
+Each row is one job of mnist_ddp, which is killed repeatedly and then runs to its end. The faults are a SIGKILL to a
+random rank, to all ranks, and to rank 0 while it writes a checkpoint. The measured time ends when rank 0 has logged a
+step of the next start. Each job must end with the weights of an undisturbed job. All jobs use this Python, which needs
+the app's packages. ``--json`` keeps the other rows of its file.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = {"rank": "a rank", "ranks": "all ranks", "save": "rank 0 during a save"}
 METHODS = ("fork", "exec")
-BETWEEN = 20  # steps from a restart to the next kill, at least
-LIMIT = 120.0  # seconds for anything to happen
+BETWEEN = 20  # least number of steps from a restart to the next kill
+LIMIT = 120.0  # timeout of each wait, in seconds
 
 
 class Job:
-    """A job of mnist_ddp in a new run dir."""
+    """A job of mnist_ddp in a new run directory."""
 
     def __init__(self, ranks: int, folder: Path, *options: str) -> None:
         self.ranks = ranks
@@ -49,7 +49,7 @@ class Job:
             )
 
     def wait_for(self, condition: Callable[[], Any], interval: float = 0.005) -> Any:
-        """Poll until ``condition`` returns something true, and return it."""
+        """Poll until ``condition`` returns a true value, and return this value."""
         deadline = time.monotonic() + LIMIT
         while not (found := condition()):
             if time.monotonic() > deadline or self._process.poll() is not None:
@@ -58,7 +58,7 @@ class Job:
         return found
 
     def last_step(self) -> int:
-        """Return the newest logged step of this start; 0 if it has none."""
+        """Return the newest logged step of the current start, or 0 if no step is logged."""
         if not self._metrics.exists():
             return 0
         last = self._metrics.read_text().rpartition("\n")[0].rpartition("\n")[2]
@@ -67,12 +67,12 @@ class Job:
         return 0
 
     def pids(self) -> list[int]:
-        """Return the process ids of the ranks."""
+        """Return the PIDs of the ranks."""
         beats = [self.run_dir / "log" / f"alive-{rank}" for rank in range(self.ranks)]
         return [json.loads(beat.read_text())["pid"] for beat in beats]
 
     def unfinished_save(self) -> Path | None:
-        """Return the temporary folder of a checkpoint that is being written."""
+        """Return the temporary folder of a checkpoint that is being written, or None."""
         folder = self.run_dir / "checkpoints"
         complete = [path.name for path in folder.glob("step-*")]
         for path in folder.glob(".step-*.tmp"):
@@ -82,7 +82,7 @@ class Job:
         return None
 
     def kill(self, fault: str, chance: random.Random) -> float | None:
-        """Kill ranks, and return the seconds until the next start has logged a step; None if a save was over."""
+        """Kill ranks, and return the seconds until the next start has logged a step; None if the save ended before."""
         first = self.last_step() + BETWEEN
         self.wait_for(lambda: self.last_step() >= first)
         pids = self.pids()
@@ -113,7 +113,7 @@ class Job:
 
 
 def measure(fault: str, method: str, options: argparse.Namespace, folder: Path, length: str) -> dict[str, Any]:
-    """Kill one job ``options.kills`` times, and return its seconds and its hash."""
+    """Kill one job ``options.kills`` times, and return its row: the seconds of each kill, and the final weights."""
     chance = random.Random(f"{fault} {method}")
     job = Job(options.ranks, folder, length, f"--start-method={method}")
     seconds: list[float] = []
@@ -128,7 +128,7 @@ def measure(fault: str, method: str, options: argparse.Namespace, folder: Path, 
 
 
 def write(path: Path, machine: dict[str, Any], row: dict[str, Any]) -> None:
-    """Write a row into the file, in place of an older one."""
+    """Write a row into the file, replacing the row of the same fault and method."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [old for old in rows if (old["fault"], old["method"]) != (row["fault"], row["method"])]
     path.write_text(json.dumps({"machine": machine, "rows": [*kept, row]}, indent=1) + "\n")
@@ -147,8 +147,8 @@ def main() -> None:
         options.faults = ["save"]
         options.kills = 1
 
-    steps_per_kill = 50  # a kill of a save waits for the next one
-    length = f"--epochs={1 + options.kills * steps_per_kill // 32}"  # 32 steps each
+    steps_per_kill = 50  # a kill during a save waits for the next save
+    length = f"--epochs={1 + options.kills * steps_per_kill // 32}"  # an epoch has 32 steps
     machine = {"arch": platform.machine(), "cores": len(os.sched_getaffinity(0)), "ranks": options.ranks}
     are_equal = True
     print("| killed | method | kills | median, s | least | most | equal weights |")

@@ -1,14 +1,14 @@
-"""Time ResNet-50's training step on CPU: MindSpore at several settings beside torchvision, from the same weights.
+"""Compare ResNet-50's training step on CPU in MindSpore, at several settings, and in torchvision.
 
-The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. MindSpore and torch each have an
-environment:
+The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. All steps start from the same
+weights. MindSpore and torch need separate environments:
 
     bash scripts/run_resnet50_mindspore.sh 1 --max-steps 0        # makes .venvs/resnet50_mindspore
     python3.11 -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 torchvision==0.28.0
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
-Each setting is a process of its own, one after another, `--rounds` times over, so that the machine's other
-load is spread over all. The table shows the processor time of all threads beside the elapsed time, which varies more.
+Each setting runs in its own process. The settings take turns in `--rounds` rounds, which spreads the machine's other
+load over all settings. The table shows the processor time of all threads beside the elapsed time, which varies more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure(step: Any, steps: int) -> dict[str, Any]:
-    """The first loss; then, of the further steps, the median of seconds and of processor seconds."""
+    """Return the loss and seconds of the first step, and the median seconds and processor seconds of later steps."""
     begun = time.monotonic()
     first = step()
     compiled = time.monotonic() - begun
@@ -43,7 +43,7 @@ def measure(step: Any, steps: int) -> dict[str, Any]:
 
 
 def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path, mode: str) -> dict[str, Any]:
-    """The app's own train step on one process; rank 0 of 1."""
+    """Measure the app's training step in one process."""
     sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
     import mindspore as ms
     import numpy as np
@@ -56,7 +56,7 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     from weights import load_model, model_arrays
 
     if os.environ["ONEDNN_MAX_CPU_ISA"] == "app":
-        del os.environ["ONEDNN_MAX_CPU_ISA"]  # what the app sets
+        del os.environ["ONEDNN_MAX_CPU_ISA"]  # choose_device sets the app's value
     choose_device("cpu")
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     options = parse([f"--depth={depth}"])
@@ -73,7 +73,7 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
 
 
 def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> dict[str, Any]:
-    """torchvision's model with torch's SGD, as the app's options say."""
+    """Measure torchvision's model with torch's SGD, with the app's default settings."""
     sys.path[:0] = [str(ROOT / "core"), str(ROOT / "benchmarks" / "loops")]
     import torch
     from common import torchvision_that_imports
@@ -84,7 +84,7 @@ def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> 
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
-    model.load_state_dict(safetensors.torch.load_file(weights))  # strict: all names and shapes are torchvision's
+    model.load_state_dict(safetensors.torch.load_file(weights))  # raises if a name or a shape differs
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images, labels = (torch.from_numpy(array) for array in data(batch, size))
 
@@ -106,7 +106,7 @@ def data(batch: int, size: int) -> Any:
 
 
 def kernels(verbose: str) -> list[str]:
-    """oneDNN's own account of one step: milliseconds by kind of primitive and implementation, the largest first."""
+    """Return lines of oneDNN's milliseconds by kind of primitive and implementation, the 8 largest first."""
     spent: dict[str, float] = defaultdict(float)
     for line in verbose.splitlines():
         fields = line.split(",")

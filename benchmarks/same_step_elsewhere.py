@@ -1,17 +1,18 @@
-"""Is a training the same at another number of ranks? Accelerate and Lightning, as their guides write it, and cifar_ddp.
+"""Compare training at several ranks with training at 1 rank, in Accelerate, in Lightning and in cifar_ddp.
 
     bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
-Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024, and
-256 for the test). Seed, global batch and number of updates are the same, in two micro-batches. The training has batch
-normalization, dropout, crops and flips, label smoothing, clipping, SGD and a cosine schedule. The libraries' programs
-divide the batch by the number of ranks, as their guides ask. The script then compares each program with itself at 1
-rank. It compares the losses of the updates (the mean over the samples of all ranks, before the update), the samples of
-each update, the learning rates, and the reported accuracy.
+Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024 for
+training, 256 for the test). The programs have the same seed, global batch and number of updates, with two micro-batches
+per update. The training has batch normalization, dropout, crops and flips, label smoothing, clipping, SGD and a cosine
+schedule. The libraries' programs divide the batch by the number of ranks, as their guides recommend. The script then
+compares each program with itself at 1 rank. It compares the losses of the updates (the mean over the samples of all
+ranks, before the update), the samples of each update, the learning rates, and the reported accuracy.
 
-The programs are elsewhere/*_loop.py, in float64, so that rounding causes no difference. "Switches" are the options by
-which a library comes closer. "Plain" is without batch normalization, dropout and augmentation, so that the model causes
-no difference. ``--output NAME`` writes the table into NAME.md, between its two marks if it is there, and NAME.png.
+The libraries' programs are elsewhere/*_loop.py, which follow the libraries' guides. They compute in float64, so that
+rounding causes no difference. Rows with "switches" set the library's options that make several ranks more similar to
+one rank. Rows with "plain" train without batch normalization, dropout and augmentation, so that the model causes no
+difference. ``--output NAME`` writes the table between the two marks of NAME.md, and draws NAME.png.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "elsewhere"
-LIMIT = 600  # seconds for any one run
+LIMIT = 600  # timeout of each run, in seconds
 EXAMPLES = 1024
 SEED = 1
 LR = 0.02
@@ -45,7 +46,7 @@ MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of 
 
 @dataclass(frozen=True)
 class Program:
-    """One row: a program and its options. Rows with ``drawn`` are in the picture's panels of losses."""
+    """A program and its options, which make one row. The picture has a panel of losses for each row with ``drawn``."""
 
     name: str
     kind: str
@@ -67,16 +68,16 @@ PROGRAMS = (
 
 @dataclass(frozen=True)
 class Update:
-    """One update of all ranks: the mean loss of its samples, their indices, and the learning rate if recorded."""
+    """One update of all ranks: the mean loss of the samples, their indices, and the learning rate if recorded."""
 
     loss: float
-    samples: list[int]  # sorted; one that was there twice is so here
+    samples: list[int]  # sorted, with repetitions
     lr: float | None = None
 
 
 @dataclass(frozen=True)
 class Training:
-    """One program's training at one world size, and the examples that its test counted."""
+    """One program's run at one world size. ``examples`` is the number of examples that its test counted."""
 
     updates: list[Update]
     accuracy: float
@@ -84,10 +85,10 @@ class Training:
 
 
 def start(command: list[str], folder: Path, n: int) -> None:
-    """Run a command to the end, or exit with its output. No process of it remains."""
+    """Run a command to its end, or exit with its output. After an exception, stop the command first."""
     environ = {
         **os.environ,
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch scripts would choose
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # the default of the launch scripts
         "PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(str(each) for each in (ROOT / "core", ROOT / "benchmarks" / "loops", LOOPS)),
     }
@@ -97,8 +98,8 @@ def start(command: list[str], folder: Path, n: int) -> None:
         )
         try:
             process.wait(LIMIT)
-        except BaseException as error:  # Ctrl-C, too
-            os.killpg(process.pid, signal.SIGTERM)  # which torchrun and our script hand on to their ranks
+        except BaseException as error:  # also KeyboardInterrupt
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun and the launch script forward it to their ranks
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
@@ -112,7 +113,11 @@ def start(command: list[str], folder: Path, n: int) -> None:
 
 
 def theirs(program: Program, n: int, folder: Path) -> Training:
-    """Accelerate by torchrun, as its own launcher starts several ranks on CPU by MPI alone; Lightning by itself."""
+    """Train with Accelerate or Lightning, and return the merged records of the ranks.
+
+    torchrun starts the ranks of Accelerate, because Accelerate's launcher needs MPI to start several ranks on CPU.
+    Lightning starts its ranks itself.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={n}"]
     command = [sys.executable, *(launcher if program.kind == "accelerate" else ())]
     setting = [f"--batch={BATCH}", f"--accumulate={ACCUMULATE}", f"--epochs={EPOCHS}", f"--lr={LR}", f"--seed={SEED}"]
@@ -122,7 +127,7 @@ def theirs(program: Program, n: int, folder: Path) -> Training:
 
 
 def merge(records: list[dict[str, Any]]) -> Training:
-    """The ranks' micro-batches, put together to updates."""
+    """Merge the ranks' micro-batches into updates."""
     parts: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         for part in record["trained"]:
@@ -136,7 +141,7 @@ def merge(records: list[dict[str, Any]]) -> Training:
 
 
 def ours(program: Program, n: int, folder: Path) -> Training:
-    """cifar_ddp by its launch script, with the others' initial weights."""
+    """Train cifar_ddp by its launch script, from the initial weights of the other programs."""
     from samestep.sharding import GlobalBatches
 
     dtype = program.options[0].removeprefix("--dtype=")
@@ -152,13 +157,13 @@ def ours(program: Program, n: int, folder: Path) -> Training:
     shards = [GlobalBatches(EXAMPLES, BATCH, SEED, rank, n) for rank in range(n)]
     samples = [sorted(int(i) for each in shards for i in each.indices(step)) for step in range(len(losses))]
     result = json.loads((folder / "run" / "result.json").read_text())
-    # It does not record its learning rate, which is a function of the step alone.
+    # cifar_ddp does not log its learning rate, which depends on the step alone.
     updates = [Update(*pair) for pair in zip(losses, samples)]
     return Training(updates, result["test_accuracy"], result["test_examples"])
 
 
 def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
-    """A program at each number of ranks."""
+    """Train a program at each number of ranks, and return the runs by number of ranks."""
     found = {}
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +177,7 @@ def write(path: Path, about: str, measured: dict[str, dict[int, Training]]) -> N
 
 
 def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
-    """The reverse of `write`."""
+    """Return the machine and the runs from a file of `write`."""
     stored = json.loads(path.read_text())
 
     def training(run: dict[str, Any]) -> Training:
@@ -183,7 +188,7 @@ def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
 
 
 def differences(one: Training, other: Training) -> list[float]:
-    """How far the loss of each update is from that at 1 rank, relative to it."""
+    """Return the relative difference of each update's loss between ``one``, at 1 rank, and ``other``."""
     if len(one.updates) != len(other.updates):
         raise ValueError(f"{len(one.updates)} updates at 1 rank, but {len(other.updates)}")
     return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]
@@ -196,7 +201,7 @@ def alike(one: Training, other: Training) -> int:
 
 
 def rate_difference(one: Training, other: Training) -> str:
-    """The largest difference of the learning rates of one update, relative to the largest rate at 1 rank."""
+    """Return the largest difference of an update's learning rates, relative to the largest rate at 1 rank, as text."""
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     if not known:
@@ -208,19 +213,19 @@ def rate_difference(one: Training, other: Training) -> str:
 
 
 def same_samples(one: Training, other: Training) -> int:
-    """How many updates had the samples that they had at 1 rank, each as often."""
+    """Return the number of updates that have the same samples as at 1 rank, with the same repetitions."""
     return sum(a.samples == b.samples for a, b in zip(one.updates, other.updates))
 
 
 def repeated(training: Training) -> int:
-    """Samples that an epoch trained on more than once, over all epochs."""
+    """Return the number of samples beyond one pass over the dataset per epoch, summed over all epochs."""
     length = len(training.updates) // EPOCHS
     epochs = [training.updates[k * length : (k + 1) * length] for k in range(EPOCHS)]
     return sum(sum(Counter(i for u in epoch for i in u.samples).values()) - EXAMPLES for epoch in epochs)
 
 
 def row(name: str, found: dict[int, Training]) -> str:
-    """A line of the table; ``found`` by number of ranks, 1 among them."""
+    """Return a line of the table. ``found`` has the runs by number of ranks, including 1."""
     one = found[1]
     others = [found[n] for n in sorted(found) if n > 1]
     every = [found[n] for n in sorted(found)]
@@ -254,7 +259,7 @@ def machine() -> str:
 
 
 def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
-    """Losses of those that are drawn, and how far the largest number of ranks is from one. Needs matplotlib."""
+    """Draw the losses of programs with ``drawn``, and the differences between most ranks and 1. Needs matplotlib."""
     import matplotlib.pyplot as plt
 
     panels = [program for program in PROGRAMS if program.drawn]
@@ -281,7 +286,7 @@ def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
 
 
 def write_page(path: Path, measured: str) -> None:
-    """Put ``measured`` between the marks of a page that has them, or make a page of it alone."""
+    """Write ``measured`` between the marks of a page, or into a new page."""
     page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
     before, found, rest = page.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
@@ -303,7 +308,7 @@ def main() -> None:
     if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
         sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
     begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `start`, which ends its ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then `start` stops its ranks
     if options.from_json and not options.from_json.is_file():
         sys.exit(
             f"error: --from-json {options.from_json}: no such file; leave it out to measure, or name one of --json"

@@ -1,13 +1,13 @@
-"""samestep.sharding beside torch's DistributedSampler: speed, memory, and time to the first batch.
+"""Compare samestep.sharding with torch's DistributedSampler in speed, memory, and time to the first batch.
 
     python benchmarks/sharding.py [--rounds 3] [--quick] [--json FILE]
 
-DistributedSampler makes a list of the whole epoch's order before it gives the first index, on every rank. sharding
-computes the indices that are asked for, and stores nothing. Both shuffle, for a job of one rank; each measurement is a
-fresh process, in which the clock starts, and memory is counted, after the imports. DistributedSampler is run up to
-10,000,000 samples; whether more would fit into this machine's memory follows from the bytes a sample measured there.
-The memory of sharding is measured with batches of 128. A block needs some arrays of its own size at any sample count.
-Without torch in this Python its columns are empty.
+On every rank, DistributedSampler makes a list of the whole epoch's order before it returns the first index. sharding
+computes the requested indices only, and stores no list. Both shuffle, for a job of one rank. Each measurement runs in a
+new process, and counts time and memory after the imports. DistributedSampler runs with up to 10,000,000 samples. The
+bytes per sample there show whether more samples would fit into this machine's memory. The memory of sharding is
+measured with batches of 128. A block of 2^20 indices needs some arrays of this size for any number of samples. If this
+Python lacks torch, the columns of DistributedSampler are empty.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ sys.path.insert(0, str(ROOT / "core"))
 BLOCK = 1 << 20
 BATCH = 128
 SAMPLES = (60_000, 10_000_000, 10**9, 10**12)
-LARGEST_LIST = 10_000_000  # samples for which DistributedSampler is run
+LARGEST_LIST = 10_000_000  # most samples for which DistributedSampler runs
 Figures = dict[str, float]
 
 
 def resident(field: str) -> float:
-    """Megabytes of this process's memory: VmRSS now, VmHWM at its peak."""
+    """Return this process's resident memory in MiB: ``VmRSS`` is the current memory, ``VmHWM`` the peak."""
     status = Path("/proc/self/status").read_text()
     return next(float(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(field))
 
 
 def measure_sharding(n: int, seconds: float) -> Figures:
-    """Measure speed and memory of this process, for an epoch of ``n`` samples."""
+    """Measure first batch, memory and speed of sharding in this process, for an epoch of ``n`` samples."""
     import numpy as np
     from samestep.sharding import GlobalBatches, permute
 
@@ -70,7 +70,7 @@ def measure_sharding(n: int, seconds: float) -> Figures:
 
 
 def measure_sampler(n: int) -> Figures:
-    """Measure torch's sampler in the same way. Its speed is over one whole epoch, with the making of its list."""
+    """Measure torch's sampler in the same way. Its speed covers a whole epoch, including the time to make the list."""
     from torch.utils.data import Dataset, DistributedSampler
 
     class Samples(Dataset[int]):
@@ -99,7 +99,7 @@ def in_fresh_process(kind: str, n: int, seconds: float) -> Figures:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Installed versions, of Python too; a package that is not installed is left out."""
+    """Return the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -110,7 +110,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def shown(figures: list[Figures], name: str, unit: str, scale: float = 1.0, digits: int = 1) -> str:
-    """Median and range over the rounds."""
+    """Return the median and the range over the rounds as text."""
     values = [each[name] / scale for each in figures]
     low = f"{min(values):,.{digits}f}"
     high = f"{max(values):,.{digits}f}"

@@ -1,11 +1,11 @@
-"""Seconds of a whole short run, by fork, by exec and under bare torchrun, and the memory of its processes.
+"""Measure the seconds and the memory of a whole short run that starts by fork, by exec or by bare torchrun.
 
     python benchmarks/start_methods.py [--app mnist_ddp] [--ranks 1 2 4] [--rounds 5] [--steps 30] [--json FILE]
 
 Each round starts the same program in three ways: its launch script with --start-method fork, the script with
---start-method exec, and `torchrun --standalone`. The rounds are interleaved, after one uncounted round, which also
-measures memory: the largest sum of the proportional set size (PSS) of the job's processes, in MiB. All runs use this
-Python, which needs the app's packages, and must end with equal weights.
+--start-method exec, and `torchrun --standalone`. An uncounted first round measures memory: the largest sum of the
+proportional set size (PSS) of the job's processes, in MiB. All runs use this Python, which needs the app's packages.
+All runs must end with equal weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """Return a process's proportional set size in KiB; 0 for a process that has ended."""
+    """Return a process's proportional set size in KiB, or 0 for a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

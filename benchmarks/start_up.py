@@ -1,13 +1,13 @@
-"""Seconds from a launch script's start to its first training step, by fork and by exec, beside bare torchrun.
+"""Measure the seconds from a launch script's start to the first training step, compared with bare torchrun.
 
     python benchmarks/start_up.py [--rounds 7] [--ranks 2] [--venv] [--quick] [--json FILE]
 
 The launch script forks its ranks from a process that has imported the program, or with --start-method exec starts a
-Python per rank. It checks the call, finds and verifies the data, locks the run dir, looks for a checkpoint, and watches
-over the job. Bare torchrun starts a minimal script: rendezvous, a model of the same size in DDP, one step. Both run
-with this Python (with --venv, that in .venvs/mnist_ddp) and as many threads. Rank 0 writes a file after the first step.
-The rounds are interleaved, after one uncounted start of each: the environment and the data are in place, and the files
-in the system's cache.
+Python per rank. The script checks its options, finds and verifies the data, locks the run directory, looks for a
+checkpoint, and monitors the job. Bare torchrun starts a minimal script: rendezvous, a model of the same size in DDP,
+one step. Both use this Python (with --venv, the Python in .venvs/mnist_ddp) and the same number of threads. Rank 0
+writes a file after the first step. The starts take turns. An uncounted first round makes the environment and the data,
+and fills the system's file cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def bare(first_step: Path) -> None:
-    """Run a rank of the bare job."""
+    """Run a rank of the bare torchrun job, and write the file ``first_step`` after the step."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -46,11 +46,11 @@ def bare(first_step: Path) -> None:
     if dist.get_rank() == 0:
         first_step.write_text("done")
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 def seconds_until(done: Callable[[], bool], command: list[str], environ: dict[str, str], log: Path) -> float:
-    """Start a job; how long until ``done``. Returns when the job has ended, too."""
+    """Run a job to its end, and return the seconds from its start until ``done`` returned True."""
     with log.open("wb") as output:
         begun = time.perf_counter()
         job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

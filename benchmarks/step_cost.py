@@ -1,19 +1,20 @@
-"""Measure what a step of mnist_ddp pays for the kit, stop requests, phases that find a straggler, and virtual ranks.
+"""Measure how much time the kit, stop requests, phase times and virtual ranks add to a step of mnist_ddp.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200] [--virtual-ranks 4 8]
 
 The first variant is a loop without the kit: indices of a permutation, torch's own dropout and reduction, and the mean
-over a rank's shard. All others take the app's step. A `Run` handles the stop requests, or the kit's
-`samestep.torch.StopRequests`.
+over a rank's shard. All other variants take the app's step. Either a `Run` or the kit's `samestep.torch.StopRequests`
+handles the stop requests.
 
-All variants take turns in one job, ten steps each, with the log line's sum over ranks after the tenth; nothing is kept.
-Times are medians, in milliseconds; differences from the first and ratios are of each round, with their quartiles.
-Lightning's variant has what PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
+All variants take turns in one job, ten steps each, with the log line's all-reduce after the tenth step. Times are
+medians, in milliseconds. Differences and ratios compare a variant with the first variant of the same round, and have
+quartiles. The variant with Lightning's broadcast sends rank 0's flag to all ranks in each step. PyTorch Lightning 2.6
+does the same to handle stop requests.
 
-With --virtual-ranks, the first two variants are without it, at one thread and at this job's share of the processors.
-The others are each V at one thread, with the number of gradients that a rank has left to exchange, and the kB that it
-sends per step.
+With --virtual-ranks, the first two variants have no virtual ranks, at one thread and at this job's share of the
+processors. Each other variant has V virtual ranks at one thread. Its row shows the number of gradients that a rank
+exchanges, and the kB that a rank sends per step.
 """
 
 from __future__ import annotations
@@ -87,13 +88,13 @@ class Variant:
 
     Attributes:
         name: the text of the table's row.
-        kit: whether the batches, dropout and the gradient are the kit's.
+        kit: whether the kit makes the batches, dropout and gradients.
         stops: whether a `Run` counts the step and agrees on stops.
         phases: whether the phases of a step are timed.
         lightning: whether rank 0's flag is broadcast, as PyTorch Lightning does.
         kit_stops: whether the kit's `StopRequests` agree on stops.
-        virtual_ranks: their number, or None.
-        threads: of a rank; None for torch's own choice.
+        virtual_ranks: number of virtual ranks, or None.
+        threads: number of threads per rank; None for torch's default.
     """
 
     name: str
@@ -187,7 +188,7 @@ def variants_of(virtual_ranks: list[int], world_size: int) -> list[Variant]:
 def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step of each loop in each round, by name."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first round warms up
         first = number % len(loops)  # each round begins with another loop
         for loop in loops[first:] + loops[:first]:
             begun = time.perf_counter()
@@ -198,7 +199,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
 
 
 def rows(taken: dict[str, list[float]]) -> Iterator[str]:
-    """Yield the rows of the table."""
+    """Yield the lines of a Markdown table of the milliseconds that `measure` returns."""
     yield "| a step with | ms | ms more | ratio |\n|---|---|---|---|"
     reference = next(iter(taken.values()))
     for name, times in taken.items():
@@ -213,7 +214,7 @@ def start(steps: int) -> tuple[Run, Split]:
     """Join the other ranks; return a run of mnist_ddp in a temporary folder, and its training set.
 
     Args:
-        steps: at most so many are taken.
+        steps: largest number of steps.
     """
     device = torch.device("cpu")
     world = env.detect(os.environ)
@@ -232,10 +233,10 @@ def start(steps: int) -> tuple[Run, Split]:
 def end(run: Run) -> NoReturn:
     """Delete the run's folder, and end this process."""
     run.monitor.stop()
-    dist.barrier()  # no rank leaves a heartbeat any more
+    dist.barrier()  # then no rank writes a heartbeat
     if run.world.rank == 0:
         shutil.rmtree(run.options.run_dir, ignore_errors=True)
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 def describe_job(run: Run) -> str:
@@ -250,7 +251,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
-    console = os.fdopen(os.dup(1), "w")  # a Run gives stdout to its log
+    console = os.fdopen(os.dup(1), "w")  # a Run redirects stdout to its log
     run, training = start(4 * (arguments.rounds + 1) * AT_ONCE)
     variants = VARIANTS
     if arguments.virtual_ranks:

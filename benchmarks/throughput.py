@@ -1,17 +1,17 @@
-"""Measure samples/s of the apps, beside the loops that people copy, their peers, and the compute limit.
+"""Compare the apps' samples per second with tutorials' loops, with other libraries, and with the compute limit.
 
     python3.11 benchmarks/throughput.py                        # all; some hours on 2 cores
     python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
     python3.11 benchmarks/throughput.py --apps mnist_ddp --contestants app,limit
 
-The contestants run on the same machine, in one run, in interleaved rounds. Model, global batch, number of steps,
-images, and threads per rank are the same. The images are 60,000 digits (the embedded ones, repeated), and for cifar_ddp
-50,000 made-up images (synthetic-cifar10, repeated), cropped and flipped by all. The time of no contestant includes
-start-up, the first steps, evaluation or checkpoints.
+The variants (--contestants) take turns on the same machine, in several rounds. They have the same model, global batch,
+number of steps, images, and threads per rank. The images are 60,000 digits (the embedded digits, repeated). For
+cifar_ddp, they are 50,000 images of synthetic-cifar10 (repeated), which all variants crop and flip. The times exclude
+start-up, the first steps, evaluation and checkpoints.
 
 - *textbook*: the training loop of the framework's own tutorial or example (loops/textbook_ddp.py, loops/<app>.py). It
-  has per-sample transforms, DistributedSampler, and a DataLoader with the faster of 0 and 2 workers. Paddle's aborts
-  with any worker.
+  has per-sample transforms, DistributedSampler, and a DataLoader with the faster of 0 and 2 workers. Paddle's loader
+  has no workers, because it aborts with workers.
 
 - *accelerate*, *lightning*: the same layers and dataset through Accelerator.prepare and through a Trainer, likewise
   with the faster of 0 and 2 workers (loops/accelerate_loop.py, loops/lightning_loop.py).
@@ -21,17 +21,17 @@ start-up, the first steps, evaluation or checkpoints.
 - *limit*: the app's own step on its own first 32 batches, normalized in memory before the clock starts. The step
   samples, logs and saves nothing.
 
-- *plain-limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, as the step costs before any
-  optimization.
+- *plain-limit* (mnist_ddp): the limit with contiguous tensors and stock DDP and SGD, without this project's
+  optimizations of the step.
 
-- *fused-limit* (mnist_horovod): the same with hvd.DistributedOptimizer and Horovod's own tensor fusion.
+- *fused-limit* (mnist_horovod): the limit with hvd.DistributedOptimizer and Horovod's own tensor fusion.
 
-If the fastest round of a contestant is over 1.3 times its slowest, the row is measured again, up to --attempts. The
-table shows the attempt of the least spread, and its number of attempts.
+If a variant's fastest round is over 1.3 times as fast as its slowest round, the script measures the row again, up to
+--attempts times. The table shows the attempt with the least spread, and the number of attempts.
 
-The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another one as it is.
-There --png needs matplotlib, and accelerate and lightning need their packages. torchvision, whose import needs a fix
-beside a CPU torch, is in a folder that only the loops see.
+The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which needs
+matplotlib for --png, and the packages of accelerate and lightning. torchvision is in a separate folder for the loops
+only, because its import needs a fix beside a CPU torch.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
-LIMIT = 900  # seconds for any one run
-SPREAD = 1.3  # fastest round / slowest of any contestant, above which a row is measured again
+LIMIT = 900  # timeout of each run, in seconds
+SPREAD = 1.3  # if a variant's fastest round / slowest round is larger, the row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
 # Never pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
 PEERS = {"accelerate": "accelerate==1.15.0", "lightning": "pytorch-lightning==2.6.6"}
-LOADERS = ("textbook", *PEERS)  # contestants that have a DataLoader
+LOADERS = ("textbook", *PEERS)  # variants that have a DataLoader
 
 
 @dataclass(frozen=True)
 class Row:
-    """One app: which programs of loops/ are beside it, how they are started, and at which global batch all train."""
+    """An app, and the programs of loops/ that are compared with the app."""
 
     launcher: tuple[str, ...]  # {n} becomes the number of ranks, {folder} a temporary folder
-    batch: int
-    textbook: str
-    limit: str
+    batch: int  # samples of a global batch
+    textbook: str  # name of the textbook loop
+    limit: str  # name of the program for the compute limit
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
-    torchvision: bool = True  # the loops need it from beside the environment
-    workers: tuple[int, ...] = (0, 2)  # of a loop's DataLoader, which gets the fastest of them
+    torchvision: bool = True  # whether the loops need torchvision from its separate folder
+    workers: tuple[int, ...] = (0, 2)  # numbers of DataLoader workers; a loop gets the fastest number
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
@@ -94,7 +94,7 @@ APPS = {
         "mnist_horovod",
         ("textbook", "app", "limit", "fused-limit"),
     ),
-    "mnist_lightning": Row(TORCHRUN, 128, "lightning_loop", "mnist_ddp"),  # the same step without a Trainer
+    "mnist_lightning": Row(TORCHRUN, 128, "lightning_loop", "mnist_ddp"),  # the step without a Trainer
     # Paddle's DataLoader aborts (SIGABRT) with workers.
     "lenet_paddle": Row(PADDLE, 64, "lenet_paddle", "lenet_paddle", torchvision=False, workers=(0,)),
 }
@@ -102,7 +102,7 @@ CONTESTANTS = tuple(dict.fromkeys(contestant for row in APPS.values() for contes
 
 
 def environment(app: str) -> str:
-    """Return the Python that runs ``app`` and its competitors."""
+    """Return the path of the Python that runs ``app`` and the loops. Make its environment if needed."""
     if "PYTHON" in os.environ:
         return os.environ["PYTHON"]
     folder = ROOT / ".venvs" / f"benchmark-{app}"
@@ -124,7 +124,7 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """The folder that holds it; LOOPS, which is on the path anyway, if this Python can import it."""
+    """Return the folder with torchvision, or LOOPS, which is on the path anyway, if this Python can import it."""
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"
@@ -138,7 +138,7 @@ def torchvision(python: str) -> Path:
 
 
 def write_digits(folder: Path, python: str) -> None:
-    """60,000 training images in IDX files, plain and .gz, where torchvision and the apps look: the embedded 4,000."""
+    """Write 60,000 training digits, the embedded 4,000 repeated, as IDX files for torchvision and the apps."""
     code = (
         "import sys; from pathlib import Path; import numpy as np; from samestep.data import datasets, files\n"
         "found = datasets.load('mnist-5k', Path('.')); raw = Path(sys.argv[1])\n"
@@ -160,7 +160,7 @@ def write_digits(folder: Path, python: str) -> None:
 
 
 def write_cifar(folder: Path, python: str) -> None:
-    """50,000 and 10,000 images in CIFAR-10's binary format, where the app looks: synthetic-cifar10's, repeated."""
+    """Write synthetic-cifar10 in CIFAR-10's binary format, repeated to 50,000 training and 10,000 test images."""
     code = (
         "import sys; from pathlib import Path; import numpy as np; from samestep.data import datasets, files\n"
         "found = datasets.load('synthetic-cifar10', Path('.')); raw = Path(sys.argv[1])\n"
@@ -182,7 +182,7 @@ def run(command: list[str], folder: Path, n: int, python: str, *path: Path) -> N
     cores = len(os.sched_getaffinity(0))
     environ = {
         **os.environ,
-        "OMP_NUM_THREADS": str(max(1, cores // n)),  # what the launch scripts would choose
+        "OMP_NUM_THREADS": str(max(1, cores // n)),  # the default of the launch scripts
         "PYTHON": python,
         "PYTHONPATH": os.pathsep.join(str(each) for each in (ROOT / "core", LOOPS, *path)),
     }
@@ -218,16 +218,16 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
         return float(json.loads(out.read_text()))
 
 
-Speeds = dict[str, list[float]]  # of each contestant, round by round
+Speeds = dict[str, list[float]]  # samples per second in each round, by variant
 
 
 def spread(speeds: Speeds) -> float:
-    """Return the largest ratio of a contestant's fastest round to its slowest."""
+    """Return the largest ratio of a variant's fastest round to its slowest."""
     return max(max(values) / min(values) for values in speeds.values())
 
 
 def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
-    """The attempt of the least spread, and how many there were: no more after one within SPREAD."""
+    """Repeat until a spread is within SPREAD. Return the attempt of least spread, and the number of attempts."""
     tried: list[Speeds] = []
     while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
         tried.append(attempt())
@@ -235,7 +235,7 @@ def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int
 
 
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one app at one number of ranks: the attempt of the least spread."""
+    """Measure one app at one number of ranks, and return the attempt of the least spread."""
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
     workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
     choice = APPS[app].workers
@@ -262,12 +262,12 @@ def shown(values: list[float], digits: int = 0) -> str:
 
 
 def ratios(result: dict[str, Any], other: str) -> list[float]:
-    """The app's speed divided by another's, round by round."""
+    """Return the app's speed divided by another variant's speed, for each round."""
     return [ours / theirs for ours, theirs in zip(result["speeds"]["app"], result["speeds"][other])]
 
 
 def cell(result: dict[str, Any], contestant: str) -> str:
-    """Its speed, its workers, and how many times as fast the app is; empty where it did not run."""
+    """Return a variant's speed, its workers, and the app's relative speed as text; empty if it did not run."""
     speeds = result["speeds"]
     if contestant not in speeds:
         return ""
@@ -291,7 +291,7 @@ def head(columns: list[str]) -> str:
 
 
 def machine(apps: list[str]) -> str:
-    """Where these numbers were made."""
+    """Return the machine and the versions of the packages as text."""
     versions = []
     for app in apps:
         lines = (ROOT / "apps" / app / "requirements.in").read_text().splitlines()
@@ -305,7 +305,7 @@ def machine(apps: list[str]) -> str:
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draw bars of samples per second, medians and spread. Needs matplotlib."""
+    """Draw bars of the median samples per second, with their range. Needs matplotlib."""
     import matplotlib.pyplot as plt
 
     results = measured["results"]
@@ -344,7 +344,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options, with ``apps`` and ``contestants`` as lists. A mistake is an error of one line."""
+    """Return the options, with ``apps`` and ``contestants`` as lists. Exit if an option is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
@@ -377,7 +377,7 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names of a list with commas. A name that is not ``known`` ends the program."""
+    """Return the names of a comma-separated list. Exit if a name is not in ``known``."""
     names = text.split(",")
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -386,7 +386,7 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def write_data(folder: Path, apps: Sequence[str]) -> None:
-    """Write random data of the sizes of the apps' datasets."""
+    """Write the images of the apps' datasets into a folder."""
     python = environment(apps[0])
     write_digits(folder, python)
     if any(APPS[app].dataset == "cifar10" for app in apps):

@@ -1,4 +1,4 @@
-"""Measure the seconds to 0.90 accuracy on Fashion-MNIST's test set, for cifar_ddp and the loop that people copy.
+"""Measure the seconds to 0.90 accuracy on Fashion-MNIST's test set, for cifar_ddp and for a tutorial's loop.
 
     python3.11 benchmarks/time_to_accuracy.py              # N = 1 and 2, twice: about 20 minutes on 2 cores
     python3.11 benchmarks/time_to_accuracy.py --augment    # both crop and flip
@@ -12,13 +12,13 @@
   torchvision's dataset with per-sample transforms, a DataLoader with --workers, DistributedSampler, BatchNorm2d, and
   Adam at 1e-3 without a schedule, in float32, contiguous.
 
-They take turns, with the same threads per rank, and evaluate the whole test set on the same grid: every 100 steps, and
-at each epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the
-target, with all evaluations until then. Start-up does not count for either. The script stops the textbook loop after
---cap times the app's seconds, and then reports "> x".
+The two loops take turns, with the same threads per rank. Both evaluate the whole test set every 100 steps, and at each
+epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the target.
+They include all earlier evaluations, but no start-up. The script stops the textbook loop after --cap times the app's
+seconds, and then reports "> x".
 
-Fashion-MNIST is Debian's package dataset-fashion-mnist, or --data-dir/fashion-mnist. The environment is
-.venvs/cifar_ddp, or with PYTHON=/path/to/python that one as it is.
+Fashion-MNIST comes from Debian's package dataset-fashion-mnist, or from --data-dir/fashion-mnist. The script uses the
+Python of .venvs/cifar_ddp, or PYTHON=/path/to/python.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 128
-LIMIT = 1800  # seconds for any one run
+LIMIT = 1800  # timeout of each run, in seconds
 # The recipe of docs/cifar_ddp_speed.md that reaches 0.90 first.
 RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "--dropout=0", "--label-smoothing=0"]
 RECIPE += [f"--global-batch-size={BATCH}"]
@@ -69,7 +69,7 @@ SAME = ("contiguous", "torch's norm", "loader, 2 workers")
 
 
 def environment() -> str:
-    """The Python of the app."""
+    """Return the path of the app's Python. Exit if this Python is missing."""
     python = os.environ.get("PYTHON") or str(ROOT / ".venvs" / "cifar_ddp" / "bin" / "python")
     if not Path(python).exists():
         sys.exit(f"error: no {python}: run `bash scripts/run_cifar_ddp.sh 1 --epochs=1` once, or set PYTHON")
@@ -77,7 +77,7 @@ def environment() -> str:
 
 
 def unpack(data_dir: Path, folder: Path, python: str) -> None:
-    """Fashion-MNIST where torchvision and the app both look: FashionMNIST/raw, plain."""
+    """Write Fashion-MNIST uncompressed into FashionMNIST/raw, where torchvision and the app look for it."""
     code = (
         "import sys; from pathlib import Path; from samestep import ConfigError; from samestep.data import datasets\n"
     )
@@ -97,10 +97,10 @@ def unpack(data_dir: Path, folder: Path, python: str) -> None:
 
 
 def run(command: list[str], folder: Path, n: int, python: str) -> None:
-    """Run one job, and return once all its processes are gone."""
+    """Run one job, and return after all its processes have ended."""
     environ = {
         **os.environ,
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch script would choose
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # the default of the launch script
         "PYTHON": python,
         "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in ("core", "benchmarks/loops")),
     }
@@ -120,7 +120,7 @@ def run(command: list[str], folder: Path, n: int, python: str) -> None:
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """Stop the launcher by TERM, and with it the ranks, which are in sessions of their own."""
+    """Stop the launcher by TERM, so that it stops its ranks, which are in other sessions."""
     if job.poll() is None:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,7 +131,7 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 class Bench:
-    """The state that all runs share; each run has a folder of its own."""
+    """Start runs with shared settings, each in its own folder."""
 
     def __init__(self, options: argparse.Namespace, data: Path, python: str) -> None:
         self.options = options
@@ -139,7 +139,7 @@ class Bench:
         self.python = python
 
     def lines(self, n: int, *words: str) -> list[dict[str, Any]]:
-        """The app through its launch script: its lines of metrics.jsonl, each with ``seconds`` since the first step."""
+        """Run the app, and return its metrics.jsonl lines that have a step, with ``seconds`` since the first step."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             script = ["bash", str(ROOT / "scripts" / "run_cifar_ddp.sh"), str(n), "--dataset=fashion-mnist"]
@@ -149,14 +149,14 @@ class Bench:
         lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
         seconds = 0.0
         seen = 0
-        for line in lines:  # samples_per_second is over all that passed since the line before
+        for line in lines:  # samples_per_second covers all time since the line before
             seconds += (line["samples_seen"] - seen) / line["samples_per_second"]
             seen = line["samples_seen"]
             line["seconds"] = seconds
         return lines
 
     def app(self, n: int, seed: int) -> dict[str, float]:
-        """The first evaluation of the app that reached the target, or its last."""
+        """Run the app, and return its first evaluation that reached the target, or its last evaluation."""
         words = [*RECIPE, *(AUGMENTED if self.options.augment else PLAIN), f"--seed={seed}"]
         words += [f"--evaluate-every={self.options.evaluate_every}"]
         if self.options.quick:
@@ -186,14 +186,14 @@ class Bench:
             return json.loads(out.read_text())
 
     def reached(self, found: list[dict[str, float]]) -> dict[str, float]:
-        """The first evaluation at the target, or the last of all."""
+        """Return the first evaluation that reached the target, or the last evaluation."""
         return next(filter(self.is_reached, found), found[-1])
 
     def is_reached(self, found: dict[str, float]) -> bool:
         return bool(found["accuracy"] >= self.options.target - 1e-6)  # the loops' accuracy is a float32
 
     def told(self, found: dict[str, float]) -> str:
-        """Its seconds and steps; a bound where it did not get there."""
+        """Return an evaluation's seconds, steps and accuracy as text, with ">" if it did not reach the target."""
         bound = "" if self.is_reached(found) else "> "
         return f"{bound}{found['seconds']:.1f} s, {bound}{found['step']:.0f} steps, {found['accuracy']:.4f}"
 
@@ -203,7 +203,7 @@ def load() -> str:
 
 
 def compare(bench: Bench) -> None:
-    """The app and the textbook loop, in turns."""
+    """Run the app and the textbook loop in turns, and print a table."""
     print("| ranks | run | app | textbook | app / textbook | load |\n|---|---|---|---|---|---|")
     for n in map(int, bench.options.ranks.split(",")):
         ratios = []
@@ -225,11 +225,11 @@ def compare(bench: Bench) -> None:
 
 
 def shares(bench: Bench) -> None:
-    """Turn off each setting by itself, at one rank, and time a step and the target without it."""
+    """Turn off each setting alone, at one rank, and print the times of a step and to the target."""
     variants = {name: [*RECIPE, *PLAIN, *words] for name, words in SHARES.items()}
     together = {
         name: words for name, words in variants.items() if "loader" not in name
-    }  # workers would fetch meanwhile
+    }  # workers would load during other steps
     rounds = 1 if bench.options.quick else 12
     timed = ["steps", f"--variants={json.dumps(together)}", f"--rounds={rounds}", "--max-seconds=0"]
     times = bench.loop(1, *timed)
@@ -261,7 +261,7 @@ def shares(bench: Bench) -> None:
 
 
 def inputs(bench: Bench) -> None:
-    """Measure samples per second of the app with crops and flips, by both inputs in turns; the losses must be equal."""
+    """Print the app's samples per second with --input memory and with --input loader, and whether losses are equal."""
     print("| ranks | memory | loader, 2 workers | memory / loader | losses | load |\n|---|---|---|---|---|---|")
     warm_up, steps = (1, 2) if bench.options.quick else (20, 100)
     for n in map(int, bench.options.ranks.split(",")):
@@ -280,7 +280,7 @@ def inputs(bench: Bench) -> None:
 
 
 def machine(python: str) -> str:
-    """Where these numbers were made."""
+    """Return the machine and the versions of the packages as text."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     flags = {name.strip(): value for name, value in fields.items()}.get("flags", "").split()
@@ -313,7 +313,7 @@ def main() -> None:
         options.evaluate_every = 2
         options.target = 0.05
     python = environment()
-    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # so that a job ends with this, as at Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # raises, so that `run` stops its job
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         unpack(options.data_dir, Path(name), python)

@@ -1,15 +1,16 @@
-"""Measure what a step of mnist_ddp pays for the loss of every step in log/losses.bin, and for --trace-every.
+"""Measure how much time log/losses.bin and --trace-every add to a step of mnist_ddp.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/trace_cost.py [--rounds 100]
 
-All variants take the app's step in one job, and take turns, fifty steps each, with a log line's sync after each tenth.
-The first writes no loss, and its log line carries the loss of the last step alone. The others write log/losses.bin. The
-last two also digest all weights and gradients, on rank 0, at one of the fifty steps and at each of them.
+All variants take the app's step in one job, in turns of fifty steps, with a log line's sync after every tenth step. The
+first variant writes no losses, and its log line has the last step's loss alone. The other variants write the loss of
+every step to log/losses.bin. The last two variants also compute digests of all weights and gradients on rank 0, at one
+of the fifty steps or at each step.
 
-Times are medians, in milliseconds; differences from the first and ratios are of each round, with their quartiles. The
-cost of a loss is smaller than the spread of the steps. So the last line has it alone: the mean time of 1,000 writes of
-ten losses, per step.
+Times are medians, in milliseconds. Differences and ratios compare a variant with the first variant of the same round,
+and have quartiles. The cost of the losses is smaller than this spread, so the last line has the mean time of 1,000 writes
+of ten losses, per step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Variant:
     Attributes:
         name: the text of the table's row.
         losses: whether each step's loss is written.
-        trace_every: as the option --trace-every.
+        trace_every: value of the option --trace-every.
     """
 
     name: str
@@ -112,8 +113,8 @@ class Loop:
 def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step of each loop in each round, by name."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
-    for number in range(rounds + 1):  # the first warms up
-        first = number % len(loops)  # who comes first changes
+    for number in range(rounds + 1):  # the first round warms up
+        first = number % len(loops)  # each round begins with another loop
         for loop in loops[first:] + loops[:first]:
             begun = time.perf_counter()
             loop.fifty_steps()
@@ -139,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
-    console = os.fdopen(os.dup(1), "w")  # a Run gives stdout to its log
+    console = os.fdopen(os.dup(1), "w")  # a Run redirects stdout to its log
     run, training = start(len(VARIANTS) * (arguments.rounds + 1) * AT_ONCE)
     taken = measure([Loop(variant, run, training) for variant in VARIANTS], arguments.rounds)
     if run.world.rank == 0:

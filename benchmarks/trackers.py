@@ -1,11 +1,11 @@
-"""Measure what --track costs a step: mnist_ddp without it, and with it while MLflow's server stops in mid-run.
+"""Measure how much time --track adds to a step of mnist_ddp, if MLflow's server stops halfway through the run.
 
     python benchmarks/trackers.py [--rounds 5] [--ranks 2] [--steps 600] [--quick] [--json FILE]
 
 The launch script runs both with this Python, which needs mlflow (not mlflow-skinny). Each step writes a line of
-metrics.jsonl, and every 50th a checkpoint, which is more than runs usually do. The milliseconds per step are the
-seconds in a run's result, divided by its steps. Rounds are interleaved, and a ratio is of the two runs of one round.
-The server simulates one on another machine, so it has the lowest priority, as the process beside the job has.
+metrics.jsonl, and every 50th step writes a checkpoint. Usual runs write less. The milliseconds per step are the
+seconds in a run's result, divided by its steps. Runs without and with --track take turns, and a ratio compares the two
+runs of a round. The server has the lowest CPU priority, because it simulates a server on another machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start an app: ``python scripts/launch.py <app> <template of its launcher> -- N [options]``. launch.sh calls it."""
+"""Start an app: ``python scripts/launch.py <app> <template of its launcher> -- N [options]``. launch.sh calls this."""
 
 import importlib.util
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
 os.environ.pop("PYTHONSAFEPATH", None)  # apps import files of their own folder
-# A project that is a copy of one app has a wheel in place of the four folders below. The first stage imports from it;
-# the second runs in an environment that has it installed, because its data are files.
+# A project that new_app.py made has a wheel instead of the four folders below. The first stage imports from the wheel.
+# The second stage needs an environment in which the wheel is installed, because samestep reads data files.
 wheel = next(root.glob("vendor/samestep-*.whl"), None)
-here = 0 if getattr(sys.flags, "safe_path", False) else 1  # whether sys.path begins with this folder
+here = 0 if getattr(sys.flags, "safe_path", False) else 1  # 1 if sys.path begins with this folder
 sys.path[:here] = [str(root / folder) for folder in ("core", "launch", "observe", "check")]
 if wheel and sys.argv[1:2] != ["--second-stage"]:
     sys.path[:1] = [str(wheel)]

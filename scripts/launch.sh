@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Called by scripts/run_<app>.sh: finds a Python to start with, and runs launch.py by it.
+# Run launch.py with the first Python that works. scripts/run_<app>.sh calls this script.
 for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python3.10 python3.9; do
-  # It must print something, because any program may exit with 0.
+  # This test compares the output, because any program may exit with 0.
   if [ "$("$python" -c 'import sys; print(sys.version_info >= (3, 9))' 2>/dev/null)" = True ]; then
     exec "$python" "$(dirname "${BASH_SOURCE[0]}")/launch.py" "$@"
   fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Copy an app under a name of your own:  bash scripts/new_app.sh NAME --from APP [--out DIR]   (--help explains)
+# Copy an app under a new name:  bash scripts/new_app.sh NAME --from APP [--out DIR]   (--help explains)
 for python in python3.11 python3.12 python3.13 python3.14 python3.10 python3 python3.9; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
     exec "$python" "$(dirname "${BASH_SOURCE[0]}")/../tools/new_app.py" "$@"

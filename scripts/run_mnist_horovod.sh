@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train a CNN on MNIST with Horovod on N ranks:  bash scripts/run_mnist_horovod.sh N [options]   (--help explains)
-# Several machines: HOROVOD_HOSTS=server1:4,server2:4 and N=8 start the ranks of all of them from here, by ssh;
-# HOROVOD_HOSTS=slurm and --transport mpi those on the nodes of a Slurm job: mpirun asks Slurm, horovodrun would ssh.
-# horovodrun's cache is off because it is a pickle; one machine needs no search for interfaces that it would save.
-if [ "${HOROVOD_HOSTS:-}" = slurm ]; then # no rank bound to a core, for which Open MPI 4 and 5 have a name each
+# On several machines, HOROVOD_HOSTS=server1:4,server2:4 and N=8 start all ranks from here by ssh. In a Slurm job,
+# HOROVOD_HOSTS=slurm and --transport mpi start the ranks by mpirun, which uses Slurm. horovodrun would use ssh.
+# horovodrun's cache is off, because it is a pickle file. It would only save a search for network interfaces.
+if [ "${HOROVOD_HOSTS:-}" = slurm ]; then # do not bind ranks to cores; Open MPI 4 and 5 use different names
   launcher=(env OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_policy=none mpirun -np {nproc})
 else
   launcher=({python} -m horovod.runner.launch --{transport} -np {nproc} ${HOROVOD_HOSTS:+-H "$HOROVOD_HOSTS"}

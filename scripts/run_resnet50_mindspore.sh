@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train ResNet on CIFAR-10 with MindSpore on N ranks:  bash scripts/run_resnet50_mindspore.sh N [options]   (--help explains)
-# msrun starts the ranks, and train.py once more as their scheduler; no worker has the number of which it would show the
-# log. With a rank table, Ascend's ranks are started without it: one for each device that it lists for this machine.
+# msrun starts the ranks, and train.py once more as their scheduler. It shows no worker's log, because no worker has the
+# number {nproc}. With a rank table, each_device.py starts one rank for each device of this machine in the table.
 scripts=$(dirname "${BASH_SOURCE[0]}")
-export GLOG_v=${GLOG_v:-3} # errors; below that MindSpore logs every connection
+export GLOG_v=${GLOG_v:-3} # 3: log errors only, because at lower levels MindSpore logs every connection
 if [ -n "${RANK_TABLE_FILE:-}${MINDSPORE_HCCL_CONFIG_PATH:-}" ]; then
   launcher=({python} {app}/each_device.py {nproc} {train} {options})
 else

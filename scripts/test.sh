@@ -29,7 +29,7 @@ if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "${packages[*]}" ]; then
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}"
   echo "${packages[*]}" >"$venv/samestep-stamp"
 fi
-# uv installs the environments, and does not read pip's configuration.
+# uv installs the environments. It does not read pip's configuration, so pip's settings become variables of uv.
 settings=$("$venv/bin/python" -m pip config list)
 setting() { sed -nE "s/^[a-z:]+\.$1='(.*)'$/\1/p" <<<"$settings" | head -n 1; }
 for pair in UV_INDEX_URL=index-url UV_EXTRA_INDEX_URL=extra-index-url UV_FIND_LINKS=find-links SSL_CERT_FILE=cert; do

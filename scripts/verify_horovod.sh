@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check the Horovod installation over N ranks, 2 by default:  bash scripts/verify_horovod.sh [N] [--transport mpi]
-# Uses .venvs/mnist_horovod, or the interpreter that PYTHON names. Several machines: HOROVOD_HOSTS=server1:1,server2:1
+# The script uses .venvs/mnist_horovod or PYTHON=/path/to/python. On several machines, set HOROVOD_HOSTS=server1:1,server2:1.
 root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venvs/mnist_horovod/bin/python}
 if [ "$("$python" -c 'import sys; print(sys.version_info >= (3, 9))' 2>/dev/null)" != True ]; then

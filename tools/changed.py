@@ -1,8 +1,8 @@
 """Print the tox environments that a change needs: `bash scripts/test.sh --changed [REVISION]` runs them.
 
-A change is what differs from REVISION, committed or not, new files included. The default is the commit at which this
-branch left the main branch: the first one of MAIN_BRANCHES that exists. RULES says which environments a path needs; a
-path without a rule needs all of them.
+A change consists of all files that differ from REVISION, committed or not, and of new files. The default REVISION is
+the merge base with the main branch, which is the first of MAIN_BRANCHES that exists. RULES maps a path to the
+environments that it needs. A path without a rule needs all environments.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ RULES = [
 
 
 def environments_of(path: str) -> list[str]:
-    """Return the environments that a change of this file needs; [ALL] if no rule names it."""
+    """Return the environments that a change of a file needs, or [ALL] if no rule matches its path."""
     for pattern, environments in RULES:
         if fnmatch.fnmatchcase(path, pattern):
             before, _, after = pattern.partition("*")
@@ -103,7 +103,7 @@ def environments_of(path: str) -> list[str]:
 
 
 def refuse(problem: str) -> NoReturn:
-    """End this program as a user's mistake does."""
+    """Print an error and exit with 2, the exit code of a user's mistake."""
     print(f"error: {problem}", file=sys.stderr)
     sys.exit(2)
 
@@ -117,7 +117,7 @@ def git(*words: str) -> str | None:
 
 
 def changed_paths(revision: str) -> list[str]:
-    """Return the paths that differ from a revision, and those that git does not know yet."""
+    """Return the paths that differ from a revision, and the paths of new files that git does not track."""
     differ = git("diff", "-z", "--name-only", "--no-renames", revision, "--")
     new = git("ls-files", "-z", "--others", "--exclude-standard")
     if differ is None or new is None:
@@ -131,10 +131,10 @@ def commit_of(revision: str) -> str:
 
 
 def default_revision() -> tuple[str, str]:
-    """Return the main branch, and the commit at which this branch left it."""
+    """Return the name of the main branch, and the commit of the merge base with it."""
     current = (git("symbolic-ref", "--quiet", "HEAD") or "").strip()
     for branch in MAIN_BRANCHES:
-        if f"refs/heads/{branch}" == current:  # it does not show which commits are new
+        if f"refs/heads/{branch}" == current:  # a branch's merge base with itself hides its new commits
             continue
         commit = (git("merge-base", "HEAD", branch) or "").strip()
         if commit:
@@ -143,7 +143,7 @@ def default_revision() -> tuple[str, str]:
 
 
 def chosen_revision(name: str) -> tuple[str, str]:
-    """Return a revision and its commit; the default for an empty name."""
+    """Return a revision and its commit, or the default revision if ``name`` is empty."""
     if not name:
         return default_revision()
     if name.startswith("-"):
@@ -163,7 +163,7 @@ def needed(paths: Iterable[str]) -> list[str]:
 
 
 def main(revision: str) -> None:
-    """Print the environments, and to stderr why."""
+    """Print the environments to stdout, and the reason to stderr."""
     name, commit = chosen_revision(revision)
     paths = changed_paths(commit)
     print(f"compared with {name} ({commit[:12]}): changed files: {len(paths)}", file=sys.stderr)

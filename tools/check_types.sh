@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Run mypy on everything:  bash tools/check_types.sh CACHE_DIR
-# Each app's folder is on Python's path when the app runs, so all apps have modules of the same names (data, model,
-# options). mypy knows one module of a name, hence a call for each app, and for each benchmark of one.
+# Run mypy on all Python files:  bash tools/check_types.sh CACHE_DIR
+# An app's folder is on Python's path when the app runs, so all apps have modules of the same names (data, model,
+# options). mypy accepts one module of each name, so it runs once for each app, and for each benchmark of an app.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 cache=$1
 
-# check PATH FOLDER FILE...: run mypy in FOLDER with the folders of PATH, which begin at the root, as top-level modules.
+# check PATH FOLDER FILE...: run mypy in FOLDER, and find modules in the folders of PATH, which are relative to the root.
 check() {
   local path="$root/${1//:/:$root/}" folder=$2
   shift 2

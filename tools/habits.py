@@ -5,9 +5,9 @@
 Without paths, the program checks CHECKED. It exits with 1 if it finds a line that breaks one of three habits of
 CONTRIBUTING.md:
 
-- One assignment a statement: no ``a, b = x, y``, except to exchange two values.
+- One assignment per statement: no ``a, b = x, y``, except to exchange two values.
 - No ``:=``, except in the condition of a ``while``.
-- One ``for`` in a comprehension.
+- One ``for`` per comprehension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for each statement, and return the exit code."""
+    """Print a line for each problem, and return the exit code."""
     paths = [Path(argument) for argument in arguments]
     if not paths:
         paths = checked_files()
@@ -50,7 +50,7 @@ def checked_files() -> list[Path]:
 
 
 def is_step(path: Path) -> bool:
-    """Return whether a program of a page shows how its users write it (`apps/*/steps`)."""
+    """Return whether a file is an example of a page (`apps/*/steps`), which shows the style of users."""
     return path.parent.name == "steps"
 
 

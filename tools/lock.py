@@ -1,18 +1,18 @@
-"""Lock what each app pulls in: every package, its version, and the SHA-256 of every file that PyPI has of it.
+"""Lock the packages of each app: the name, the version, and the SHA-256 of every file on PyPI.
 
-    bash scripts/test.sh -e locks                        # updates changed locks; versions stay where they can
-    bash scripts/test.sh -e locks -- APP                 # of one app
-    bash scripts/test.sh -e locks -- --upgrade           # the newest versions where requirements.in pins none
+    bash scripts/test.sh -e locks                        # updates changed locks, and keeps versions if possible
+    bash scripts/test.sh -e locks -- APP                 # updates the locks of one app
+    bash scripts/test.sh -e locks -- --upgrade           # takes the newest versions of packages without a pin
     bash scripts/test.sh -e locks -- --check             # compares, and writes nothing
 
 Nothing is installed, and no wheel is downloaded: uv resolves each ``apps/<app>/requirements.in``, together with core's
-own requirements, from metadata alone. It resolves for all Pythons from the first of the line ``# python:`` on, and
-marks their differences. uv takes the options and format of pip-compile, which resolves only for the Python and the
-machine that run it. If the index has no JSON API, pip-compile downloads every file that it hashes: 10 GB with CUDA's
-packages.
+own requirements, from metadata alone. uv resolves for the first Python of the line ``# python:`` and all newer Pythons,
+and marks their differences. pip-compile, whose options and format uv takes, resolves only for the Python and the
+machine that run it. If the index has no JSON API, pip-compile also downloads every file that it hashes: 10 GB with
+CUDA's packages.
 
-``requirements-cuda.txt`` is what PyPI's wheels need. ``requirements-cpu.txt`` is the same without NVIDIA's packages,
-and with the build of torch that does not need them; an app that pulls in none of them has this one alone. Any other
+``requirements-cuda.txt`` locks PyPI's wheels and the packages of NVIDIA that they need. ``requirements-cpu.txt`` lacks
+NVIDIA's packages, and has torch's build for CPUs. An app without packages of NVIDIA has only this lock. Any other
 ``*.in`` of an app has a lock of the same name. The requirements of ``--track``
 (``launch/samestep_launch/tracker_locks``) are treated as an app named ``trackers``.
 """
@@ -39,9 +39,9 @@ PYPI = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")  # a mirror ha
 GPU = re.compile(r"(nvidia|cuda)-.*|triton")  # packages that only a build for NVIDIA's GPUs needs
 
 # The SHA-256 of each Linux file that https://download.pytorch.org/whl/cpu/<package>/ lists. PyPI's wheels of torch, for
-# x86-64 and aarch64 alike, need NVIDIA's packages. The lock for CPUs therefore names the other build, and no file of
-# PyPI's. torchvision's wheels are some MB, and the apps' use of PyPI's works beside either torch. That lock therefore
-# takes both. The file for Python 3.14 on x86-64 is not known here. Another version needs its hashes here first.
+# x86-64 and for aarch64, need NVIDIA's packages. So the lock for CPUs has the hashes of torch's build for CPUs only.
+# For the apps, torchvision's wheels from PyPI work beside either build of torch, so the lock has the hashes of both
+# indexes. The hash of torchvision for Python 3.14 on x86-64 is unknown. A new version needs its hashes here first.
 CPU_INDEX = {
     ("torch", "2.13.0"): """
         6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b  cp311-manylinux_2_28_x86_64
@@ -67,7 +67,7 @@ CPU_INDEX = {
 
 @dataclass
 class Entry:
-    """One package of a lock: ``numpy==2.4.6 ; python_full_version < '3.12'``, its hashes, and the words below."""
+    """A package of a lock: ``numpy==2.4.6 ; python_full_version < '3.12'``, its hashes, and the comment lines below."""
 
     requirement: str
     hashes: list[str]
@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def version(self) -> str:
-        """Without a local label: 2.13.0 of 2.13.0+cpu."""
+        """Return the version without a local label: 2.13.0 for 2.13.0+cpu."""
         return re.split(r"[ +;]", self.requirement.partition("==")[2])[0]
 
     def text(self) -> str:
@@ -88,7 +88,7 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """Return the entries of a lock, or of uv's output, in its order."""
+    """Return the entries of a lock, or of uv's output, in order."""
     found: list[Entry] = []
     for line in text.splitlines():
         digest = re.match(r"    --hash=sha256:([0-9a-f]{64})", line)
@@ -102,7 +102,7 @@ def entries(text: str) -> list[Entry]:
 
 
 def core_requirements() -> str:
-    """Return the requirements of core: of the repository, or of its wheel in a project that is a copy of one app."""
+    """Return core's requirements, from pyproject.toml or, in a project that new_app.py made, from core's wheel."""
     project = ROOT / "pyproject.toml"
     if project.exists():
         needs: list[str] = tomllib.loads(project.read_text())["project"]["dependencies"]
@@ -117,7 +117,7 @@ def core_requirements() -> str:
 def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ()) -> list[Entry]:
     """Resolve a file of requirements with uv, at the versions in ``locked`` if these still fit.
 
-    uv is not given the hashes of ``locked``: it would take them for PyPI's. Ends the program where uv fails.
+    uv does not get the hashes of ``locked``, because it would take them for PyPI's hashes. Exit if uv fails.
     """
     pythons = re.search(r"^# python: (\S+)", source.with_name("requirements.in").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as name:
@@ -141,7 +141,7 @@ def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ())
 
 
 def for_cpu(found: Sequence[Entry]) -> list[Entry]:
-    """Return the lock for CPUs: uv's result without NVIDIA's packages."""
+    """Return the entries of the lock for CPUs, with hashes of CPU_INDEX, from entries without NVIDIA's packages."""
     made = []
     for entry in found:
         listed = CPU_INDEX.get((entry.name, entry.version), "").split()[::2]
@@ -206,7 +206,7 @@ def main() -> None:
         made = locks(source, options.upgrade)
         both = {source.with_name(f"requirements-{each}.txt") for each in ("cpu", "cuda")}
         for old in (path for path in both - made.keys() if source.name == "requirements.in" and path.exists()):
-            differ.append(str(old.relative_to(ROOT)))  # the app no longer needs it
+            differ.append(str(old.relative_to(ROOT)))  # the app no longer needs this lock
             if not options.check:
                 old.unlink()
                 print(f"deleted {old.relative_to(ROOT)}")

@@ -2,9 +2,9 @@
 
     python tools/make_definitions.py [--deb wordnet-base_3.0-37_all.deb] [--out FILE]
 
-Downloads Debian's package wordnet-base 1:3.0-37 with apt-get (unless --deb names it), checks its SHA-256,
-and writes the file. Running it again gives the same bytes. Needs Debian's dpkg-deb. WordNet's license
-allows copies and changes with its notice, which is in LICENSE.txt beside the file.
+The script downloads Debian's package wordnet-base 1:3.0-37 with apt-get (unless --deb names it), checks its
+SHA-256, and writes the file. A second run writes the same bytes. The script needs Debian's dpkg-deb. WordNet's
+license allows copies and changes with its notice, which is in LICENSE.txt beside the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHA256 = "61060d960f9ada8fa120872312eccd3ecebfbab8c4579e4f5a74e1cf67620752"  # o
 # The lexicographer files of animals, artifacts, food, natural objects, phenomena, plants and substances.
 KINDS = {"05", "06", "13", "17", "19", "20", "27"}
 ROWS = 1_000
-# Weapons, drugs, and words with an offensive meaning, in a word or in its definition.
+# The pattern excludes words and definitions about weapons or drugs, and offensive meanings.
 SKIPPED = re.compile(
     r"\b(arms?|ass|asses|bitch|cock|corpse|dyke|execut\w+|faggot|feces|gun\w*|kill\w*|sex\w*|tits?|whip|whips|pussy)\b|"
     r"weapon|bomb|missile|ammunition|artillery|armament|explosive|rifle|pistol|cannon|bullet|shotgun|sword|dagger|"
@@ -45,10 +45,10 @@ def counts_of(text: str) -> dict[str, tuple[int, int]]:
 
 
 def definitions(nouns: str, counts: dict[str, tuple[int, int]]) -> list[tuple[str, str]]:
-    """Return the most used words of ``KINDS`` in data.noun, with the definitions of their first senses, mixed."""
+    """Return the most used words of ``KINDS`` in data.noun and the definitions of their first senses, in hash order."""
     found = []
     for line in nouns.splitlines():
-        if line.startswith(" "):  # the license
+        if line.startswith(" "):  # a line of the license
             continue
         fields, _, gloss = line.partition(" | ")
         _, kind, _, _, word, lex_id = fields.split()[:6]
@@ -63,7 +63,7 @@ def definitions(nouns: str, counts: dict[str, tuple[int, int]]) -> list[tuple[st
 
 
 def rows_of(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """Return a row for each word. Every second one asks for the word, so that targets are few or many."""
+    """Return a prompt and a completion for each word. Every second completion is the word, so that lengths vary."""
     rows = []
     for i, (word, definition) in enumerate(pairs):
         if i % 2:
@@ -74,7 +74,7 @@ def rows_of(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def read(deb: Path, folder: Path) -> tuple[str, str]:
-    """Return data.noun and cntlist.rev of the package. Ends the program if it is another package."""
+    """Return the texts of data.noun and cntlist.rev in the package. Exit if the package has another SHA-256."""
     digest = hashlib.sha256(deb.read_bytes()).hexdigest()
     if digest != SHA256:
         sys.exit(f"error: {deb} has SHA-256 {digest}, expected {SHA256}")

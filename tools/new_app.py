@@ -1,15 +1,15 @@
-"""Copy an app under a new name: into this repository, or as a project of its own.
+"""Copy an app under a new name, into this repository or into a separate project.
 
     bash scripts/new_app.sh my_app --from cifar_ddp                   # apps/my_app, its launch script, its tests
-    bash scripts/new_app.sh my_app --from cifar_ddp --out ~/my_app    # a project of its own, with core as a wheel
+    bash scripts/new_app.sh my_app --from cifar_ddp --out ~/my_app    # a separate project, with core as a wheel
 
-The tool renames the app in files, paths and commands; it keeps a path that leads to something it does not copy. It
-writes READMEs from templates. A program that measures figures of the app's README stays behind, with its test. A test
-file also stays behind if it names another app, `stored` runs of an earlier version, or a folder that only the
-repository has (benchmarks, deploy, docs). In the copy's app_spec.py, `skipped_marks` keeps only what depends on the
-framework, because no other app runs the rest for the copy.
+The tool renames the app in files, paths and commands, except in paths to files that the tool does not copy. The tool
+writes READMEs from templates. It leaves out programs that measure figures of the app's README, and their tests. It also
+leaves out a test file that names another app, `stored` runs of an earlier version, or a folder that only the repository
+has (benchmarks, deploy, docs). In the copy's app_spec.py, `skipped_marks` keeps only marks that depend on the
+framework, because no other app runs the other tests for the copy.
 
-It runs on the system's Python and needs the standard library only; pip builds the wheel.
+The tool runs on the system's Python, and needs only the standard library. pip builds the wheel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_APP = "mnist_ddp"  # the app that the common tests and their options name if they mean any app
 MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characters
-TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # in the name of an environment they select lines of tox.ini
+TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # in an environment's name, these select lines of tox.ini
 PACKAGES = ("core", "launch", "observe", "check")
 TOP_FOLDERS = ("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools")
 USE = {"en": "want your copy of", "zh": "复制自"}  # a copy's purpose, in README.md's table and README.zh.md's
@@ -54,7 +54,7 @@ BESIDE_OTHER_APPS = "# --- several apps"  # the rest of tests/conftest.py runs a
 
 
 class UsageError(Exception):
-    """The copy cannot be made as asked: one line that names the problem and the remedy."""
+    """The tool cannot make the copy. The message is one line with the problem and the remedy."""
 
 
 def require(condition: object, message: str) -> None:
@@ -63,12 +63,12 @@ def require(condition: object, message: str) -> None:
 
 
 class Copy:
-    """Which app is copied, under what name, and which files belong to the copy.
+    """A copy of an app, with its origin, its name and its files.
 
     Args:
-        origin: the app that is copied.
+        origin: the app to copy.
         name: the copy's name.
-        wheel: the file name of core's wheel in a project of its own; None for a copy in the repository.
+        wheel: the file name of core's wheel in a separate project; None for a copy in the repository.
     """
 
     def __init__(self, origin: str, name: str, wheel: str | None = None) -> None:
@@ -76,7 +76,7 @@ class Copy:
         self.name = name
         self.wheel = wheel
         self.test = "test.sh" if wheel else f"test.sh -e {name}-cpu"
-        self.left_behind: list[str] = []  # files of the origin that are about more than it
+        self.left_behind: list[str] = []  # files of the origin that the copy leaves out
         own = [*files_under(f"apps/{origin}")]
         measuring = [path for path in own if Path(path).name in OF_README]
         self.paths = [path for path in own if path not in measuring]
@@ -123,7 +123,7 @@ class Copy:
         return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
 
     def _about(self) -> str:
-        """Return the copy's line in the tables of apps: after its origin's, with the copy's purpose."""
+        """Return the copy's about.json, whose line in the tables of apps follows the line of the origin."""
         origin = self.origin
         about = json.loads(read(f"tests/{origin}/about.json"))
         about["order"] += 1
@@ -140,7 +140,7 @@ class Copy:
         return read(f"tools/templates/{template}").format(**values)
 
     def project_files(self) -> dict[str, str]:
-        """Return what a project needs beside the copy and the wheel. None of it names another app."""
+        """Return the files that a project needs beside the copy and the wheel. No file names another app."""
         helpers = [path for path in files_under("tests/common") if not Path(path).name.startswith("test_")]
         helpers += [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*.py") if path.name != "conftest.py"]
         cases = [path for path in files_under("tests/common") if path not in helpers]
@@ -150,7 +150,7 @@ class Copy:
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
         of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change.*?(?=^set )")
-        changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # tools/changed.py stays
+        changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # a project lacks tools/changed.py
         pattern = f"(?ms){'|'.join((*of_repository, changed))}"
         files["scripts/test.sh"] = re.sub(pattern, "", files["scripts/test.sh"])
         return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
@@ -172,7 +172,7 @@ class Copy:
         return self.rename("\n".join(lines))
 
     def _test_files(self) -> list[str]:
-        """Return the origin's test files that are about it alone, and the helpers these use."""
+        """Return the origin's test files that name no other app or repository folder, and the helpers that they use."""
         of_repository = "" if self.wheel else r"|device_paths\.py|about\.json"
         always = re.compile(rf"/(app_spec\.py|conftest\.py{of_repository})$")
         files = [path for folder in test_folders(self.origin) for path in files_under(f"tests/{folder.name}")]
@@ -211,13 +211,13 @@ def name_pattern(app: str) -> str:
 
 
 def test_folders(app: str) -> list[Path]:
-    """Return tests/<app>, and the folders whose names begin with its name and are no other app's."""
+    """Return tests/<app>, and the test folders whose names begin with <app> and belong to no other app."""
     folders = sorted((ROOT / "tests").glob(f"{app}_*"))
     return [ROOT / "tests" / app, *(path for path in folders if not (ROOT / "apps" / path.name).exists())]
 
 
 def files_under(folder: str) -> Iterator[str]:
-    """Yield the files in a folder of the repository, by their paths there, without caches."""
+    """Yield the paths, relative to the repository, of all files in a folder, without caches."""
     for path in sorted((ROOT / folder).iterdir()):
         if not SKIPPED_FILES.fullmatch(path.name):
             inner = str(path.relative_to(ROOT))
@@ -225,7 +225,7 @@ def files_under(folder: str) -> Iterator[str]:
 
 
 def used_helpers(helpers: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Return the helpers that ``texts`` import or name, and those that these use in turn."""
+    """Return the helpers that ``texts`` import or name, and the helpers that these helpers use."""
 
     def is_used(helper: str) -> bool:
         name = re.findall(r"^tests/(?:\w+/)?(\w+)", helper)[0]
@@ -254,8 +254,8 @@ def provenance() -> str:
 
 
 def run(command: Sequence[str], problem: str, folder: Path) -> str:
-    """Return a command's output. Raises UsageError with ``problem`` and the command's own error line if it fails."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set by a git hook
+    """Return a command's output. If the command fails, raise UsageError with ``problem`` and its error line."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # git hooks set them
     done = subprocess.run(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"it ended with code {done.returncode}"]
@@ -275,7 +275,7 @@ def read(path: str) -> str:
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files by their paths in ``folder``; scripts are executable."""
+    """Write files at their paths in ``folder``, and make scripts executable."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,7 +303,7 @@ def changed_lists(copy: Copy) -> dict[str, str]:
 
 
 def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
-    """Write all of it into the repository; on a failure, leave the repository as it was."""
+    """Write new and changed files into the repository. After a failure, restore the repository."""
     tops = sorted({"/".join(path.split("/")[:2]) if path.startswith(("apps/", "tests/")) else path for path in new})
     existing = [top for top in tops if (ROOT / top).exists()]
     require(not existing, f"there is a {''.join(existing[:1])}: choose another name, or move it away")
@@ -312,7 +312,7 @@ def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
         write(ROOT, {**new, **changed})
         for page, script in GENERATED_PAGES.items():
             run([sys.executable, script], f"{script} cannot make {page}", ROOT)
-        if shutil.which("git") and (ROOT / ".git").exists():  # some tests read what git lists
+        if shutil.which("git") and (ROOT / ".git").exists():  # some tests read git's list of files
             run(["git", "add", "--", *new], "git cannot add the new files", ROOT)
     except BaseException:
         for top in tops:
@@ -335,7 +335,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def write_project(files: Mapping[str, str], out: Path) -> None:
-    """Write the project, as a git repository with its files staged, beside its place; then move it there."""
+    """Write the project as a git repository with staged files into a temporary folder, and rename it to ``out``."""
     stage = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         stage.chmod(0o755)
@@ -343,7 +343,7 @@ def write_project(files: Mapping[str, str], out: Path) -> None:
         if shutil.which("git"):
             run(["git", "-c", "init.defaultBranch=main", "init", "--quiet"], "git cannot make a repository", stage)
             run(["git", "add", "--all", "--force"], "git cannot add the new files", stage)
-        stage.rename(out)  # also if it is an empty folder
+        stage.rename(out)  # also replaces an empty folder
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -374,7 +374,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UsageError for a mistake in the options; make ``out`` absolute."""
+    """Raise UsageError for a mistake in the options, and make ``out`` absolute."""
     name = options.name
     origin = options.origin
     wheel = options.wheel
@@ -408,7 +408,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undoes what is half done
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raises, to remove a partial copy
     try:
         options = parse(argv)
         check(options)
@@ -428,7 +428,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_copy(options: argparse.Namespace) -> None:
-    """Write the copy and print what to do with it, or, for a dry run, print what would be written."""
+    """Write the copy and print the next steps or, for a dry run, print the paths that would be written."""
     out = options.out
     wheel = options.wheel
     name = None

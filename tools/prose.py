@@ -7,7 +7,7 @@
     python tools/prose.py --sample 60           draw sentences of the pages, with the commit's hash as the seed
     python tools/prose.py --sample 60 --kind python     the same of docstrings and comments
 
-A limit is a total over all Markdown or all Python, and may only fall. Not counted: a line that holds `prose:` and a
+A limit is a total over all Markdown or all Python, and may only fall. The counts leave out lines with `prose:` and a
 reason, code, tables, quotations, headings, Chinese pages, generated pages, and older entries of the changelog.
 In Python, `# prose: reason` exempts its comment, or the docstring that ends on its line.
 """
@@ -31,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tools" / "prose_limits.json"
 GENERATED = ("docs/messages.md", "docs/devices.md", "docs/options.md", "docs/scoreboard.md")
-LONG = 30  # words
+LONG = 30  # most words of a sentence
 PATTERNS = {
     "what": r"^(?:What|Who)\b(?!.*\?)|\b(?:of|from|by|with|for|and|or|but|than|if) what\b|\bof whom\b"
     r"|\bof which\b|\b(?:W|w)hoever\b",
@@ -62,7 +62,7 @@ Limits = dict[str, dict[str, int]]
 
 
 def tracked(*patterns: str) -> list[str]:
-    """Return the paths of tracked files, without those that are not counted."""
+    """Return the paths of the tracked files that are counted."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     return [name for name in names if name not in GENERATED and not name.endswith(".zh.md")]
@@ -72,7 +72,7 @@ def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
     """Split the paragraph at a place (FILE:LINE). Code becomes the word CODE, and a quotation the word QUOTE."""
 
     def word(text: str, match: re.Match[str]) -> str:
-        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # lines are counted below
+        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # keeps the number of lines
 
     text = re.sub(r"``.+?``|`[^`]+`", lambda match: word("CODE", match), paragraph, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", lambda match: word(match[1], match), text)
@@ -172,7 +172,7 @@ def hits(sentence: str) -> list[str]:
 
 
 def faults(below: Sequence[str] = ("",)) -> Faults:
-    """Return the sentences of each kind and pattern, one that has a fault twice twice."""
+    """Return the sentences of each kind and pattern. A sentence with two equal faults occurs twice."""
     found: Faults = {kind: {name: [] for name in (*PATTERNS, *EXTRA)} for kind in ("markdown", "python")}
     for kind, each in found.items():
         for sentence in read(kind, below):
@@ -221,7 +221,7 @@ def parse() -> argparse.Namespace:
 
 
 def asked_for(options: argparse.Namespace) -> list[Sentence] | None:
-    """Return the sentences of --sample, --list or --longest; None without one of them."""
+    """Return the sentences of --sample, --list or --longest, or None if none of these options is given."""
     if options.sample:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
         return sample(options.sample, options.seed or head.stdout.strip(), options.kind)
@@ -235,7 +235,7 @@ def asked_for(options: argparse.Namespace) -> list[Sentence] | None:
 
 
 def lower_limits(totals: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]) -> None:
-    """Write today's counts where they are below the limits."""
+    """Lower each limit that is above today's count, and write the limits."""
     lower: dict[str, dict[str, int]] = {}
     for kind, counts in totals.items():
         lower[kind] = {name: min(count, limits[kind][name]) for name, count in counts.items()}

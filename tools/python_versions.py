@@ -1,18 +1,18 @@
-"""Which Pythons an app can have: those for which all its pins, and all that these need, have wheels.
+"""Find the Python versions for which an app's pins, and all packages that these need, have wheels.
 
     bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines
     bash scripts/test.sh -e pythons -- --check      # compares
 
 uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. For
-all apps, this takes a minute and 20 MB, none of it a wheel. It resolves for Linux on x86-64 with glibc 2.28 or newer.
+all apps, uv takes a minute and downloads 20 MB. uv resolves for Linux on x86-64 with glibc 2.28 or newer.
 
-The program records its findings in python_versions.json beside this file. They decide the line ``# python: 3.11 3.12``
-of each requirements.in, in whose order the launch script looks for a Python. A limit that wheels do not show is a line
-of the same file, and excludes all other versions::
+The program records the versions in python_versions.json beside this file, and writes them into the line
+``# python: 3.11 3.12`` of each requirements.in. The launch script looks for Pythons in the order of this line. If an
+app has a limit that wheels do not show, a line of requirements.in excludes all other versions::
 
     # python limit: 3.11, because ...
 
-The record goes without a network: `tests/test_layout.py` compares it with the pins, and the lines with it.
+`tests/test_layout.py` compares the record with the pins and with these lines, without a network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "pyproject.toml"
 TRACKERS = ROOT / "launch" / "samestep_launch" / "tracker_locks"
 RECORD = Path(__file__).with_suffix(".json")
-PYTHONS = ("3.11", "3.10", "3.12", "3.13", "3.14")  # the one that the tests use is looked for first
+PYTHONS = ("3.11", "3.10", "3.12", "3.13", "3.14")  # the launch script looks for the tests' Python first
 PLATFORM = "x86_64-manylinux_2_28"
 LINE = re.compile(r"^# python: (.*)$", re.MULTILINE)
 LIMIT = re.compile(r"^# python limit: ([\d. ]+), because ", re.MULTILINE)
@@ -72,9 +72,9 @@ def app_of(path: Path) -> str:
 
 
 def resolve(path: Path) -> dict[str, Any]:
-    """Ask uv about an app's requirements: the pins, the Pythons that have wheels, and why the others have none.
+    """Return an app's pins, the Pythons that have wheels, and the reason for each other Python, as uv resolves them.
 
-    Ends the program where uv could not ask.
+    Exit if uv fails for another reason than missing wheels.
     """
     refused: dict[str, str] = {}
     for python in PYTHONS:

@@ -2,12 +2,13 @@
 
     python tools/quick_imports.py ~/.cache/samestep/bytecode .tox/core/lib/python3.11/site-packages [MODULE ...]
 
-tox runs this after it has installed an environment. The tests start some hundred ranks, and each imports a framework.
+tox runs this program after it has installed an environment. The tests start some hundred ranks, and each rank imports a
+framework.
 
-* The modules are compiled once for all environments and clones of a user: torch takes 6 s of a processor. uv
+* The modules are compiled once for all environments and clones of a user. Compiling torch takes 6 processor seconds. uv
   hard-links the files of all environments to its cache, so environments with equal packages share inodes.
-* Python does not collect garbage while it imports a framework, nor of all modules when it ends. Both together take a
-  third of the processor time of a process that imports torch.
+* Python collects almost no garbage while it imports a framework, and does not collect modules at its end. Both would
+  take a third of the processor time of a process that imports torch.
 """
 
 from __future__ import annotations
@@ -21,24 +22,30 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-TAG = sys.implementation.cache_tag  # bytecode is one Python version's
+TAG = sys.implementation.cache_tag  # bytecode depends on the Python version
 HEADER_BYTES = 16  # of bytecode: the magic number, flags, and the source's time and size or hash (PEP 552)
-# A .pth file is run at each start. Frozen objects are not collected at the end, as in a process that a signal kills.
+# Python runs this line of a .pth file at each start. At the end, Python does not collect frozen objects.
 FEWER_COLLECTIONS = "import atexit, gc; gc.set_threshold(1_000_000, 50, 100); atexit.register(gc.freeze)\n"
 UNCHECKED = (0b01).to_bytes(4, "little") + bytes(8)  # Python ignores the source's time, which differs by environment
 
 
 def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
-    """Import each of ``modules`` that ``folder`` has and ``store`` lacks, so that Python compiles what it imports."""
+    """Link the bytecode of ``store`` into ``folder``, import the modules that lack bytecode, and fill ``store``.
+
+    Args:
+        store: folder of bytecode for all environments.
+        folder: site-packages of an environment.
+        modules: names of packages.
+    """
     sources = {module: folder / module.replace(".", "/") / "__init__.py" for module in modules}
     sources = {module: source for module, source in sources.items() if source.is_file()}
     files = [*_bytecode(store, folder)] if sources else []
-    with contextlib.suppress(OSError):  # no hard links
+    with contextlib.suppress(OSError):  # the file system has no hard links
         for bytecode, copy in files:
             if copy.exists() and not bytecode.exists():
                 bytecode.parent.mkdir(exist_ok=True)
                 os.link(copy, bytecode)
-    for module, source in sources.items():  # each in its own process
+    for module, source in sources.items():  # each import runs in its own process
         if not Path(importlib.util.cache_from_source(source)).exists():
             subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
     for bytecode, copy in files:
@@ -50,7 +57,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
 
 
 def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the file of each linked module's bytecode, with its copy in ``store``; neither need exist."""
+    """Yield the bytecode path of each hard-linked module, and its copy's path in ``store``. Both may be missing."""
     for path in folder.rglob("*.py"):
         file = path.lstat()
         if file.st_nlink > 1:

@@ -1,9 +1,8 @@
 """Run tox with the arguments of scripts/test.sh, in tox's environment.
 
 * Without `-e`, all environments run, two at a time. `-p N` runs N environments at a time.
-* Words after `--` go to pytest. If several environments run, an environment may have no test that the words select, but
-  all of them together must have one.
-* After Ctrl-C or TERM, no process of the tests is left. tests/interrupts.py does the same for a tox that was killed.
+* Words after `--` are arguments of pytest. If several environments run, the words must select a test in at least one.
+* After Ctrl-C or TERM, no process of the tests is left. tests/interrupts.py does the same if tox was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ AT_A_TIME = "2"
 MATCHED = "MATRIX_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
 LEFT_LIMIT = 15.0  # seconds in which pytest ends its own processes
 NO_TESTS = 5  # pytest's exit code
-DRIVERS = {  # files that a driver makes, by the end of an environment's name
+DRIVERS = {  # files that a driver makes, by the suffix of an environment's name
     "gpu": ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"),
     "ascend": ("/dev/davinci_manager",),
 }
@@ -62,11 +61,11 @@ class Words:
         if self.parallel:
             command = ["run-parallel"]
         if self.whole and self.selected:
-            command += ["--skip-env", "^lint$"]  # it has no tests
+            command += ["--skip-env", "^lint$"]  # lint has no tests
         return [*command, *self.own, *(["--", *self.selected] if self.selected else [])]
 
     def without_device(self) -> str:
-        """Return the error if this machine lacks the device of an environment; empty if it does not."""
+        """Return the error if this machine lacks the device of an environment, or else an empty string."""
         if self.installs_only:
             return ""
         for name in self.names:
@@ -77,12 +76,12 @@ class Words:
 
 
 def parents() -> dict[int, tuple[int, str]]:
-    """Return the parent and the start time of each process, by its id."""
+    """Return the parent and the start time (in clock ticks since boot) of each process, by PID."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if fields[0] not in "ZX":
             found[int(path.parent.name)] = (int(fields[1]), fields[19])
@@ -90,7 +89,7 @@ def parents() -> dict[int, tuple[int, str]]:
 
 
 def descendants(ancestor: int) -> dict[int, str]:
-    """Return the start times of a process's descendants, by their ids."""
+    """Return the start times of a process's descendants, by PID."""
     known = parents()
     found = dict[int, str]()
     waiting = [ancestor]
@@ -103,7 +102,7 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 class Interrupt:
-    """Handles INT and TERM: tox interrupts its environments, and `finish` kills the processes that are left then."""
+    """Handle INT and TERM: tox interrupts its environments, and `finish` kills the processes that are left then."""
 
     def __init__(self) -> None:
         self.processes: dict[int, str] = {}
@@ -144,7 +143,7 @@ class Interrupt:
 
 def run_tox(arguments: Sequence[str]) -> int:
     """Return tox's exit code."""
-    from tox.run import run  # of the environment that scripts/test.sh makes
+    from tox.run import run  # scripts/test.sh installs tox
 
     interrupt = Interrupt()
     try:

@@ -1,9 +1,9 @@
 """Run the slow tests of the test suite's environments, one environment after the other, and write docs/soak.md.
 
-    bash scripts/test.sh -e soak                         # all: some hours
-    bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # these; the page keeps the results of the others
+    bash scripts/test.sh -e soak                         # all environments, in some hours
+    bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # the page keeps the results of other environments
 
-The results are in docs/soak.json. Exit code 1: a test failed. Standard library only.
+The results are in docs/soak.json. The exit code is 1 if a test failed. The program needs only the standard library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def environments() -> list[str]:
 
 
 def run(environment: str, folder: Path) -> dict[str, Any]:
-    """Run an environment's tests with --soak; return counts, minutes, date, machine and the lines of its tables."""
+    """Run an environment's tests with --soak, and return counts, minutes, date, cores and the lines of its tables."""
     report = folder / "report.xml"
     table = folder / "table"
     table.write_text("")

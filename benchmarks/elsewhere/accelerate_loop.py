@@ -1,4 +1,4 @@
-"""Train with Hugging Face Accelerate, as its guides write it. Started by torchrun.
+"""Train with Hugging Face Accelerate as in its guides. torchrun starts this program.
 
 The loop comes from "Performing gradient accumulation", and the length of the schedule from Accelerate's
 examples/by_feature/gradient_accumulation.py. The evaluation comes from examples/cv_example.py. The batch size of a rank
@@ -23,7 +23,7 @@ def main() -> None:
     loading = DataLoaderConfiguration(split_batches=options.switches, use_seedable_sampler=options.switches)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(options.seed)
-    # With split_batches a loader's batch is all ranks' batch; without it, one rank's.
+    # With split_batches, a loader's batch is split over the ranks; without it, each rank gets a batch of this size.
     batch_size = options.batch // options.accumulate // (1 if options.switches else accelerator.num_processes)
     train_dataloader = DataLoader(Cifar(True, not options.plain), batch_size, shuffle=True)
     eval_dataloader = DataLoader(Cifar(False, False), batch_size)
@@ -60,9 +60,9 @@ def main() -> None:
         correct += int((predictions == references).sum())
         examples += len(references)
     record.write(options.out, accelerator.process_index, correct / examples, examples)
-    accelerator.wait_for_everyone()  # a rank that is gone is missed by those that still wait
+    accelerator.wait_for_everyone()  # a rank that exits early fails the ranks that still communicate
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit

@@ -1,4 +1,4 @@
-"""Write the initial weights that the loops beside this one start from: what cifar_ddp's --init-from then takes.
+"""Write the initial weights of the loops in this folder to a file for cifar_ddp's --init-from.
 
 python benchmarks/elsewhere/initial_weights.py SEED DTYPE FILE.safetensors
 """

@@ -1,4 +1,4 @@
-"""Train with PyTorch Lightning, as its guides write it. Lightning starts its other ranks itself.
+"""Train with PyTorch Lightning as in its guides. Lightning starts the ranks after rank 0.
 
 The module comes from the tutorial "PyTorch Lightning CIFAR10". The Trainer accumulates and clips. The length of the
 schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows "GPU training (FAQ)", "if
@@ -12,7 +12,7 @@ from typing import Any
 
 import common
 
-common.torchvision_that_imports()  # Lightning imports it where it is installed
+common.torchvision_that_imports()  # Lightning imports torchvision if it is installed
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from torchmetrics.functional import accuracy  # noqa: E402
 
 
-class LitNet(L.LightningModule):  # type: ignore[misc]  # its types are not at hand where this is checked
+class LitNet(L.LightningModule):  # type: ignore[misc]  # mypy runs without Lightning
     def __init__(self, plain: bool, lr: float) -> None:
         super().__init__()
         self.lr = lr
@@ -53,7 +53,7 @@ def main() -> None:
     options = arguments()
     L.seed_everything(options.seed)
     batch_size = options.batch // options.accumulate // options.ranks
-    # Lightning puts its DistributedSampler into these.
+    # Lightning adds its DistributedSampler to these loaders.
     training = DataLoader(Cifar(True, not options.plain), batch_size, shuffle=True)
     test = DataLoader(Cifar(False, False), batch_size)
     L.seed_everything(options.seed)
@@ -67,7 +67,7 @@ def main() -> None:
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=1.0,
         default_root_dir=options.out,
-        # The comparison does not use these.
+        # The comparison does not use these features.
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -77,9 +77,9 @@ def main() -> None:
     tested = trainer.test(model, test, verbose=False)
     examples = int(trainer.strategy.reduce(torch.tensor(model.examples), reduce_op="sum"))
     model.record.write(options.out, trainer.global_rank, tested[0]["test_acc"], examples)
-    trainer.strategy.barrier()  # rank 0's end is the job's
+    trainer.strategy.barrier()  # the job ends when rank 0 ends
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit

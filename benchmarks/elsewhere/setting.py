@@ -1,4 +1,4 @@
-"""Share arguments, model, data and a record of the training data between the two programs beside this file."""
+"""Define the arguments, the model, the dataset and the record that the two loops in this folder share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
 MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10, as cifar_ddp has them
+STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10, as in cifar_ddp
 
 
 def arguments() -> argparse.Namespace:
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Net(nn.Module):
-    """cifar_ddp's small VGG as a program for one process: the same names and the same initial weights."""
+    """cifar_ddp's small VGG without samestep, with the same parameter names, so that cifar_ddp can load its weights."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -49,18 +49,18 @@ class Net(nn.Module):
             layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2), norm, nn.ReLU()]
             channels = width
         self.features = nn.Sequential(*layers)
-        self.dropout = nn.Dropout(0.0 if plain else 0.1)  # without parameters
+        self.dropout = nn.Dropout(0.0 if plain else 0.1)  # this layer has no parameters
         self.fc = nn.Linear(channels, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [m, 3, 32, 32] to scores [m, 10]."""
+        """Return the scores [m, 10] of images [m, 3, 32, 32]."""
         return self.fc(self.dropout(self.features(images).mean((2, 3))))  # type: ignore[no-any-return]
 
 
 class Cifar(Dataset[tuple[Tensor, int, int]]):
-    """One sample at a time through torchvision's transforms: image float64 [3, 32, 32], label, index.
+    """A dataset of (image float64 [3, 32, 32], label, index), by torchvision's transforms of each sample.
 
-    The index records which samples an update had. Training does not use it.
+    The index serves only to record the samples of an update.
     """
 
     def __init__(self, train: bool, augment: bool) -> None:
@@ -85,11 +85,11 @@ class Record:
         self._trained: list[dict[str, Any]] = []
 
     def add(self, update: int, indices: Tensor, loss: Tensor, lr: float) -> None:
-        """A micro-batch of ``update``, from 0: its samples, the mean of their losses, the learning rate."""
+        """Record a micro-batch of update ``update``, from 0: its samples, their mean loss, and the learning rate."""
         assert math.isfinite(loss.item())
         self._trained.append({"update": update, "indices": indices.tolist(), "loss": loss.item(), "lr": lr})
 
     def write(self, folder: Path, rank: int, accuracy: float, examples: int) -> None:
-        """``examples``: those that the program counted in the test, over all ranks."""
+        """Write the record of a rank. ``examples`` is the number of test examples counted over all ranks."""
         record = {"trained": self._trained, "accuracy": accuracy, "examples": examples}
         (folder / f"rank-{rank}.json").write_text(json.dumps(record))

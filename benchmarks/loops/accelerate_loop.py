@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: the loop of its quick tour. Started by torchrun, as its own launcher starts it."""
+"""Time the loop of Hugging Face Accelerate's quick tour. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
     options = common.arguments()
     task = TASKS[options.task]
     accelerator = Accelerator(cpu=True)
-    # Accelerate shards this loader, whose batch is a rank's.
+    # Accelerate shards this loader, so its batch size is per rank.
     size = options.batch // accelerator.num_processes
     loader = DataLoader(task.images(options.data), size, shuffle=True, num_workers=options.workers)
     model = task.model()
@@ -30,9 +30,9 @@ def main() -> None:
             optimizer.step()
             if clock.step():
                 break
-    accelerator.wait_for_everyone()  # a rank that is gone is missed by those that still wait
+    accelerator.wait_for_everyone()  # a rank that exits early fails the ranks that still communicate
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit

@@ -1,4 +1,4 @@
-"""The compute limit of cifar_ddp. Started by torchrun."""
+"""Time the compute limit of cifar_ddp. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main() -> None:
     limit(options)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":

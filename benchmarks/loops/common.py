@@ -1,4 +1,4 @@
-"""Share the arguments and the clock of the loops beside the apps."""
+"""Define the arguments and the clock that the loops in this folder share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESIDENT = 32  # batches of a compute limit, in memory before the clock starts, which come around
+RESIDENT = 32  # batches of a compute limit, which are loaded before the clock starts, and repeat
 
 
 def arguments() -> argparse.Namespace:
@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Clock:
-    """Counts steps; after the last one that is timed, rank 0 writes the samples per second."""
+    """Count and time steps. After the last timed step, rank 0 writes the samples per second."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
         self.options = options
@@ -41,7 +41,7 @@ class Clock:
         self.over = False
 
     def step(self) -> bool:
-        """To be called after each step; true when it was the last one."""
+        """Count a step that has ended, and return whether it was the last."""
         self.done += 1
         last = self.options.warm_up + self.options.steps
         if self.options.device == "cuda" and self.done in (self.options.warm_up, last):
@@ -69,9 +69,10 @@ def _synchronize() -> None:
 
 @functools.cache  # the operators stay defined as long as the library is loaded
 def torchvision_that_imports() -> object:
-    """Import torchvision, also one that is built for a CUDA torch, beside a CPU one: its operators are not registered.
+    """Import torchvision, even if it is built for a CUDA torch and installed beside a CPU torch.
 
-    Declaring the two that its import looks for is enough for its models and data sets.
+    The import of such a torchvision fails, because its operators are not registered. The declaration of two operators
+    is enough for its models and datasets. Returns an object that keeps them declared; None without torchvision.
     """
     import torch
 
@@ -88,7 +89,7 @@ def torchvision_that_imports() -> object:
 
 
 def textbook_images(folder: Path) -> Any:
-    """torchvision's MNIST with the transforms of the tutorials."""
+    """Return torchvision's MNIST training set with the transforms of tutorials."""
     torchvision_that_imports()
     from torchvision import datasets, transforms
 

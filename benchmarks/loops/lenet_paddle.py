@@ -1,4 +1,4 @@
-"""Time PaddlePaddle: the program of its tutorials, and the compute limit. paddle.distributed.launch starts this."""
+"""Time PaddlePaddle's tutorial program or the compute limit. paddle.distributed.launch starts this program."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def main() -> None:
         textbook(options)
     else:
         limit(options)
-    os._exit(0)  # Paddle's gloo threads may abort an orderly exit
+    os._exit(0)  # Paddle's gloo threads may abort a normal exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: the program of its documentation. Started by torchrun."""
+"""Time the program of PyTorch Lightning's documentation. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import common
 
-common.torchvision_that_imports()  # Lightning imports it where it is installed
+common.torchvision_that_imports()  # Lightning imports torchvision if it is installed
 import pytorch_lightning as pl  # noqa: E402
 import torch  # noqa: E402
 from textbook_task import TASKS, Task  # noqa: E402
@@ -42,7 +42,7 @@ def textbook(options: argparse.Namespace) -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     task = TASKS[options.task]
     dataset = task.images(options.data)
-    # Lightning puts its DistributedSampler into this loader.
+    # Lightning adds its DistributedSampler to this loader.
     loader = DataLoader(dataset, options.batch // world_size, shuffle=True, num_workers=options.workers)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -50,7 +50,7 @@ def textbook(options: argparse.Namespace) -> None:
         strategy="ddp",
         max_steps=options.warm_up + options.steps,
         default_root_dir=str(options.out.parent),
-        # No contestant's time includes checkpoints, and a progress bar would slow the loop down.
+        # All loops are timed without checkpoints. A progress bar would slow the loop down.
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -60,4 +60,4 @@ def textbook(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     textbook(common.arguments())
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit

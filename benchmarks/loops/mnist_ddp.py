@@ -1,4 +1,4 @@
-"""The compute limit of mnist_ddp, and of mnist_lightning, which takes the same step. Started by torchrun."""
+"""Time the compute limit of mnist_ddp and mnist_lightning, which take the same step. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def limit(options: argparse.Namespace, plain: bool) -> None:
-    """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged.
+    """Time the app's model, optimizer and step on its first batches in memory, without sampling or logs.
 
-    ``plain``: with contiguous tensors, and with DDP's own all-reduce.
+    Args:
+        options: the options of throughput.py.
+        plain: use contiguous tensors and DDP's own all-reduce.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
@@ -56,7 +58,7 @@ def main() -> None:
     limit(options, options.kind == "plain-limit")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":

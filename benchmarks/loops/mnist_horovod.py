@@ -1,4 +1,4 @@
-"""Horovod: the loop of its PyTorch MNIST example, and the compute limits. Started by horovodrun."""
+"""Time the loop of Horovod's PyTorch MNIST example, or a compute limit. horovodrun starts this program."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """Train the app's own model by its own step, on batches that were made before, without sampling or logs.
+    """Time the app's model and step on its first batches in memory, without sampling or logs.
 
-    "fused-limit" has hvd.DistributedOptimizer in place of the group: Horovod reduces together the gradients that are
-    ready at one moment (tensor fusion), while the others are computed.
+    The kind "fused-limit" uses hvd.DistributedOptimizer. Horovod then reduces the gradients that are ready together
+    (tensor fusion), while the other gradients are computed.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
@@ -82,7 +82,7 @@ def main() -> None:
     else:
         limit(options)
     hvd.shutdown()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":

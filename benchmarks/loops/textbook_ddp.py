@@ -1,4 +1,4 @@
-"""PyTorch DDP: the loop of its tutorials and examples. Started by torchrun."""
+"""Time the loop of PyTorch DDP's tutorials and examples. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main() -> None:
     textbook(options)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models of the torch loops."""
+"""Define the models of the torch loops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class TextbookNet(nn.Module):
-    """The CNN of PyTorch's MNIST example, as it was for years: the same layers as the apps' `net`."""
+    """The CNN of older versions of PyTorch's MNIST example, with the same layers as the apps' model `net`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class TextbookNet(nn.Module):
 
 
 class TextbookVGG(nn.Module):
-    """The layers of cifar_ddp's `small`, in the same order, by torch's own modules."""
+    """The layers of cifar_ddp's model `small` in the same order, from torch's own modules."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

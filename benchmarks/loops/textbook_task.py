@@ -1,6 +1,6 @@
-"""Define the torch loops' task beside the apps, as tutorials write it: a dataset of one sample at a time, and a model.
+"""Define the tasks of the torch loops as in tutorials, with datasets that load one sample at a time.
 
-The layers, the loss and the optimizer are the app's with its default options.
+A task has the layers, the loss and the optimizer of an app with its default options.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ CIFAR_STD = (0.2023, 0.1994, 0.2010)
 
 @dataclass(frozen=True)
 class Task:
-    """``images`` gets the data folder, ``optimizer`` the parameters, ``loss`` the model's output and the labels."""
+    """A training task.
+
+    Attributes:
+        images: returns the training set in a data folder.
+        model: returns a new model.
+        optimizer: returns the optimizer of parameters.
+        loss: returns the mean loss of a model's outputs and the labels.
+    """
 
     images: Callable[[Path], Dataset[Any]]
     model: Callable[[], nn.Module]
@@ -34,7 +41,7 @@ class Task:
 
 
 class Cifar(Dataset[tuple[Any, int]]):
-    """Return the items of torchvision's CIFAR10, a PIL image through a transform, without its pickles."""
+    """A dataset with the items of torchvision's CIFAR10, which are transformed PIL images, but without pickle files."""
 
     def __init__(self, folder: Path) -> None:
         common.torchvision_that_imports()

@@ -1,4 +1,4 @@
-"""Train on Fashion-MNIST by PyTorch DDP until an accuracy: a baseline loop, or the app's step without one setting.
+"""Train on Fashion-MNIST by PyTorch DDP until a target accuracy, with a baseline loop or variants of the app's step.
 
 torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
 dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
@@ -51,9 +51,9 @@ def arguments() -> argparse.Namespace:
 def until_accurate(
     options: argparse.Namespace, steps_per_epoch: int, step: Callable[[int], object], accuracy: Callable[[], float]
 ) -> list[dict[str, float]]:
-    """Step and evaluate until the target; step, test accuracy and seconds since the first step at each evaluation.
+    """Train until the target, and return step, accuracy and seconds since the first step at each evaluation.
 
-    The seconds hold all that a user waits for: training, evaluations, and the start of a loader's workers.
+    The seconds include training, evaluations, and the start of a loader's workers.
     """
     found: list[dict[str, float]] = []
     begun = time.perf_counter()
@@ -61,7 +61,7 @@ def until_accurate(
         step(done - 1)
         if done % options.evaluate_every and done % steps_per_epoch and done != options.max_steps:
             continue
-        # All ranks have the same accuracy, but a clock each: they stop by the slowest.
+        # Ranks have the same accuracy, but different clocks, so the slowest clock decides when all ranks stop.
         seconds = torch.tensor([0.0, time.perf_counter() - begun])
         seconds[0] = accuracy()
         seconds[1] = time.perf_counter() - begun
@@ -76,7 +76,7 @@ def until_accurate(
 
 
 def textbook_sets(options: argparse.Namespace) -> list[Any]:
-    """torchvision's training and test set: gray images of 28 x 28 as 32 x 32 in three channels, as the app has them."""
+    """Return torchvision's training and test sets, as images [3, 32, 32] made of gray 28 x 28 images, as in the app."""
     common.torchvision_that_imports()
     from torchvision import datasets, transforms
 
@@ -101,7 +101,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
     loader = DataLoader(training, size, sampler=sampler, num_workers=options.workers)
     test_sampler: DistributedSampler[object] = DistributedSampler(
         test, shuffle=False
-    )  # pads where ranks do not divide: exact with 1, 2, 4 of 10,000
+    )  # pads, but not for 10,000 samples on 1, 2 or 4 ranks
     test_loader = DataLoader(test, 1000, sampler=test_sampler, num_workers=options.workers)
     model = DistributedDataParallel(TextbookVGG())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -136,11 +136,11 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
 
 # --- the app's step --------------------------------------------------------------------------------------------------
 
-OTHERS = "contiguous", "torch's norm", "pool last"  # what no option of the app switches: done here to its model
+OTHERS = "contiguous", "torch's norm", "pool last"  # changes without an option of the app
 
 
 class AppLoop:
-    """The app's own parts under ``words``, its options; ``name`` may be one of OTHERS."""
+    """The app's training with the options ``words``, and with the change ``name`` if it is in OTHERS."""
 
     def __init__(self, options: argparse.Namespace, name: str, words: list[str]) -> None:
         app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
@@ -182,7 +182,7 @@ class AppLoop:
             if average:
                 average.update(model, index)
 
-        self._run: Any = SimpleNamespace(monitor=Monitor())  # what `evaluate` needs of a Run
+        self._run: Any = SimpleNamespace(monitor=Monitor())  # `evaluate` needs only this part of a Run
         self._eval_sampler = EvalSampler(len(test), train.EVAL_BATCH_SIZE, blocks=dist.get_world_size())
         self._eval_loader = DataLoader(test, batch_sampler=self._eval_sampler)
         self.step = step
@@ -194,7 +194,7 @@ class AppLoop:
 
 
 def changed(model: Any, name: str) -> nn.Module:
-    """Return the app's `small` with the change ``name``, one of OTHERS."""
+    """Return the app's model `small` with the change ``name`` of memory format or layer order, if it is one."""
     if name == "contiguous":
         nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     if name == "pool last":
@@ -205,14 +205,14 @@ def changed(model: Any, name: str) -> nn.Module:
 
 
 def use_own_statistics(model: nn.Module) -> None:
-    """Undo `exact` for batch norms: torch's, with the statistics of a rank's own samples."""
+    """Undo `exact` for batch norms, so that they use the statistics of a rank's own samples."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = nn.BatchNorm2d
 
 
 def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Each variant until the target."""
+    """Train each variant until the target, and return the evaluations by name."""
     found = {}
     for name, words in json.loads(options.variants).items():
         loop = AppLoop(options, name, words)
@@ -222,7 +222,7 @@ def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def steps(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds a step of each variant, round by round: all take turns in one process, on the same batches."""
+    """Return each variant's milliseconds per step in each round. The variants take turns on the same batches."""
     loops = {name: AppLoop(options, name, words) for name, words in json.loads(options.variants).items()}
     found: dict[str, list[float]] = {name: [] for name in loops}
     for i in range(options.rounds + 1):
@@ -247,7 +247,7 @@ def main() -> None:
         os.replace(partial, options.out)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an orderly end, and a loader's workers are waiting
+    os._exit(0)  # gloo's threads may abort a normal exit, and a loader's workers still wait
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Let torchvision's wheel import beside a CPU torch: an adapter of `samestep check`.
+"""An adapter of `samestep check` that makes torchvision's wheel importable beside a CPU torch.
 
 The wheel for x86-64 is built for a CUDA torch. Its import names operators that are not registered beside a CPU torch.
 This adapter declares them; the examples do not call them.
@@ -13,8 +13,8 @@ from samestep_record import after_import
 
 
 def declare(torch: Any) -> None:
-    torch.samestep_library = library = torch.library.Library("torchvision", "DEF")  # it lasts as long as torch
-    with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch has registered them
+    torch.samestep_library = library = torch.library.Library("torchvision", "DEF")  # keeps the operators declared
+    with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch declares the operators
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

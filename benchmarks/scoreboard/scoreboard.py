@@ -1,4 +1,4 @@
-"""Run `samestep check` on the examples that people copy, and on ours.
+"""Run `samestep check` on popular examples of other projects, and on apps of this project.
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
     bash scripts/test.sh -e scoreboard -- --only torchft,ray --row recovery-time --rounds 5       # two in turns
@@ -6,9 +6,9 @@
 
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
 
-Each example is its authors' file, downloaded at the commit that its origin.json names, and verified by its SHA-256. Its
-samestep.ed holds our changes: the source of the data, the length of the training, and CPU in place of a GPU. If a
-program's name ends in -kit, its example has the changes of kit.ed too, which bring samestep.torch.
+Each example is the authors' file, downloaded at the commit in its origin.json, and verified by its SHA-256. Its
+samestep.ed has our changes: the source of the data, the length of the training, and CPU instead of a GPU. If a
+program's name ends in -kit, its example also has the changes of kit.ed, which add samestep.torch.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from subjects import SUBJECTS, Subject
 
 MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
 SECONDS = re.compile(r"(\d+\.\d) s\b")
-Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: verdict, what was seen, when
+Cells = dict[str, dict[str, dict[str, str]]]  # by row and subject: verdict, message, date, machine
 
 
 def measure(
     subject: Subject, rows: Sequence[str], given: Path | None, limits: Sequence[str], keep: Path | None
 ) -> dict[str, tuple[str, str]]:
-    """Return the verdict of each row, and its line.
+    """Return the verdict and the message of each row.
 
     Args:
         subject: the program.
         rows: names of rows.
         given: folder of the originals, or None to download them.
-        limits: options of the check for its time.
+        limits: options of the check that limit its time.
         keep: folder for the copies and their output, or None.
     """
     environ = dict(os.environ)
@@ -87,7 +87,7 @@ def versions(subject: Subject) -> str:
 
 
 def about(subject: Subject) -> dict[str, str]:
-    """With what, where and when a cell was measured; the load is of all processes of the machine, over 5 minutes."""
+    """Return the date, the package versions, the machine, and its load average over 5 minutes."""
     cores = len(os.sched_getaffinity(0))
     machine = f"{platform.machine()}, {cores} cores, gloo, Python {platform.python_version()}"
     date = time.strftime("%Y-%m-%d")
@@ -96,7 +96,7 @@ def about(subject: Subject) -> dict[str, str]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text)
     part.replace(path)
@@ -107,7 +107,7 @@ def cell_text(text: str) -> str:
 
 
 def table(cells: Cells) -> str:
-    """Return the tables of verdicts, of the kit and of each row, then machines, versions, dates and load."""
+    """Return the tables of all verdicts, of the kit and of each row, and a line of machines, versions and dates."""
     rows = [row for row in ROWS if row in cells]
     names = [name for name in SUBJECTS if any(name in cells[row] for row in rows)]
     lines = [f"| `--row` | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
@@ -131,7 +131,7 @@ def table(cells: Cells) -> str:
 
 
 def kit_table(cells: Cells) -> list[str]:
-    """Return the lines of a table of the rows whose verdict the kit changes, with a line for each example."""
+    """Return the lines of a table that lists, for each example, the rows whose verdict the kit changes."""
     lines = []
     for name, subject in SUBJECTS.items():
         if not subject.kit or subject.origin is None:
@@ -156,7 +156,7 @@ def verdicts_of(cells: Cells, name: str) -> dict[str, str]:
 
 
 def write_page(path: Path, measured: str) -> None:
-    """Put ``measured`` between the marks of the page."""
+    """Write ``measured`` between the marks of a page."""
     page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
     before, found, rest = page.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
@@ -166,7 +166,7 @@ def write_page(path: Path, measured: str) -> None:
 
 
 def show(subject: Subject, given: Path | None) -> None:
-    """Print what we change in the example."""
+    """Print our changes of an example as a diff."""
     for file in sources.origin(subject.origin) if subject.origin else []:
         text = sources.fetch(file, given)
         names = (file.page, f"{file.name}, as it is run")
@@ -179,7 +179,7 @@ def show(subject: Subject, given: Path | None) -> None:
 
 
 def summary(results: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return the verdict of several rounds, and the line of the last one with the median of the seconds in front."""
+    """Return the verdict over several rounds, and the last round's message with the median and range of seconds."""
     verdict, seen = results[-1]
     passed = sum(each == "passed" for each, _ in results)
     if 0 < passed < len(results):
@@ -216,13 +216,13 @@ def chosen(asked: str | None, known: dict[str, object], option: str) -> list[str
 
 
 def terminated(*_: object) -> None:
-    """End by an exception, so that the check ends its job; ignore a second TERM."""
+    """Exit by an exception, so that the check stops its job. Ignore a second TERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
 
 def check_files(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """End the program if --keep or --from-json cannot be used."""
+    """Exit with an error if --keep or --from-json cannot be used."""
     if options.keep and len(names) * options.rounds > 1:
         sys.exit("error: --keep is for one program, once: name it with --only, and leave out --rounds")
     if options.keep and options.keep.exists():
@@ -232,7 +232,7 @@ def check_files(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def measure_all(options: argparse.Namespace, names: Sequence[str], wanted: Sequence[str]) -> Cells:
-    """Check the programs, each ``options.rounds`` times, and return the cells; --json keeps its other cells."""
+    """Check each program ``options.rounds`` times, and return the cells. --json keeps its other cells."""
     cells: Cells = {}
     if options.json and options.json.exists():
         cells = json.loads(options.json.read_text())

@@ -1,8 +1,8 @@
 """Download the authors' examples once, verify their SHA-256, and apply our changes.
 
-Their code is not in this repository. ``<name>/origin.json`` gives a file's address and SHA-256. ``<name>/samestep.ed``
-gives our changes as an ed script (``diff -e`` makes one): line numbers of the original, and the lines that replace
-them. The line numbers are exact because the SHA-256 fixes every byte of the original. ``<name>/kit.ed`` brings
+The examples' code is not in this repository. ``<name>/origin.json`` has a file's address and SHA-256.
+``<name>/samestep.ed`` has our changes as an ed script of ``diff -e``: line numbers of the original, and replacements of
+these lines. The line numbers are exact, because the SHA-256 fixes every byte of the original. ``<name>/kit.ed`` adds
 `samestep.torch` to the result of samestep.ed.
 """
 
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-COMMAND = re.compile(r"(\d+)(?:,(\d+))?([acd])")  # of an ed script
+COMMAND = re.compile(r"(\d+)(?:,(\d+))?([acd])")  # command of an ed script
 TIMEOUT = 10.0  # seconds, for the connection and each read
 
 
 class SourceError(Exception):
-    """An example cannot be had, or is another one. The message is one line, with the remedy."""
+    """An example's file is unavailable, or has another SHA-256. The message is one line, with the remedy."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class File:
     sha256: str
     name: str
     edits: str = ""  # the ed script's file name; empty for an unchanged file
-    kit: str = ""  # the ed script that brings the kit, applied after ``edits``
-    package: str = ""  # the wheel that has it at this path, instead of a commit
+    kit: str = ""  # the ed script that adds the kit, applied after ``edits``
+    package: str = ""  # the installed package that has the file, instead of a commit
 
     @property
     def url(self) -> str:
@@ -50,7 +50,7 @@ class File:
 
 
 def origin(name: str) -> list[File]:
-    """The files of an example; the first is the program."""
+    """Return the files of an example. The first is the program."""
     stored = json.loads((HERE / name / "origin.json").read_text())
     shared = {key: stored[key] for key in ("repository", "commit", "package") if key in stored}
     return [File(**shared, **each) for each in stored["files"]]
@@ -66,7 +66,9 @@ def _of_package(file: File) -> Path:
 
 
 def fetch(file: File, given: Path | None = None) -> str:
-    """The text of a file, from ``given``/<owner>/<name>/<path>, else the cache, else GitHub, and then into the cache.
+    """Return the text of a file, from ``given``/<owner>/<name>/<path>, or else from its package, the cache or GitHub.
+
+    A downloaded file is stored in the cache.
 
     Raises:
         SourceError: the file cannot be found, or has another SHA-256.
@@ -103,10 +105,10 @@ def fetch(file: File, given: Path | None = None) -> str:
 
 
 def apply(text: str, script: str) -> str:
-    """Apply an ed script to a text. It may hold a (after), c (change) and d (delete), the last line first.
+    """Return a text that an ed script has changed. The script may append (a), change (c) and delete (d) lines.
 
     Raises:
-        ValueError: another command, lines that are not there, or commands in another order.
+        ValueError: the script has another command, a line outside of the text, or does not begin at the last line.
     """
     lines = text.splitlines()
     commands = script.splitlines()
@@ -145,10 +147,10 @@ def as_run(name: str, file: File, given: Path | None = None, kit: bool = False) 
     """Return the text of an example's file with our edits.
 
     Args:
-        name: of the example.
-        file: one of its files.
+        name: name of the example.
+        file: a file of the example.
         given: as in `fetch`.
-        kit: whether to apply the edits that bring the kit too.
+        kit: whether to apply also the edits that add the kit.
     """
     text = fetch(file, given)
     for script in (file.edits, file.kit if kit else ""):
@@ -158,13 +160,13 @@ def as_run(name: str, file: File, given: Path | None = None, kit: bool = False) 
 
 
 def put(name: str, folder: Path, given: Path | None = None, kit: bool = False) -> Path:
-    """Write an example, with our edits, into a folder; return the program.
+    """Write an example, with our edits, into a folder, and return the path of the program.
 
     Args:
-        name: of the example.
-        folder: gets the files.
+        name: name of the example.
+        folder: existing folder for the files.
         given: as in `fetch`.
-        kit: whether to apply the edits that bring the kit too.
+        kit: whether to apply also the edits that add the kit.
     """
     files = origin(name)
     for file in files:

@@ -1,4 +1,4 @@
-"""List the programs of the scoreboard: the command of each, as its own pages give it, and its folder."""
+"""Define the programs of the scoreboard: their commands, as in their documentation, and their data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TORCHRUN = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
 HOROVODRUN = "horovodrun --gloo --disable-cache"
 HOROVOD = "--no-cuda --epochs=3"
 NEWEST = "$(ls -d saved/epoch_* 2>/dev/null | sort -V | tail -n 1)"
-# For $1 ranks on two names of this host, as Horovod starts no rank on a host where one failed.
+# Starts $1 ranks on two names of this host, because Horovod starts no rank on a host where a rank failed.
 ELASTIC = f"""printf '#!/bin/sh\\necho localhost:%d; [ %d = 0 ] || echo 127.0.0.1:%d\\n' \\
   $((($1 + 1) / 2)) $(($1 / 2)) $(($1 / 2)) >discover_hosts.sh
 chmod +x discover_hosts.sh
 exec {HOROVODRUN} -np $1 --min-np 1 --network-interfaces lo --host-discovery-script ./discover_hosts.sh \\
   python pytorch_mnist_elastic.py {HOROVOD} --batch-size=$((480 / $1))
 """
-# One torchrun for each of $1 replica groups, and the lighthouse. It ends with its children.
+# Starts the lighthouse, and one torchrun for each of $1 replica groups. TERM also stops these children.
 TORCHFT = """trap 'trap - TERM; kill 0' TERM
 probe='import socket; probe = socket.socket(); probe.bind(("127.0.0.1", 0)); print(probe.getsockname()[1])'
 export RUST_BACKTRACE=1 NUM_REPLICA_GROUPS=$1 TORCHFT_LIGHTHOUSE=http://127.0.0.1:$(python -c "$probe")
@@ -46,7 +46,10 @@ exit $code
 
 
 def mnist(folder: Path, name: str = "MNIST") -> None:
-    """Write mnist-5k as torchvision's MNIST or FashionMNIST finds it, without the last examples, as 2 divides all."""
+    """Write mnist-5k in the layout of torchvision's MNIST or FashionMNIST.
+
+    Each file lacks its last example, so that 2 ranks do not divide the number of examples.
+    """
     raw = folder / "data" / name / "raw"
     raw.mkdir(parents=True)
     for path in (ROOT / "core" / "samestep" / "data" / "mnist-5k").glob("*.gz"):
@@ -56,7 +59,10 @@ def mnist(folder: Path, name: str = "MNIST") -> None:
 
 
 def jpegs(folder: Path) -> None:
-    """Write mnist-5k's training digits as the files of accelerate's data set: <class>_<number>.jpg."""
+    """Write mnist-5k's training digits as JPEG files, named as in the dataset of Accelerate's example.
+
+    The example takes 3195 files to train and 799 to evaluate, which 2 ranks do not divide.
+    """
     from PIL import Image
     from samestep.data.datasets import load
 
@@ -87,7 +93,10 @@ SHAPES = {
 
 
 def language_model(folder: Path) -> None:
-    """Write 999 texts of 17 words, a tokenizer and a small Llama, without transformers, which needs an adapter."""
+    """Write 999 texts of 17 words, a tokenizer and a small Llama.
+
+    The function does not import transformers, because that import needs an adapter.
+    """
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -116,7 +125,7 @@ def language_model(folder: Path) -> None:
 
 
 class Subject(NamedTuple):
-    """A program: its command and options for `samestep check`. An example's folder here has its origin and edits."""
+    """A program, with its command and options for `samestep check`. ``origin`` is the folder of an example's edits."""
 
     command: Sequence[str]
     packages: Sequence[str] = ("torch",)
@@ -124,11 +133,11 @@ class Subject(NamedTuple):
     prepare: Callable[[Path], None] = mnist
     options: Sequence[str] = (f"--adapter={HERE / 'cpu_torchvision.py'}",)
     environ: Mapping[str, str] = {}
-    script: str = ""  # run.sh, which the command calls
-    kit: bool = False  # with the changes that bring samestep.torch
+    script: str = ""  # content of run.sh, which the command calls
+    kit: bool = False  # whether to apply the edits that add samestep.torch
 
     def put(self, folder: Path, given: Path | None) -> None:
-        """Write the program, and data where it looks for them, into a new folder."""
+        """Write the program and its data into a new folder."""
         if self.origin is None:
             shutil.copytree(ROOT / "apps" / "mnist_ddp", folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
             return

@@ -1,8 +1,8 @@
-"""Stop a job before each file system call below a folder.
+"""Pause a job before each system call that changes or syncs files below a folder.
 
-A seccomp filter reports the calls of all of the job's processes, in any language (filter_calls.py). If the kernel
-refuses it, Python's audit hook in each Python process does (inside/samestep_record_files.py), which sees opens, renames
-and deletions of Python alone.
+A seccomp filter reports the calls of all processes of the job, in any language (filter_calls.py). If the kernel refuses
+the filter, an audit hook in each Python process reports calls (inside/samestep_record_files.py). The hook sees only the
+opens, renames and deletions that Python itself makes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple, Union
 from samestep_check.filter_calls import MACHINES, numbers
 from samestep_check.verdicts import NotSeen
 
-# The effect of each call of the kernel.
+# The effect of each system call.
 KINDS = {
     "open": "open",
     "openat": "open",
@@ -56,11 +56,11 @@ KINDS = {
     "sync": "sync",
     "syncfs": "sync",
 }
-HANDSHAKE = 20.0  # seconds until the filter must be installed
+HANDSHAKE = 20.0  # timeout in seconds, to install the filter or to receive an announcement
 PATH_BYTES = 4096
 
 _FILTER = Path(__file__).with_name("filter_calls.py")
-# Requests of ioctl.
+# SECCOMP_IOCTL_NOTIF_RECV, _SEND and _ID_VALID.
 _RECEIVE = 0xC0502100
 _SEND = 0xC0182101
 _IS_VALID = 0x40082102
@@ -74,9 +74,9 @@ class Call(NamedTuple):
     """A file system call that the kernel is about to execute.
 
     Attributes:
-        kind: what it does, a value of KINDS. An ``open`` empties the file.
-        path: the real path.
-        target: the new path of a rename or a link, else None.
+        kind: effect of the call, a value of KINDS. The filter reports an ``open`` only if it empties the file.
+        path: absolute path, in which links to folders are resolved; ``/`` for a ``sync``.
+        target: new path of a rename or a hard link, else None.
     """
 
     kind: str
@@ -84,14 +84,14 @@ class Call(NamedTuple):
     target: str | None = None
 
 
-Handler = Callable[[Call], int]  # returns an error number that the call fails with; 0 lets it continue
+Handler = Callable[[Call], int]  # returns 0 to continue; in a filter, an errno makes the call fail
 
 
 class Refused(NotSeen):
     """The kernel refuses the filter."""
 
 
-# The places of (folder's descriptor or None, path) in the arguments of each call; a second pair is the target.
+# Positions of (folder descriptor or None, path) among each call's arguments. A second pair locates the target.
 _PATHS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "open": ((None, 0),),
     "openat": ((0, 1),),
@@ -108,16 +108,16 @@ _PATHS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "unlinkat": ((0, 1),),
     "rmdir": ((None, 0),),
 }
-_DESCRIPTOR_PLACES = {"copy_file_range": 2}  # of the written file; 0 in other calls
+_DESCRIPTOR_PLACES = {"copy_file_range": 2}  # argument position of the written file; 0 for other calls
 
 
 class FilteredCalls:
-    """The calls of a job, by a seccomp filter.
+    """Report a job's file system calls to a handler, by a seccomp filter.
 
     Args:
-        folder: calls on paths below it reach the handler.
+        folder: the handler gets the calls on paths below this folder, and each ``sync``.
         handler: called in a thread while the job's process waits.
-        covered: the folder over which ``folder`` lies for the job.
+        covered: the path at which the job sees ``folder``, if ``folder`` is mounted there.
     """
 
     def __init__(self, folder: Path, handler: Handler, covered: str | None = None) -> None:
@@ -138,7 +138,7 @@ class FilteredCalls:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that the command inherits."""
+        """Return the file descriptors that the command must inherit."""
         return (self._far_end.fileno(),)
 
     def start(self) -> None:
@@ -161,7 +161,7 @@ class FilteredCalls:
         self._thread.start()
 
     def stop(self) -> None:
-        """Serve no more calls. The job's processes must have ended."""
+        """Stop serving calls. The job's processes must have ended."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -198,7 +198,7 @@ class FilteredCalls:
     def _decide(self, identity: int, process: int, name: str, arguments: list[int]) -> int:
         try:
             call = read_call(process, name, arguments, self._own)
-            # Another process may have taken the number of one that was killed.
+            # If the waiting process was killed, another process may have its ID now.
             fcntl.ioctl(self._listener, _IS_VALID, struct.pack("Q", identity))
         except OSError:
             return 0
@@ -207,7 +207,7 @@ class FilteredCalls:
         return self._handler(call)
 
     def _own(self, path: str) -> str:
-        """Return the path at which this process finds what the job calls ``path``."""
+        """Translate a path of the job to this process's path of the same file."""
         if self._covered is not None and _is_below(path, self._covered):
             return self._folder + path.removeprefix(self._covered)
         return path
@@ -226,16 +226,16 @@ def _is_followed(call: Call, folder: str) -> bool:
 
 
 def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[str], str]) -> Call:
-    """Return a call with its paths, which are read from the memory of the process that waits.
+    """Return a call, with paths read from the waiting process's memory.
 
     Args:
-        process: number of the process, or of its thread.
+        process: ID of the waiting thread.
         name: the kernel's name of the call.
-        arguments: the six arguments of the call, without signs.
-        own: returns the path at which this process finds a path of the other one.
+        arguments: the six arguments of the call, as unsigned 64-bit integers.
+        own: translates a path of the waiting process to this process's path of the same file.
 
     Raises:
-        OSError: the process has ended, or may not be read.
+        OSError: the process has ended, or its memory is not readable.
     """
     kind = KINDS[name]
     if kind == "sync":
@@ -251,7 +251,7 @@ def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[
 
 
 def _signed(value: int) -> int:
-    """Return an argument of type int, which the kernel reports as 64 bits without a sign."""
+    """Return the C int in an argument, which the kernel reports as unsigned 64 bits."""
     low = value & 0xFFFFFFFF
     return low - (1 << 32) if low >= 1 << 31 else low
 
@@ -259,7 +259,7 @@ def _signed(value: int) -> int:
 def _text(process: int, address: int) -> str:
     with open(f"/proc/{process}/mem", "rb", buffering=0) as memory:
         memory.seek(address)
-        # A read across the end of mapped memory returns the part before it.
+        # A read across the end of mapped memory returns the bytes before that end.
         return os.fsdecode(memory.read(PATH_BYTES).partition(b"\0")[0])
 
 
@@ -272,7 +272,7 @@ def _real_path(process: int, folder: int, path: str, own: Callable[[str], str]) 
 
 
 class AnnouncedCalls:
-    """The opens, renames and deletions of a job's Python processes, which announce them on a Unix socket.
+    """Report the opens, renames and deletions of a job's Python processes, which announce them on a Unix socket.
 
     Args:
         path: path of the new socket.
@@ -290,15 +290,15 @@ class AnnouncedCalls:
         self.descriptors: tuple[int, ...] = ()
 
     def wrapped(self, command: Sequence[str]) -> list[str]:
-        """Return the command as it is."""
+        """Return the command unchanged."""
         return [*command]
 
     def start(self) -> None:
-        """Serve the announcements."""
+        """Start to serve announcements."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Serve no more announcements."""
+        """Stop serving announcements."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -329,7 +329,7 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether a filter reports the calls of a process here, with their paths, which a kernel may hide (Yama)."""
+    """Return whether the filter works here, including the paths of calls, which Yama can hide."""
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []

@@ -7,8 +7,8 @@ examples:
       -- torchrun --nproc-per-node=2 train.py
 
 Each run starts in a fresh copy of the current folder. The command must train
-at least two short epochs and save checkpoints. If its batch size is a rank's,
-write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
+at least two short epochs and save checkpoints. If it sets a batch size per
+rank, write {64/n} for a global batch of 64 samples. Rows (quick: the first 12):
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep_check.rows import QUICK, ROWS
 from samestep_check.runner import CHECKPOINT, LOSS, ScriptRunner
 from samestep_check.verdicts import Verdict
 
-OUTPUTS = "html", "junit", "json"  # options
+OUTPUTS = "html", "junit", "json"  # options that name a file
 ROWS_HELP = "rows separated by commas, also quick, all, and failed: those that failed in --json FILE (default: all)"
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stop_on_signals() -> None:
-    """Raise Stopped at a stop signal, so that every context of a check ends: it leaves no process and no copy."""
+    """Raise Stopped at a stop signal, so that context managers end all processes and delete all copies."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number, f"stopped by {signal.Signals(number).name}")
@@ -94,7 +94,7 @@ def build_parser() -> Parser:
 
 
 def run(options: Options, command: Sequence[str]) -> int:
-    """Run the command ``samestep check`` and return the exit code."""
+    """Check the command, print and write the results, and return the exit code."""
     if options.list:
         print(row_list())
         return 0
@@ -137,14 +137,14 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
 
 
 def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
-    """Return 1 if a row failed; with required rows, if one of them did not pass."""
+    """Return 1 if a row failed or, with required rows, if one of these did not pass; else 0."""
     if not required:
         return int(any(each.has_failed for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))
 
 
 def wanted_rows(options: Options) -> list[str]:
-    """Return the rows that --faults names; ``failed`` names those that failed in the file of --json."""
+    """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json."""
     words = options.faults.split(",")
     if "failed" not in words:
         return parse_rows("--faults", options.faults)
@@ -156,7 +156,7 @@ def wanted_rows(options: Options) -> list[str]:
 
 
 def check_writable(options: Options) -> None:
-    """Raise ConfigError if an output cannot be written after the check."""
+    """Raise ConfigError if the file of --html, --junit or --json is not writable."""
     for name in OUTPUTS:
         path = vars(options)[name]
         if path:
@@ -175,7 +175,7 @@ def _try_to_write(option: str, path: Path) -> None:
 
 
 def parse_rows(option: str, text: str) -> list[str]:
-    """Return the rows that an option names."""
+    """Return the row names in an option's value, with ``quick`` and ``all`` expanded."""
     groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
     names: list[str] = []
     for word in text.split(","):
@@ -193,14 +193,14 @@ def check(
     progress: Callable[[str], None] = lambda name: None,
     notes: list[str] | None = None,
 ) -> list[Result]:
-    """Run the script of the current folder undisturbed, then decide the rows.
+    """Run the command without faults in a copy of the current folder, then decide the rows.
 
     Args:
         options: the parsed options.
         command: the checked command.
         rows: the names of the rows.
         progress: called with the name of each row before it runs.
-        notes: gets lines on what the check cannot see.
+        notes: list to which the check appends lines on what it cannot see.
 
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.
@@ -226,7 +226,7 @@ def check(
 
 
 def decide(name: str, runner: ScriptRunner) -> Result:
-    """Decide a row."""
+    """Return the result of a row."""
     begun = time.monotonic()
     verdict = "passed"
     try:

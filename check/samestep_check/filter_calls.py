@@ -3,9 +3,9 @@
     python -I -S filter_calls.py SOCKET COMMAND [ARGS...]
 
 SOCKET is the descriptor of a Unix socket. The kernel then stops this process and its children before each call in
-CALLS, until the check lets the call continue (seccomp_unotify(2)). A call that opens a file stops only if it empties
-the file. The filter needs no privilege. If the kernel refuses it, the exit code is REFUSED, and the command does not
-run.
+CALLS, until the check lets the call continue (seccomp_unotify(2)). An open stops the process only if it empties the
+file. The filter needs no privilege. If the kernel refuses the filter, the exit code is REFUSED, and the command does
+not run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import struct
 import sys
 
 REFUSED = 125
-# The numbers of the calls, for x86_64 and aarch64; None where an architecture has no such call.
+# The numbers of the calls for x86_64 and aarch64; None if an architecture lacks the call.
 CALLS: dict[str, tuple[int | None, int | None]] = {
     "open": (2, None),
     "openat": (257, 56),
@@ -51,19 +51,19 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
 # For each machine: its column in CALLS, its AUDIT_ARCH, and the number of the call seccomp.
 MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
 
-# Instructions of the filter.
+# BPF opcodes.
 _LOAD = 0x20
 _JUMP_IF_EQUAL = 0x15
 _JUMP_IF_SET = 0x45
 _RETURN = 0x06
-# Results of the filter.
+# Return values of the filter: SECCOMP_RET_ALLOW and SECCOMP_RET_USER_NOTIF.
 _ALLOW = 0x7FFF0000
 _NOTIFY = 0x7FC00000
 # Offsets in struct seccomp_data.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _ARGUMENTS = 16
-_FLAGS_PLACES = {"open": 1, "openat": 2}  # of the flags in a call's arguments
+_FLAGS_PLACES = {"open": 1, "openat": 2}  # argument position of the open flags
 _EMPTIES = 0o1000  # O_TRUNC
 _NO_NEW_PRIVILEGES = 38
 _SET_FILTER = 1
@@ -72,7 +72,7 @@ _WAIT_KILLABLE = 32
 
 
 def numbers(machine: str) -> dict[int, str]:
-    """Return the names of the calls by their numbers."""
+    """Return the names in CALLS, keyed by the call numbers of a machine."""
     column = MACHINES[machine][0]
     found = {}
     for name, of_machines in CALLS.items():
@@ -83,7 +83,11 @@ def numbers(machine: str) -> dict[int, str]:
 
 
 def program(machine: str) -> bytes:
-    """Return the filter: calls in CALLS notify, calls of another architecture and all others are allowed."""
+    """Return the filter's BPF program.
+
+    The calls in CALLS notify the check, an open only if it empties the file. All other calls continue, including calls
+    of another architecture.
+    """
     lines = [
         _instruction(_LOAD, _ARCHITECTURE),
         _instruction(_JUMP_IF_EQUAL, MACHINES[machine][1], if_so=1),
@@ -113,7 +117,7 @@ def install() -> int:
     """Install the filter for this process and its children; return the descriptor that reports calls.
 
     Raises:
-        OSError: the kernel refuses it, or the machine is unknown.
+        OSError: the kernel refuses the filter, or CALLS has no numbers for this machine.
     """
     machine = platform.machine()
     if machine not in MACHINES:
@@ -124,7 +128,7 @@ def install() -> int:
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)))
     library.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     seccomp = MACHINES[machine][2]
-    # Since Linux 5.19 only a fatal signal interrupts a call that waits for its answer.
+    # With _WAIT_KILLABLE, which Linux has since 5.19, only a fatal signal interrupts a waiting call.
     for flags in (_NEW_LISTENER | _WAIT_KILLABLE, _NEW_LISTENER):
         descriptor = int(library.syscall(seccomp, _SET_FILTER, flags, header))
         if descriptor >= 0:

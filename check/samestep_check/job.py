@@ -20,15 +20,15 @@ from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
 # Seconds from a launcher's end until its processes must have ended too. Workers of a torch DataLoader notice the end of
-# their rank after up to 5.
+# their rank after up to 5 seconds.
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
-MOST_CHARACTERS = 120  # of an error's line
+MOST_CHARACTERS = 120  # limit for an error's line
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
 
 
 class Job:
-    """One start of a script, in a session of its own."""
+    """A script that runs in its own session. `started` describes the arguments."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Job:
         own_temporary = records.with_name(records.name + "-tmp")
         own_temporary.mkdir()
         self.begun = time.time()
-        self.duration = 0.0  # seconds until its end
+        self.duration = 0.0  # seconds from the start until `ended` stopped waiting
         self.left_behind = 0
         self._calls = calls
         shared = {**config, "work": str(work), "records": str(records), "mark": self.mark}
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def code(self) -> int | None:
-        """Return the launcher's exit code, as a shell has it; None while it runs."""
+        """Return the launcher's exit code, which is 128 + N after signal N; None while the launcher runs."""
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
@@ -83,15 +83,15 @@ class Job:
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the line of the output that has the error, shortened; without an error, the last line."""
+        """Return the output's first line with an error, or without an error its last line, shortened."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
-        errors += [line for line in lines if line.startswith("exitcode")]  # torchrun's, of a signal
+        errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
         found = errors[:1] or lines[-1:] or [""]
         return found[0][:MOST_CHARACTERS]
 
     def progress(self, pattern: str) -> int:
-        """Return the number of steps of the fastest rank; without any, the number of losses in the output."""
+        """Return the number of steps of the fastest rank; without recorded steps, of losses in the output."""
         return max(self._step_counts(), default=0) or len(re.findall(pattern, self.output()))
 
     def ranks_with_steps(self) -> int:
@@ -102,7 +102,7 @@ class Job:
         return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
-        """Return whether a condition came true within ``limit`` seconds."""
+        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as it is true, False at the limit."""
         end = time.monotonic() + limit
         while not until():
             self.check_writes()
@@ -113,7 +113,7 @@ class Job:
         return True
 
     def check_writes(self) -> None:
-        """Raise ConfigError if the script has tried to write outside of its folder."""
+        """Raise ConfigError if the script has tried to write outside of its folder, or the adapter has failed."""
         for path in self.records_folder.glob("*.jsonl"):
             for line in path.read_text().split("\n"):
                 if line.startswith('{"event": "outside"'):
@@ -124,7 +124,7 @@ class Job:
                     raise ConfigError(f"the adapter raises {error}: correct the file of --adapter")
 
     def ended(self, limit: float) -> bool:
-        """Wait for the launcher's end, then count the processes that outlive it."""
+        """Return whether the launcher ends within ``limit`` seconds, and count the processes that outlive it."""
         done = self.wait(lambda: self.code is not None, limit)
         self.duration = time.time() - self.begun
         if done:
@@ -133,7 +133,7 @@ class Job:
         return done
 
     def left(self) -> list[int]:
-        """Return this job's processes, whatever their parent is by now, by their session or their environment."""
+        """Return the PIDs of the job's processes, by their session or a mark in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class Job:
         return found
 
     def stop(self) -> None:
-        """End all processes of the job, also stopped ones."""
+        """Kill all processes of the job, including processes that SIGSTOP has stopped."""
         for _ in range(100):
             left = self.left()
             if not left:
@@ -166,14 +166,14 @@ def started(
     config: Mapping[str, Any],
     calls: Calls | None = None,
 ) -> Iterator[Job]:
-    """Start a job; at the end of the block no process of it is left.
+    """Start a job, and kill its processes at the end of the block.
 
     Args:
         command: the command of the script.
         work: the copied folder in which it runs.
         records: new folder for the records of its processes.
         config: settings for the recorder in each process.
-        calls: stops the job before its file system calls.
+        calls: pauses the job before its file system calls.
     """
     job = Job(command, work, records, config, calls)
     try:

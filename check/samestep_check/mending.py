@@ -1,4 +1,4 @@
-"""The changes that mend failed rows, in 1 to 4 lines of code: in any script, and with the kit (`samestep.torch`).
+"""The changes that mend failed rows, in 1 to 4 lines of code, without and with the kit (`samestep.torch`).
 
 docs/mend_a_row.md has the same text. A test compares them.
 """
@@ -13,7 +13,7 @@ class Mending(NamedTuple):
 
     Attributes:
         plain: lines of Python without samestep.
-        kit: lines with samestep.torch; empty if the kit has no part for it.
+        kit: lines with samestep.torch; empty if the kit does not mend the row.
     """
 
     plain: str

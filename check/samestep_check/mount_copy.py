@@ -1,10 +1,10 @@
-"""Mount a copied folder over the folder itself, for this process and its children alone, and execute a command there.
+"""Mount a copy over its original folder, for this process and its children alone, and execute a command.
 
     python -I -S mount_copy.py COPY FOLDER KEPT COMMAND [ARGS...]
 
-KEPT is a JSON list of relative paths, such as a virtual environment, whose content comes from FOLDER; COPY has empty
-folders or files in their places. Other processes see no mount. It needs CAP_SYS_ADMIN, or else a user namespace, which
-maps the user's own number. If the kernel refuses both, the exit code is REFUSED, and the command does not run.
+KEPT is a JSON list of relative paths, such as a virtual environment, whose content comes from FOLDER. COPY has empty
+folders or files at these paths. The mount needs CAP_SYS_ADMIN, or else a user namespace, in which the user keeps the
+user ID. If the kernel refuses both, the exit code is REFUSED, and the command does not run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _library = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(result: int) -> None:
-    """Raise the OSError of a call of the library that failed."""
+    """Raise OSError with the C library's errno if a call did not return 0."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -43,10 +43,10 @@ def _write(path: str, text: str) -> None:
 
 
 def enter() -> None:
-    """Give this process mounts of its own.
+    """Move this process to a new mount namespace.
 
     Raises:
-        OSError: the kernel refuses it.
+        OSError: the kernel refuses the namespace.
     """
     user = os.geteuid()
     group = os.getegid()
@@ -55,19 +55,19 @@ def enter() -> None:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{user} {user} 1")
         _write("/proc/self/gid_map", f"{group} {group} 1")
-    _mount(None, "/", _RECURSIVE | _PRIVATE)  # else other processes would see the mounts below
+    _mount(None, "/", _RECURSIVE | _PRIVATE)  # hides the mounts below from other processes
 
 
 def cover(copy: str, folder: str, kept: Sequence[str]) -> None:
-    """Mount parts of a folder over places of its copy, and the copy over the folder.
+    """Mount the kept paths of a folder into its copy, and the copy over the folder.
 
     Args:
-        copy: the copied folder.
-        folder: the folder.
-        kept: relative paths that stay the folder's.
+        copy: path of the copy.
+        folder: path of the original folder.
+        kept: relative paths whose content comes from the original folder.
 
     Raises:
-        OSError: the kernel refuses it.
+        OSError: the kernel refuses a mount.
     """
     for name in kept:
         _mount(os.path.join(folder, name), os.path.join(copy, name), _BIND | _RECURSIVE)
@@ -78,9 +78,9 @@ def main(copy: str, folder: str, kept: str, command: list[str]) -> None:
     """Mount the copy over the folder, and execute the command.
 
     Args:
-        copy: the copied folder.
-        folder: the folder.
-        kept: a JSON list of relative paths that stay the folder's.
+        copy: path of the copy.
+        folder: path of the original folder.
+        kept: JSON list of relative paths whose content comes from the original folder.
         command: the words of the command.
     """
     try:

@@ -10,44 +10,44 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORDED_BEFORE = 0.5  # seconds from a record of a write to the write
+RECORDED_BEFORE = 0.5  # most seconds from the record of a write to the write itself
 Event = Mapping[str, Any]
-Key = Any  # an example's: a number, a text, or a tuple of keys
-Keys = list[Key] | None  # None if the check sees none
-Subsets = tuple[tuple[int, int], ...]  # length and checksum of each Subset around a dataset, the outermost first
+Key = Any  # key of an example: None, a number, a string, or a tuple of keys
+Keys = list[Key] | None  # None if the check cannot see the keys
+Subsets = tuple[tuple[int, int], ...]  # (length, checksum) of each Subset around a dataset, the outermost first
 
 
 class Step(NamedTuple):
-    """An optimizer step of all ranks. ``indices`` is in a fixed order, or None if not seen; weights are a norm."""
+    """An optimizer step, merged over all ranks. A value is None if the check did not see it."""
 
-    time: float
-    indices: Keys
-    shards: list[int]
-    epoch: int
-    lr: list[float]
+    time: float  # of the last rank, in seconds since 1970 (UTC)
+    indices: Keys  # keys of the global batch's examples, sorted by `ordered`
+    shards: list[int]  # number of examples on each rank
+    epoch: int  # number of the epoch, from 0
+    lr: list[float]  # learning rate of each parameter group
     loss: float | None
-    optimizer: int | None  # in the order of creation, from 1
-    kind: str  # the optimizer's class
-    state: dict[str, list[float]] | None  # before the step: number of tensors, their norm, how many are zero
+    optimizer: int | None  # number of the optimizer in the order of creation, from 1
+    kind: str  # class name of the optimizer
+    state: dict[str, list[float]] | None  # before the step: number of tensors, their norm, number of zero tensors
     settings: list[dict[str, Any]] | None  # other numbers of each parameter group
-    scale: float | None  # of a GradScaler
-    weights_before: float | None
-    weights: float | None
-    random: dict[str, int] | None  # checksums of generators
-    random_before: list[dict[str, int]]  # of generators when loaders began and files were saved, since the step before
-    line: str | None  # of the script
-    called: list[Called]  # since the step before
+    scale: float | None  # scale of a GradScaler
+    weights_before: float | None  # norm of the weights before the step
+    weights: float | None  # norm of the weights after the step
+    random: dict[str, int] | None  # checksum of each random number generator's state before the step
+    random_before: list[dict[str, int]]  # the same checksums at loader starts and saves since the previous step
+    line: str | None  # ``file:line`` of the script
+    called: list[Called]  # modules called without gradients since the previous step
 
 
 class Called(NamedTuple):
     """The weights or the buffers of a module that was called without gradients, such as a moving average."""
 
-    name: str  # which of them, and the module's class
+    name: str  # ``weights of CLASS`` or ``buffers of CLASS``
     norm: float
 
 
 class Save(NamedTuple):
-    """A write to a checkpoint after ``step`` steps of its process, at a line of the script."""
+    """A write to a checkpoint, after ``step`` steps of the process that writes."""
 
     step: int
     time: float
@@ -57,7 +57,7 @@ class Save(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """How often each example was evaluated, of ``size`` examples."""
+    """The number of evaluations of each example, in a dataset of ``size`` examples."""
 
     counts: Counter[Key]
     size: int
@@ -76,20 +76,20 @@ class Batch:
 class Loader:
     """An iteration over a DataLoader."""
 
-    size: int | None = None  # examples of the dataset
-    batches: int | None = None  # batches of the iteration
+    size: int | None = None  # number of examples in the dataset
+    batches: int | None = None  # number of batches in the iteration
     subsets: Subsets = ()
-    keys: list[Keys] = field(default_factory=list)  # of the returned batches
-    epoch: int | None = None  # if a step used one of its batches; -1 if it is an evaluation
-    end: int | None = None  # the number of steps at its end
+    keys: list[Keys] = field(default_factory=list)  # keys of each returned batch
+    epoch: int | None = None  # None until a step uses a batch of the loader; -1 for an evaluation
+    end: int | None = None  # number of steps at the loader's end
     is_gone: bool = False
 
 
 @dataclass
 class Before:
-    """Events of a process between a step and the step before it."""
+    """Events of a process between two steps."""
 
-    random: list[dict[str, int]] = field(default_factory=list)  # of generators when loaders began and files were saved
+    random: list[dict[str, int]] = field(default_factory=list)  # checksums of generators at loader starts and saves
     called: list[Called] = field(default_factory=list)
 
 
@@ -101,7 +101,7 @@ class RankStep:
     epoch: int
     batches: list[Batch]
     before: Before
-    position: int  # batches that loaders had returned
+    position: int  # number of training batches that loaders had returned
     indices: Keys = None
 
     @property
@@ -132,51 +132,51 @@ class Process:
         self.steps = reader.steps
         self.saves = reader.saves
         self.evaluations = reader.adapted or reader.evaluations
-        self.called = reader.since.called  # after the last step
+        self.called = reader.since.called  # modules called without gradients after the last step
         self.notes = reader.notes
 
 
 @dataclass
 class Notes:
-    """The notes of a process about the check itself."""
+    """Facts about a process that limit the check or explain its results."""
 
-    is_inferred: bool = False  # no step showed the batches that it used
-    workers: int = 0  # most of a DataLoader
-    timeout: float | None = None  # of collectives, in seconds
-    parts: list[str] = field(default_factory=list)  # of samestep.torch
-    unseen: list[str] = field(default_factory=list)  # hooks that failed
+    is_inferred: bool = False  # no step recorded the batches that it used
+    workers: int = 0  # largest number of workers of a DataLoader
+    timeout: float | None = None  # timeout of collectives, in seconds
+    parts: list[str] = field(default_factory=list)  # names of samestep.torch that the script uses
+    unseen: list[str] = field(default_factory=list)  # hooks that failed, with their exceptions
     reason: str = ""  # why examples have no keys
-    awaited: set[str] = field(default_factory=set)  # modules whose import the adapter awaits
-    imported: set[str] = field(default_factory=set)
-    is_uncovered: bool = False  # it sees the script's folder, and not its copy over it
+    awaited: set[str] = field(default_factory=set)  # modules for which the adapter called after_import
+    imported: set[str] = field(default_factory=set)  # awaited modules that were imported
+    is_uncovered: bool = False  # the process sees the script's folder instead of the copy
 
 
 class Reader:
-    """Read the events of a process in their order; each kind of event has a method."""
+    """Read the events of a process in order. Each kind of event has a method."""
 
     def __init__(self) -> None:
         self.steps: list[RankStep] = []
         self.saves: list[Save] = []
         self.evaluations: list[Shard] = []
-        self.adapted: list[Shard] = []  # recorded by an adapter
+        self.adapted: list[Shard] = []  # evaluations that an adapter recorded
         self.notes = Notes()
-        self.since = Before()  # the newest step
+        self.since = Before()  # events since the newest step
         self._loaders: dict[int, Loader] = {}
-        self._pending: list[Batch] = []  # that no step has used
+        self._pending: list[Batch] = []  # batches that no step has used
         self._epoch = 0
         self._has_batches = False
-        self._has_numbers = False  # batches of a DataLoader that a step may use
-        self._follows = False  # a step has shown the batches that it used
-        self._position = 0  # batches so far
+        self._has_numbers = False  # a DataLoader has returned a training batch
+        self._follows = False  # a step has recorded the batches that it used
+        self._position = 0  # number of training batches so far
 
     def read(self, event: Event) -> None:
-        """Read one event. A kind without a method does not matter here."""
+        """Read one event, or ignore an event whose kind has no method."""
         method = getattr(self, f"on_{event['event']}", None)
         if method is not None:
             method(event)
 
     def finish(self) -> None:
-        """Give the steps the keys of their examples, after the last event."""
+        """Set the keys of each step's examples, after the last event."""
         self.notes.is_inferred = self._has_numbers and not self._follows
         if not self._follows:
             _align(self.steps, self._loaders)
@@ -207,13 +207,13 @@ class Reader:
         if keys is None:
             self.notes.reason = event.get("reason", "")
         if not self._has_batches:
-            self.steps.clear()  # without examples: Horovod steps once to create the optimizer's state
+            self.steps.clear()  # Horovod takes a step without examples, to create the optimizer's state
         self._has_batches = True
         if event["trains"]:
             self._position += 1
             self._has_numbers |= event.get("number") is not None
             self._pending.append(Batch(event.get("number"), event["loader"], keys))
-        elif len(loader.keys) == loader.batches:  # all; Lightning does not ask for more
+        elif len(loader.keys) == loader.batches:  # the last batch; Lightning causes no ``end`` event
             self._evaluated(loader)
 
     def on_end(self, event: Event) -> None:
@@ -249,8 +249,8 @@ class Reader:
         used = event.get("used")
         if used:
             self._follows = True
-        # A step without numbers trains on no batch if another step had some, such as a GAN's generator. Batches of an
-        # adapter have no numbers.
+        # If other steps recorded batch numbers, a step without numbers, such as a GAN's generator, trains on no batch.
+        # Batches of an adapter have no numbers, so the next step takes them.
         has_numbers = any(batch.number is not None for batch in self._pending)
         if used or (self._follows and has_numbers):
             taken = self._take(used or ())
@@ -263,7 +263,7 @@ class Reader:
         self.since = Before()
 
     def on_called(self, event: Event) -> None:
-        if self._position:  # before its first batch, a script may not have restored its weights yet
+        if self._position:  # before the first batch, a script may not have restored its weights
             self.since.called.append(Called(event["name"], event["norm"]))
 
     def _take(self, numbers: Sequence[int]) -> list[Batch]:
@@ -272,7 +272,7 @@ class Reader:
         return taken
 
     def _without_shown(self, batches: list[Batch]) -> list[Batch]:
-        """Leave out the batches of loaders that only showed one, as in ``next(iter(loader))``."""
+        """Return the batches whose iterators still exist, unlike after ``next(iter(loader))``."""
         if len({batch.loader for batch in batches}) < 2:
             return batches
         return [batch for batch in batches if not self._loaders[batch.loader].is_gone] or batches
@@ -307,7 +307,7 @@ def _frozen(key: Any) -> Key:
 
 
 def ordered(keys: Iterable[Key]) -> list[Key]:
-    """Return keys in a fixed order, also of unlike types: numbers by value, others by their text."""
+    """Return sorted keys: numbers by value, then all other keys by their ``repr``."""
     return sorted(keys, key=lambda key: (0, key, "") if isinstance(key, (int, float)) else (1, 0, repr(key)))
 
 
@@ -321,9 +321,9 @@ def _joined(batches: Sequence[Keys]) -> Keys:
 
 
 def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
-    """Give batches that a loader returned ahead of their steps, as Accelerate's does, to the steps that used them.
+    """Move batches that a loader prefetched, as Accelerate's does, to the steps that used them.
 
-    A loader that is ahead ends before its last step.
+    A loader that prefetches ends before the last step of its epoch.
     """
     first = 0
     for _, group in groupby(steps, key=lambda step: step.epoch):
@@ -342,7 +342,7 @@ def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
 
 
 def _shift(epoch: list[RankStep], count: int, last: int | None) -> None:
-    """Give each step ``count`` batches of those so far; the step of number ``last`` takes all."""
+    """Give each step ``count`` of the batches returned so far. Step ``last``, from 1, takes all remaining batches."""
     ahead: list[Batch] = []
     for k, step in enumerate(epoch, 1):
         ahead += step.batches
@@ -357,17 +357,17 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.processes: list[Process] = []
         for path in folder.glob("*.jsonl"):
-            lines = path.read_text().split("\n")[:-1]  # the last is empty, or not whole yet
+            lines = path.read_text().split("\n")[:-1]  # the last line is empty or incomplete
             if lines:
                 events = [json.loads(line) for line in lines]
                 self.processes.append(Process(events, int(path.stem)))
         self.processes.sort(key=lambda each: each.begun)
         for each in self.processes:
-            if not each.steps:  # it writes for the ranks
+            if not each.steps:  # a process without steps may save for the ranks
                 each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
 
     def _done(self, when: float) -> int:
-        """Return how many steps the rank that has taken most has taken by a time."""
+        """Return the number of steps of the fastest rank at a time."""
         counts = (sum(step.time <= when for step in each.steps) for each in self.processes)
         return max(counts, default=0)
 
@@ -380,13 +380,13 @@ class Records:
         return dict(sorted(found.items()))
 
     def attempts(self) -> list[list[Step]]:
-        """Return the steps of each start of the ranks; a launcher may restart them."""
+        """Return the steps of each start of the ranks. A launcher may restart ranks several times."""
         ranks = self.ranks().values()
         count = max((len(each) for each in ranks), default=0)
         return [_steps([each[i].steps for each in ranks if i < len(each)]) for i in range(count)]
 
     def continued(self, since: float) -> list[Step]:
-        """Return the steps after ``since`` if the process of a rank outlived the fault, else none."""
+        """Return the steps after the time ``since``, or none if no rank's process outlived this time."""
         ranks = self.ranks().values()
         if not any(len(each) == 1 and each[0].steps[0].time < since for each in ranks):
             return []
@@ -394,7 +394,7 @@ class Records:
         for processes in ranks:
             for process in processes:
                 later.append([step for step in process.steps if step.time > since])
-        # A rank that has come back takes part in the last steps.
+        # A restarted rank takes part in the last steps only, so shorter lists are aligned at the end.
         most = max(map(len, later), default=0)
         return _steps([[*[None] * (most - len(steps)), *steps] for steps in later if steps])
 
@@ -404,7 +404,7 @@ class Records:
         return attempts[-1] if attempts else []
 
     def first_times(self) -> list[float]:
-        """Return when the fastest rank had done each step of the last start, which saves may follow at once."""
+        """Return the time at which the fastest rank finished each step of the last start."""
         ranks = [[step.time for step in processes[-1].steps] for processes in self.ranks().values()]
         return [min(time for time in times if time is not None) for times in zip_longest(*ranks)]
 
@@ -432,9 +432,9 @@ class Records:
         return [save for save in found if save.kind == "rename"] or found
 
     def line_of_save(self, begin: float, end: float) -> str | None:
-        """Return the line of the script that first writes or renames a checkpoint between two times, None without one.
+        """Return the line of the script that first writes or renames a checkpoint between two times, or None.
 
-        A process records a write just before it, so a record may precede the time of the write.
+        A process records a write just before the write itself, so a record may precede ``begin``.
         """
         for each in self.processes:
             for save in each.saves:
@@ -450,7 +450,7 @@ class Records:
         return []
 
     def evaluations(self) -> list[Evaluation]:
-        """Return the evaluations of all ranks together, those whose examples have keys."""
+        """Return the evaluations whose examples have keys, each merged over all ranks."""
         found = []
         parts = [process.evaluations for process in self.processes if process.evaluations]
         for each in zip_longest(*parts):
@@ -466,12 +466,12 @@ class Records:
 
 
 def _whole(shards: Sequence[Shard]) -> Evaluation | None:
-    """Merge the ranks' shards of an evaluation; None if examples have no keys."""
+    """Merge the ranks' shards of an evaluation. Return None if examples have no keys."""
     size = max((shard.size or 0 for shard in shards), default=0)
     for each in zip(*(reversed(shard.subsets) for shard in shards)):
         if len(set(each)) > 1:
             break
-        size = each[0][0]  # all ranks have the same, so it is a split of the dataset
+        size = each[0][0]  # a Subset that is equal on all ranks is a split of the dataset
     keys = _joined([shard.keys for shard in shards])
     if not size or keys is None:
         return None
@@ -479,7 +479,7 @@ def _whole(shards: Sequence[Shard]) -> Evaluation | None:
 
 
 def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
-    """Merge the steps of ranks; None is a step in which a rank did not take part."""
+    """Merge the steps of ranks. None marks a step in which a rank did not take part."""
     found: list[Step] = []
     epoch = 0
     known: set[Key] = set()
@@ -487,7 +487,7 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
         each = [shard for shard in shards if shard is not None]
         indices = _joined([shard.indices for shard in each])
         number = each[0].epoch
-        if number < 0:  # recorded by an adapter: an epoch ends when an example returns
+        if number < 0:  # an adapter records no epochs, so a repeated example begins an epoch
             if indices is not None and not known.isdisjoint(indices):
                 epoch += 1
                 known.clear()
@@ -498,12 +498,12 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
 
 
 def _aligned(ranks: Sequence[Sequence[RankStep | None]]) -> Sequence[Sequence[RankStep | None]]:
-    """Align the steps of ranks by the batches before them if a rank skips steps that another one takes."""
+    """Align the steps of ranks by the number of batches before each step, because a rank may skip steps."""
     by_position = []
     for steps in ranks:
         by_position.append({step.position: step for step in steps if step is not None})
     if any(len(known) < len(steps) for known, steps in zip(by_position, ranks)):
-        return ranks  # several steps for a batch, or a rank that came later
+        return ranks  # a batch has several steps, or a rank joined later
     longest = max(by_position, key=len, default={})
     if not all(known.keys() <= longest.keys() for known in by_position):
         return ranks

@@ -1,4 +1,4 @@
-"""The results of a check: as lines, as a page, as JSON and as JUnit XML."""
+"""Format the results of a check as a table, an HTML page, JSON or JUnit XML."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ VERDICTS: dict[type[Verdict], str] = {Failed: "failed", CannotTell: "cannot tell
 MARGIN = " " * 33
 SKIPPED = "cannot tell", "not seen"
 _COLORS = {"passed": ' class="match"', "failed": ' class="differs"'}
-_TAGS = {"passed": "system-out", "failed": "failure"}  # of JUnit
+_TAGS = {"passed": "system-out", "failed": "failure"}  # JUnit elements by verdict
 
 
 class Result(NamedTuple):
     """The verdict of a row.
 
     Attributes:
-        message: one line.
-        duration: seconds.
+        message: one line that reports the observation.
+        duration: in seconds.
     """
 
     row: str
@@ -38,14 +38,14 @@ class Result(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the script does not survive the row's fault."""
+        """Return whether the verdict is ``failed``."""
         return self.verdict == "failed"
 
 
 def table(results: Iterable[Result]) -> str:
     """Return the results as lines; a failed row also has its usual cause, a page, and the change that mends it."""
     lines = []
-    shown: dict[str, str] = {}  # the row that shows a code
+    shown: dict[str, str] = {}  # the row that shows a piece of code, by code
     for each in results:
         lines.append(f"{each.row:19} {each.verdict:12} {each.message}")
         if each.has_failed:
@@ -58,7 +58,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _code(head: str, code: str, row: str, shown: dict[str, str]) -> list[str]:
-    """Return the lines of a code, if it has any; the row that shows it if it was shown before."""
+    """Return the table's lines for a piece of code, or a reference to the row that already shows it."""
     if not code:
         return []
     if code in shown:
@@ -72,7 +72,7 @@ def _escape(text: str) -> str:
 
 
 def page(results: Sequence[Result], command: Sequence[str]) -> str:
-    """Return the results as HTML; the page loads nothing."""
+    """Return the results as an HTML page that loads no other file."""
     style = Path(__file__).with_name("page.css").read_text()
     counts = []
     for verdict in ("passed", *VERDICTS.values()):
@@ -134,7 +134,7 @@ def failed_rows(path: Path | None) -> list[str]:
     """Return the rows that failed in the last check, from the file of --json.
 
     Raises:
-        ConfigError: the file is missing, or is not one of a check.
+        ConfigError: ``path`` is None, the file is missing, or no check has written it.
     """
     if path is None:
         raise ConfigError("--faults failed needs the file of the last check: give --json FILE")
@@ -148,7 +148,7 @@ def failed_rows(path: Path | None) -> list[str]:
 
 
 def junit(results: Sequence[Result]) -> str:
-    """Return the results as JUnit XML: a row that cannot tell or was not seen is skipped."""
+    """Return the results as JUnit XML, in which the verdicts of `SKIPPED` count as skipped."""
     lines = []
     for each in results:
         tag = _TAGS.get(each.verdict, "skipped")

@@ -1,6 +1,6 @@
-"""The rows of a check: each injects a fault or asks a question, and returns in words what it saw.
+"""The rows of a check. Each row injects a fault or compares runs.
 
-A row that passes returns; the other verdicts are exceptions. Rows share the runs that `ScriptRunner` keeps.
+A row that passes returns its message. All other verdicts are exceptions. `ScriptRunner` caches runs that rows share.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from samestep_check import rows_processes, rows_resume, rows_same_step, rows_saves
 from samestep_check.runner import ScriptRunner
 
-QUICK = 12  # first rows
+QUICK = 12  # number of rows that --faults quick runs, from the first
 
 
 class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        title: a few words.
+        title: the row's subject in a few words.
         decide: returns the message of a row that passes, and raises a Verdict otherwise.
-        starts: how often it usually starts the script, if the rows before it run too and share their runs.
+        starts: usual number of starts of the script, if the rows before this row also run.
         cause: the usual cause of a failure.
-        page: the page that helps.
+        page: path of the documentation page on this fault.
     """
 
     title: str

@@ -50,7 +50,7 @@ def workers(runner: ScriptRunner) -> str:
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
-    """Return how a run ended after TERM. Raise Failed if it lost a step, or ended as if it were done."""
+    """Return how a run ended after TERM. Raise Failed if it lost a step, ignored TERM, hung or exited with 0."""
     total = len(runner.steps)
     if run.code is None:
         raise Failed(f"does not end in {run.duration:.0f} s")
@@ -66,7 +66,7 @@ def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
 
 
 def exit_codes(runner: ScriptRunner) -> str:
-    """Check that a job that is not done does not end with 0."""
+    """Check that an unfinished job does not exit with 0."""
     killed: Faulted = runner.killed
     stopped: Faulted = runner.terminated
     codes = ["no end" if run.code is None else str(run.code) for run in (killed, stopped)]
@@ -91,13 +91,13 @@ def leftovers(runner: ScriptRunner) -> str:
 
 
 def recovery_time(runner: ScriptRunner) -> str:
-    """Check that the killed job resumes; the row shows the seconds."""
+    """Check that the job resumes after a rank was killed. The message has the seconds to the next step."""
     run: Faulted = runner.killed
     restarted(runner, run)
     if not run.again:
         raise NotSeen(f"no optimizer step: {ADAPTER}")
     first = run.again[0]
-    if run.in_place and len(run.again) > 1:  # ranks that live may complete the step of the kill
+    if run.in_place and len(run.again) > 1:  # surviving ranks may complete the step of the kill
         first = run.again[1]
     words = "without a new start of the job"
     if run.code != 0:
@@ -106,7 +106,7 @@ def recovery_time(runner: ScriptRunner) -> str:
 
 
 def lost_work(runner: ScriptRunner) -> str:
-    """Check that a resume does not start at step 0; the row shows the repeated steps."""
+    """Check that a resume does not start at step 0. The message has the number of repeated steps."""
     words = []
     for name, run in (("killed rank", runner.killed), ("TERM", runner.terminated)):
         restarted(runner, run)
@@ -152,12 +152,14 @@ def stalled(runner: ScriptRunner) -> str:
 
 
 def hangs(records: Records, seconds: float, limit: float) -> Verdict:
-    """Return the verdict on a job that has not ended after a rank was stopped: its own timeout may be longer.
+    """Return the verdict on a job that has not ended after a rank was stopped.
+
+    The verdict is CannotTell if the job's timeout is unknown or longer than the wait, but within ``limit``.
 
     Args:
         records: the records of the job.
         seconds: how long the check has waited.
-        limit: longest timeout of collectives, in seconds, that is sound.
+        limit: longest acceptable timeout of collectives, in seconds.
     """
     timeouts = [notes.timeout for notes in records.notes() if notes.timeout is not None]
     if not timeouts:

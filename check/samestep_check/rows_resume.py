@@ -1,4 +1,4 @@
-"""Rows that compare a resumed run with the undisturbed one, and the comparison that other rows use."""
+"""Rows that compare a resumed run with the undisturbed run, and comparisons that other rows share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from samestep_check.records import Called, Key, Keys, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
-JUST_BEFORE = 0.5  # seconds before a fault, in which a checkpoint may not be whole
+JUST_BEFORE = 0.5  # a checkpoint written in these last seconds before a fault may be incomplete
 
 
 def restarted(runner: ScriptRunner, run: Faulted) -> None:
-    """Raise Failed if the script did not restart to its end."""
+    """Raise Failed if the restarted script did not train to its end."""
     steps = runner.steps
     restart = run.restart
     if restart is None:
@@ -28,7 +28,7 @@ def restarted(runner: ScriptRunner, run: Faulted) -> None:
 
 
 def once_an_epoch(steps: Sequence[Step]) -> Counter[Key]:
-    """Return in how many epochs the steps have each sample."""
+    """Return the number of epochs in which the steps train on each sample."""
     pairs: set[tuple[int, Key]] = set()
     for step in steps:
         pairs.update((step.epoch, key) for key in step.indices or ())
@@ -44,7 +44,7 @@ def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
         saved: the steps of checkpoints that the restart may resume.
 
     Raises:
-        Failed: the undisturbed run has other samples.
+        Failed: the restart fails, starts over at step 0, or repeats or loses samples.
     """
     restarted(runner, run)
     samples = runner.samples()
@@ -79,7 +79,7 @@ def _place_of_resume(run: Faulted, saved: Sequence[int], at: int) -> str:
 
 
 def _balance(steps: Sequence[Step], before: Sequence[Step], again: Sequence[Keys]) -> tuple[int, int]:
-    """Return how many samples are repeated, and how many are lost."""
+    """Return the number of repeated samples and the number of lost samples."""
     wanted = once_an_epoch(steps)
     trained = once_an_epoch(before)
     for keys in again:
@@ -88,7 +88,7 @@ def _balance(steps: Sequence[Step], before: Sequence[Step], again: Sequence[Keys
 
 
 def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Sequence[Keys], at: int) -> bool:
-    """Return whether only the last step of an epoch has other samples, which another number of ranks may fill."""
+    """Return whether only the last step of an epoch has other samples, because another world size may pad it."""
     ends = [before.epoch != after.epoch for before, after in zip(steps, steps[1:])]
     ends.append(True)
     pairs = zip(again, samples[at:], ends[at:])
@@ -98,13 +98,13 @@ def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Seque
 def saved_at(run: Faulted) -> list[int]:
     """Return the steps of the checkpoints that a restart may resume, the newest first."""
     end = run.fault_time + run.duration
-    if run.code == 0 and run.again:  # it may restart by itself
+    if run.code == 0 and run.again:  # the launcher may have restarted the ranks
         end = run.again[0].time
     saves = [save for save in run.records.saves() if save.time < end]
     if not saves:
         return []
     found = [saves[-1]]
-    if saves[-1].time > run.fault_time - JUST_BEFORE:  # the newest may not be whole
+    if saves[-1].time > run.fault_time - JUST_BEFORE:  # the newest checkpoint may be incomplete
         found += reversed(saves[:-1])
     steps = dict.fromkeys(save.step for save in found)
     return [*steps][:2]
@@ -114,7 +114,7 @@ def saved_at(run: Faulted) -> list[int]:
 
 
 def resume_position(runner: ScriptRunner) -> str:
-    """Check that a resumed run trains on the samples of the undisturbed one."""
+    """Check that a resumed run trains on the samples of the undisturbed run."""
     at = resumed_at(runner, runner.killed, saved_at(runner.killed))
     return f"resumes at step {at} of {len(runner.steps)}, sample for sample"
 
@@ -128,7 +128,7 @@ def other_n(runner: ScriptRunner) -> str:
 
 
 def resume_optimizer(runner: ScriptRunner) -> str:
-    """Check that a resumed run begins with the state of the undisturbed one."""
+    """Check that a resumed run begins with the undisturbed run's optimizer state, learning rates and generators."""
     run: Faulted = runner.killed
     bound = runner.bound()
     restarted(runner, run)
@@ -149,7 +149,7 @@ def resume_optimizer(runner: ScriptRunner) -> str:
 
 
 def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> list[str]:
-    """Compare the first step of each optimizer, and all learning rates. Return the generators that are shifted."""
+    """Compare the first step of each optimizer, and all learning rates. Return the names of shifted generators."""
     steps = runner.steps
     several = len({step.optimizer for step in steps}) > 1
     compared = set()
@@ -172,14 +172,15 @@ def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bo
 
 
 def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> None:
-    """Raise Failed if a module that is called without gradients, such as a moving average, is another after a resume.
+    """Raise Failed if a module called without gradients, such as a moving average, differs after a resume.
 
-    Each name is compared once, at its first call. Steps after other samples have other weights.
+    Each name is compared once, at its first call. The comparison ends at the first step with other samples, because
+    later weights differ.
 
     Args:
         runner: has the undisturbed run.
         again: the steps after the resume.
-        at: the number of the first of them, from 0.
+        at: number of the first step after the resume, from 0.
         bound: largest relative difference of norms.
     """
     compared: set[str] = set()
@@ -195,11 +196,11 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
         _compare_norms(calls, compared, bound, "after the last step")
 
 
-Norms = dict[str, list[float]]  # by names of Called; modules of a class share a name
+Norms = dict[str, list[float]]  # norms by the name in Called; modules of one class share a name
 
 
 def norms_of(called: Sequence[Called]) -> Norms:
-    """Return the norms of called modules by their names."""
+    """Return the norms of called modules, by name."""
     found: Norms = {}
     for module in called:
         found.setdefault(module.name, []).append(module.norm)
@@ -207,9 +208,10 @@ def norms_of(called: Sequence[Called]) -> Norms:
 
 
 def _compare_norms(calls: tuple[Norms, Norms, Norms], compared: set[str], bound: float, place: str) -> None:
-    """Compare the modules of the undisturbed run, of its repetition and of a resume; add their names to `compared`.
+    """Raise Failed if norms of the resumed run differ; add the compared names to ``compared``.
 
-    A name is compared if as many of its modules were called, and the repetition has the same norms.
+    ``calls`` has the norms of the undisturbed run, of its repetition and of the resumed run. A name is compared if the
+    resumed run called at least as many of its modules, and if the repetition has the same norms.
     """
     undisturbed, repeated, resumed = calls
     for name in undisturbed.keys() - compared:
@@ -225,19 +227,19 @@ def _compare_norms(calls: tuple[Norms, Norms, Norms], compared: set[str], bound:
 
 
 def _largest_gap(wanted: Sequence[float], found: Sequence[float]) -> float:
-    """Return the largest relative difference of a wanted norm to the nearest found one."""
+    """Return the largest relative difference between a wanted norm and the nearest found norm."""
     if not found:
         return 1.0
     return max(min(relative(one, other) for other in found) for one in wanted)
 
 
 def optimizer_parts(step: Step) -> list[str]:
-    """Return the names of state that are an optimizer's own, and not the weights' or a buffer's."""
+    """Return the names of a step's state that belong to the optimizer, without the weights and buffers."""
     return [name for name in step.state or {} if name != "weights" and not is_buffer(name)]
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a name of state is a buffer's."""
+    """Return whether a name of a step's state belongs to a buffer."""
     return name.startswith("buffer ")
 
 
@@ -246,9 +248,9 @@ class Comparison(NamedTuple):
 
     Attributes:
         k: number of the step, from 0.
-        name: the optimizer's.
+        name: name of the optimizer.
         bound: largest relative difference of norms.
-        draws_others: the step draws other random numbers than undisturbed, which change buffers.
+        draws_others: whether the step draws other random numbers than in the undisturbed run, which changes buffers.
     """
 
     k: int
@@ -258,13 +260,13 @@ class Comparison(NamedTuple):
 
 
 def place_of(found: Step, k: int) -> str:
-    """Return where a step is: its number, and the line of the script."""
+    """Return the place of a step in words: its number from 1, and the line of the script."""
     line = f" ({found.line})" if found.line else ""
     return f"at step {k + 1}{line}"
 
 
 def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison) -> None:
-    """Raise Failed if an optimizer's first step after a resume began with another state than undisturbed.
+    """Raise Failed if an optimizer's first step after a resume began with another state than in the undisturbed run.
 
     Args:
         wanted: the step of the undisturbed run.
@@ -284,7 +286,7 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
         words = f"the {part}"
         if part in lost:
             words = f"{part} of {name}"
-        # A norm that the script's own repetition does not reach shows nothing.
+        # If the undisturbed repetition has another norm, a difference proves nothing.
         is_reproducible = relative(norm_of(twin, part), norm_of(wanted, part)) <= comparison.bound
         is_other = comparison.draws_others and is_buffer(part)
         if is_reproducible and not is_other:
@@ -293,13 +295,13 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
 
 
 def compare_settings(wanted: Step, found: Step, name: str, place: str) -> None:
-    """Raise Failed if numbers of an optimizer's parameter groups, or the GradScaler's scale, are others.
+    """Raise Failed if a setting of a parameter group, or the GradScaler's scale, differs after a resume.
 
     Args:
         wanted: the step of the undisturbed run.
         found: the step after the resume.
-        name: the optimizer's.
-        place: where the step is, in words.
+        name: name of the optimizer.
+        place: the place of the step, in words.
     """
     if found.settings != wanted.settings:
         raise Failed(f"settings of {name} differ {place}: {difference(found.settings, wanted.settings)}")
@@ -308,12 +310,12 @@ def compare_settings(wanted: Step, found: Step, name: str, place: str) -> None:
 
 
 def norm_of(step: Step, part: str) -> float:
-    """Return the norm of a part of a step's state, 0 without the part."""
+    """Return the norm of a part of a step's state, or 0 if the state lacks the part."""
     return (step.state or {}).get(part, [0, 0.0, 0])[1]
 
 
 def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str) -> None:
-    """Raise Failed if a part of the state, such as all tensors ``exp_avg``, is another one after a resume.
+    """Raise Failed if a part of the state, such as all tensors ``exp_avg``, differs after a resume.
 
     Args:
         wanted: the step of the undisturbed run.
@@ -325,7 +327,7 @@ def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str)
     count, norm, zeros = (wanted.state or {})[part]
     others, other_norm, other_zeros = (found.state or {}).get(part, [0, 0.0, 0])
     if is_buffer(part) and others != count:
-        return  # other modules have run so far
+        return  # the two runs have called different modules so far
     if others < count:
         raise Failed(f"{words}: {others:g} tensors, {count:g} undisturbed")
     if relative(norm, other_norm) <= bound:
@@ -336,7 +338,7 @@ def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str)
 
 
 def difference(found: Sequence[Mapping[str, object]] | None, wanted: Sequence[Mapping[str, object]] | None) -> str:
-    """Return the first number of parameter groups that differs, with both values."""
+    """Return the first setting of a parameter group that differs, with both values, in words."""
     for group, (one, two) in enumerate(zip(found or [], wanted or []), 1):
         for name in two:
             if one.get(name) != two[name]:
@@ -350,19 +352,20 @@ def compare_generators(
     found: Step,
     k: int,
 ) -> tuple[list[str], list[str]]:
-    """Compare the states of generators that steps draw from, at the first step after a resume.
+    """Find the random number generators that differ at the first step after a resume, among those that steps use.
 
-    A resumed script may restore a generator before its loader draws from it, once more than undisturbed. So a generator
-    is restored if any of its states before the resumed step is one that it had between the steps ``k`` - 1 and ``k``.
+    After a resume, a loader may draw once more from a restored generator than in the undisturbed run. So a generator
+    counts as restored if one of its states before the resumed step occurred between the undisturbed steps ``k`` - 1
+    and ``k``.
 
     Args:
         steps: the steps of the undisturbed run.
         twins: the steps of its repetition.
         found: the first step after the resume.
-        k: its number, from 0.
+        k: number of this step, from 0.
 
     Returns:
-        The generators that are restored, but in another state at the step itself; those that are not restored.
+        Names of shifted generators, which are restored but differ at the step itself; names of lost generators.
     """
     shifted = []
     lost = []
@@ -382,18 +385,18 @@ def compare_generators(
 
 
 def state_of(step: Step, generator: str) -> int | None:
-    """Return the checksum of a generator's state at a step, None if it was not seen."""
+    """Return the checksum of a generator's state at a step, or None if the check did not see the state."""
     return (step.random or {}).get(generator)
 
 
 def states_of(step: Step, generator: str) -> set[int | None]:
-    """Return the states of a generator before a step: at the step, and when loaders began and files were saved."""
+    """Return a generator's states at a step, and at loader starts and saves since the previous step."""
     moments = [step.random or {}, *step.random_before]
     return {states[generator] for states in moments if generator in states}
 
 
 def draws(steps: Sequence[Step], generator: str) -> bool:
-    """Return whether each step of an epoch draws from a generator, and not only its loader at the begin."""
+    """Return whether all steps draw from a generator, rather than only the loader at the begin of an epoch."""
     pairs = [(before, after) for before, after in zip(steps, steps[1:]) if before.epoch == after.epoch]
     changes = [state_of(before, generator) != state_of(after, generator) for before, after in pairs]
     return bool(changes) and all(changes)

@@ -1,4 +1,4 @@
-"""Rows that ask whether the script takes the same step at any number of ranks."""
+"""Rows that check whether the script takes the same steps at any world size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from samestep_check.rows_resume import restarted
 from samestep_check.runner import ScriptRunner, relative
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen
 
-SHOWN = 5  # examples of an order
+SHOWN = 5  # number of examples that a message lists
 
 
 def odd_batch(runner: ScriptRunner) -> str:
@@ -35,7 +35,7 @@ def odd_batch(runner: ScriptRunner) -> str:
 
 
 def _first_odd(steps: Sequence[Step]) -> int:
-    """Return the first step whose ranks have shards of unlike sizes. Raise CannotTell if there is none."""
+    """Return the index of the first step with unequal shards. Raise CannotTell if no step has unequal shards."""
     for k, step in enumerate(steps):
         if len({*step.shards}) > 1:
             return k
@@ -44,14 +44,14 @@ def _first_odd(steps: Sequence[Step]) -> int:
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
-    """Return whether a step leads to other weights at one rank. Raise NotSeen if they were not seen."""
+    """Return whether a step leads to other weights at one rank. Raise NotSeen if a record lacks the weights."""
     if several.weights is None or alone.weights is None:
         raise NotSeen("the weights")
     return relative(several.weights, alone.weights) > bound
 
 
 def _repeated(steps: Sequence[Step], samples: Sequence[list[Key]]) -> int:
-    """Return the most samples that an epoch has more than once."""
+    """Return the largest number of repeated samples in an epoch."""
     epochs: dict[int, list[Key]] = {}
     for step, keys in zip(steps, samples):
         epochs.setdefault(step.epoch, []).extend(keys)
@@ -60,7 +60,7 @@ def _repeated(steps: Sequence[Step], samples: Sequence[list[Key]]) -> int:
 
 
 def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
-    """Return whether steps draw random numbers of torch, and others at one rank than at several."""
+    """Return whether steps draw torch random numbers that differ between one rank and several."""
     alone = [(step.random or {}).get("torch") for step in single]
     others = [(step.random or {}).get("torch") for step in several]
     return _draw(single, alone) and any(one != other for one, other in zip(alone, others))
@@ -73,7 +73,7 @@ def _draw(steps: Sequence[Step], states: Sequence[int | None]) -> bool:
 
 
 def epoch_order(runner: ScriptRunner) -> str:
-    """Check that the second epoch has another order."""
+    """Check that the first two epochs differ in the order of their examples."""
     epochs = _epochs(runner)
     if len(epochs) < 2:
         raise NotSeen("fewer than two epochs")
@@ -87,7 +87,7 @@ def epoch_order(runner: ScriptRunner) -> str:
 
 
 def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
-    """Return the examples of each epoch in the order of the first rank."""
+    """Return the first rank's examples of each epoch, in order."""
     first = next(iter(runner.reference.records.ranks().values()), None)
     steps = runner.steps
     if first is None or any(step.indices is None for step in steps):
@@ -99,14 +99,14 @@ def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
 
 
 def _examples(keys: list[Key]) -> list[Key]:
-    """Return the examples of keys such as (index, epoch)."""
+    """Return the first items of keys that are tuples such as (index, epoch), or else the keys."""
     if keys and isinstance(keys[0], tuple):
         return [key[0] for key in keys]
     return keys
 
 
 def evaluation(runner: ScriptRunner) -> str:
-    """Check that each example counts once if the number of ranks does not divide their number."""
+    """Check that each example counts once if the world size does not divide the number of examples."""
     records: Records = runner.reference.records
     ranks = runner.ranks
     found = records.evaluations()
@@ -123,7 +123,7 @@ def evaluation(runner: ScriptRunner) -> str:
 
 
 def _counted(each: Evaluation, ranks: int) -> str:
-    """Return how often each example counts. Raise Failed if some count more often than others, or never."""
+    """Return how often each example counts. Raise Failed if some examples count more often than others, or never."""
     counts = each.counts
     size = each.size
     times, _ = Counter(counts.values()).most_common(1)[0]
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach its weights."""
+    """Check that N ranks train on the samples of one rank, and reach the same weights."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps
@@ -158,7 +158,7 @@ def one_rank(runner: ScriptRunner) -> str:
 
 
 def _compare_samples(runner: ScriptRunner) -> None:
-    """Raise a verdict if a step has other samples at one rank."""
+    """Raise CannotTell or Failed if a step has other samples at one rank."""
     samples = runner.samples()
     alone = [step.indices or [] for step in runner.single.steps]
     wanted = len(samples[0])
@@ -174,7 +174,7 @@ def _compare_samples(runner: ScriptRunner) -> None:
 
 
 def _gaps(single: Sequence[float | None], several: Sequence[float | None]) -> dict[int, float]:
-    """Return the relative difference of two values by step, from 1, where both were seen."""
+    """Return the relative difference of two values for each step, from 1, that has both values."""
     pairs = enumerate(zip(single, several), 1)
     return {k: relative(a, b) for k, (a, b) in pairs if a is not None and b is not None}
 
@@ -192,7 +192,7 @@ def replicas(runner: ScriptRunner) -> str:
 
 
 def _compare_ranks(when: str, records: Records) -> int:
-    """Return how many ranks have equal weights and state. Raise Failed if a rank has others."""
+    """Return how many ranks have equal weights and state. Raise Failed if a rank differs."""
     compared = 0
     for optimizer, digests in records.last_digests().items():
         if len(digests) < 2 or None in digests.values():

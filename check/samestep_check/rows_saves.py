@@ -18,8 +18,8 @@ from samestep_check.rows_resume import restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
-BESIDE = 5.0  # seconds between the files of one checkpoint
-FEWEST = 3  # states that must be restarted
+BESIDE = 5.0  # most seconds between the writes of one checkpoint's files
+FEWEST = 3  # least number of states to restart from
 PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
 
 
@@ -33,7 +33,7 @@ def save_killed(runner: ScriptRunner) -> str:
     steps: list[int] = []
     for save in reversed(run.records.saves()):
         if save.step < fatal.step:
-            steps += [save.step, save.step - 1]  # a thread may have written it while the next step was taken
+            steps += [save.step, save.step - 1]  # a thread may write it during the next step
     words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
     try:
         at = resumed_at(runner, run, steps or [0])
@@ -43,15 +43,15 @@ def save_killed(runner: ScriptRunner) -> str:
 
 
 def at_line(line: str | None) -> str:
-    """Return the words that name a line of the script, none if it is not known."""
+    """Return a line of the script in parentheses, or an empty string if the line is unknown."""
     return f" ({line})" if line else ""
 
 
 def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
-    """Return the first write to the second checkpoint, and its number among the writes of its kind, from 1.
+    """Return the number, from 1, of the first write to the second checkpoint, and this write.
 
     Args:
-        writes: all writes to checkpoints. If Python opens files, renames do not count.
+        writes: all writes to checkpoints. Only opens count if there are any.
 
     Raises:
         NotSeen: fewer than two checkpoints are written.
@@ -67,9 +67,9 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
 
 
 def checkpoint_damaged(runner: ScriptRunner) -> str:
-    """Check that a flipped byte in the newest checkpoint is noticed."""
+    """Check that the restarted script refuses or skips a newest checkpoint with a flipped bit."""
     first: Faulted = runner.stopped
-    restarted(runner, first)  # without damage
+    restarted(runner, first)  # the restart must work without damage
     names: list[str] = []
 
     def harm(_: Path) -> None:
@@ -93,7 +93,7 @@ def checkpoint_damaged(runner: ScriptRunner) -> str:
 
 
 def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
-    """Return the files of the newest checkpoint that is still there.
+    """Return the files of the newest checkpoint that still exists.
 
     Args:
         saves: the writes of all checkpoints, in order.
@@ -113,14 +113,17 @@ def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
 
 
 def _beside(path: Path, pattern: str) -> list[Path]:
-    """Return a file, and files beside it that Python does not write, such as safetensors."""
+    """Return the checkpoint files in the same folder that were written within `BESIDE` seconds of a file.
+
+    Python's audit hook does not report some of these files, such as safetensors.
+    """
     moment = path.stat().st_mtime
     named = [each for each in path.parent.iterdir() if re.search(pattern, each.name)]
     return [each for each in named if abs(each.stat().st_mtime - moment) < BESIDE]
 
 
 def damage(path: Path) -> str:
-    """Flip a byte in the middle of a file, or of the largest member of a zip, such as torch.save writes."""
+    """Flip a bit in the middle of a file, or of the largest member of a zip file. Return the file's name."""
     content = bytearray(path.read_bytes())
     place = len(content) // 2
     if zipfile.is_zipfile(path):
@@ -135,7 +138,7 @@ def _middle_of_member(path: Path, content: bytes | bytearray) -> int:
         entries = archive.infolist()
     data = [each for each in entries if "/data/" in each.filename] or entries
     entry = max(data, key=lambda each: each.compress_size)
-    name_size = entry.header_offset + 26  # where the header has the length of the name
+    name_size = entry.header_offset + 26  # offset of the name's length in the header
     extra_size = name_size + 2
     lengths = [int.from_bytes(content[place : place + 2], "little") for place in (name_size, extra_size)]
     return entry.header_offset + 30 + sum(lengths) + entry.compress_size // 2
@@ -145,20 +148,20 @@ def _middle_of_member(path: Path, content: bytes | bytearray) -> int:
 
 
 class Resumed(NamedTuple):
-    """At which steps a restart may have resumed, if it took a step."""
+    """The steps at which a restart may have resumed."""
 
     steps: list[int]
-    problem: str  # empty if it works
+    problem: str  # empty if the restart works
 
 
 def resumed(runner: ScriptRunner, restart: Restart) -> Resumed:
-    """Return at which steps of the undisturbed run a restart resumed, by its first step."""
+    """Return the steps of the undisturbed run that equal the first step of a restart."""
     if not restart.steps:
         if restart.code is None:
             return Resumed([], "the restart takes no step")
         if restart.code:
             return Resumed([], f"the restart fails: exit {restart.code}: {restart.error}")
-        return Resumed([len(runner.steps)], "")  # it was done
+        return Resumed([len(runner.steps)], "")  # the run was already complete
     found = restart.steps[0]
     bound = runner.bound()
     steps = [k for k, step in enumerate(runner.steps) if is_same(step, found, bound)]
@@ -166,7 +169,7 @@ def resumed(runner: ScriptRunner, restart: Restart) -> Resumed:
 
 
 def is_same(one: Step, other: Step, bound: float) -> bool:
-    """Return whether two steps have the same samples, learning rates, loss and weights, as far as they were seen.
+    """Return whether two steps agree in samples, learning rates, optimizer, and recorded losses and weights.
 
     Args:
         one: a step.
@@ -182,12 +185,12 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
 
 
 def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
-    """Restart the script in a recorded state, until its first step.
+    """Restart the script from a recorded state until its first step, and return the undisturbed steps that equal it.
 
     Args:
         runner: runs the script.
         state: the recorded state.
-        lost: files of it that are empty.
+        lost: files of the state that are restored empty.
     """
     work = runner.recording.work  # the same folder, because its files may contain its path
     shutil.rmtree(work)
@@ -199,8 +202,8 @@ def baseline(runner: ScriptRunner, recording: Recording) -> int:
     """Return the step at which a restart before the recorded save resumes.
 
     Raises:
-        Failed: it fails.
-        CannotTell: it starts over, or its first step is none of the undisturbed run.
+        Failed: the restart fails.
+        CannotTell: the restart begins at step 0, or its first step equals no step of the undisturbed run.
     """
     results = runner.results
     if "baseline" not in results:
@@ -249,7 +252,7 @@ def save_every_write(runner: ScriptRunner) -> str:
 
 
 def problem_of(found: Resumed, least: int) -> str:
-    """Return what is wrong with a restart that must resume at a step of at least ``least``; empty if nothing is."""
+    """Describe the fault of a restart that must resume at step ``least`` or later; empty if the restart works."""
     if found.problem:
         return found.problem
     if not found.steps:
@@ -262,7 +265,7 @@ def problem_of(found: Resumed, least: int) -> str:
 
 
 def save_power_cut(runner: ScriptRunner) -> str:
-    """Check that a power cut in a save leaves a usable checkpoint."""
+    """Check that a power cut during a save leaves a usable checkpoint."""
     recording: Recording = runner.recording
     save = recording.save
     if not recording.is_complete:
@@ -289,10 +292,10 @@ def save_power_cut(runner: ScriptRunner) -> str:
 class FullRun(NamedTuple):
     """A run whose disk was full from the middle of a save on."""
 
-    problem: str  # the file that could not be written
-    code: int | None  # None if the job hangs
+    problem: str  # the file that the job could not write
+    code: int | None  # exit code; None if the job hangs
     error: str
-    is_silent: bool  # its output has no more warnings than an undisturbed one
+    is_silent: bool  # the output has no more warnings than the output of an undisturbed run
 
 
 def disk_full(runner: ScriptRunner) -> str:
@@ -318,7 +321,7 @@ def disk_full(runner: ScriptRunner) -> str:
 
 
 def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and answer its writes with ENOSPC from the middle of a save on.
+    """Run the script, and fail its writes with ENOSPC from the middle of a save on.
 
     Args:
         runner: runs the script.
@@ -326,7 +329,7 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
         work: the copied folder.
 
     Raises:
-        CannotTell: the job writes nothing then, or the row has no time to wait for its end.
+        CannotTell: the job writes nothing after this point, or the row has no time to wait for the job's end.
     """
     running: list[Job] = []
     pattern = runner.options.loss_pattern
@@ -345,7 +348,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
 
 
 def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and limit the size of its files to half of a checkpoint's from a save on. It needs no filter.
+    """Run the script, and from a save on limit its files to half the size of the largest checkpoint file.
+
+    This way needs no seccomp filter.
 
     Args:
         runner: runs the script.
@@ -357,7 +362,7 @@ def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path)
     """
     save = recording.save
     own = [recording.calls[number] for number in save.calls]
-    sizes = {call.size: call.path for call in own if call.kind != "unlink"}  # without older checkpoints
+    sizes = {call.size: call.path for call in own if call.kind != "unlink"}  # a deleted file is an older checkpoint
     largest = max(sizes)
     pattern = runner.options.loss_pattern
     with runner.job(work, pause=runner.pause()) as job:
@@ -370,7 +375,7 @@ def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path)
 
 
 def _ended(runner: ScriptRunner, job: Job) -> FullRun:
-    """Wait for the end of a job whose disk is full."""
+    """Wait for the end of a job whose disk is full, and return the run with an empty ``problem``."""
     patience = runner.patience()
     has_ended = job.ended(min(PATIENCE, patience))
     if not has_ended and patience < PATIENCE:

@@ -25,11 +25,11 @@ from samestep_check.script import Script
 from samestep_check.source import Source, can_mount
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfTime, Verdict
 
-PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 s for ranks after TERM
-HANGS = 5  # a restart that takes so many times as long as the whole undisturbed run has no first step
-MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
+PATIENCE = 75.0  # most seconds from a fault to its effect; torchrun waits 30 s for ranks after TERM
+HANGS = 5  # limit for a restart's first step, as a multiple of the undisturbed run's duration
+MIN_RUN = 3.0  # least seconds for all steps of a run with a fault; pauses after each step ensure it
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
-MOST_OWN = 0.01  # of weights, between two runs that are compared
+MOST_OWN = 0.01  # largest relative difference of weights between two undisturbed runs
 WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
 CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
@@ -37,7 +37,8 @@ NOT_COVERED = (
     "the kernel refuses a mount namespace, so absolute paths in the script's files mean the folder itself; to allow it:"
     " sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, docker run --cap-add SYS_ADMIN in a container"
 )
-ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
+# Folders beside TMPDIR that a script may write to.
+ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108
 
 
 class Undisturbed(NamedTuple):
@@ -45,16 +46,16 @@ class Undisturbed(NamedTuple):
 
     records: Records
     steps: list[Step]
-    losses: int  # in its output
-    warnings: int  # lines of its output that warn
+    losses: int  # number of losses in the output
+    warnings: int  # number of output lines that are warnings or errors
     duration: float  # seconds
 
 
 class Restart(NamedTuple):
     """A restart of a script, after a fault."""
 
-    code: int | None  # None if it had not ended
-    error: str  # the line of its output that has the error
+    code: int | None  # exit code; None if the restart had not ended
+    error: str  # the output's line with the error
     steps: list[Step]
     records: Records | None  # None if the launcher restarted the ranks
 
@@ -63,16 +64,16 @@ class Restart(NamedTuple):
 class Faulted:
     """A run with a fault, and the restart after it."""
 
-    done: int  # steps before the job's end
-    fault_time: float
-    code: int | None  # None if it had not ended
+    done: int  # number of steps before the job's end
+    fault_time: float  # seconds since 1970 (UTC)
+    code: int | None  # exit code; None if the job had not ended
     duration: float  # seconds from the fault to the end
     records: Records
     attempts: list[list[Step]]
     work: Path
     snapshot: Path  # a copy of ``work`` before the restart
     restart: Restart | None = None
-    in_place: bool = False  # no restart: the other ranks continue
+    in_place: bool = False  # the other ranks continued without a restart of the job
 
     @property
     def again(self) -> list[Step]:
@@ -86,13 +87,13 @@ class Recording(NamedTuple):
     calls: list[states.Recorded]
     states: list[states.State]
     save: states.Save
-    work: Path  # its folder
+    work: Path  # folder of the run
     is_complete: bool  # False if Python's audit hook reported the calls
-    line: str | None  # of the script, at which Python writes or renames a file of the save
+    line: str | None  # line of the script that writes or renames a file of the save
 
 
 def cached(function: Callable[[ScriptRunner], Any]) -> Any:
-    """Return a property that is computed once; a verdict that it raises is raised again."""
+    """Return a property that is computed once. Each later access returns the same value or raises the same verdict."""
     name = function.__name__
 
     def value(runner: ScriptRunner) -> Any:
@@ -110,7 +111,7 @@ def cached(function: Callable[[ScriptRunner], Any]) -> Any:
 
 
 class Clock:
-    """The time that a check and its rows may take, in seconds."""
+    """The time limits of a check and of each row, in seconds."""
 
     def __init__(self, row_limit: float, total_limit: float) -> None:
         self._row_limit = row_limit
@@ -119,7 +120,7 @@ class Clock:
         self._end = now + total_limit
 
     def begin_row(self) -> None:
-        """Begin a row. Raises CannotTell if no time is left."""
+        """Start the time of a row. Raise CannotTell if the check has no time left."""
         now = time.monotonic()
         self._row_end = now + self._row_limit
         if now > self._end:
@@ -131,7 +132,7 @@ class Clock:
 
 
 def _real_paths(places: Sequence[str | Path]) -> list[str]:
-    """Return absolute paths without links. Without a home folder, a place in it (`~`) is left out."""
+    """Return absolute paths without symbolic links. A path in a missing home folder (``~``) is left out."""
     expanded = [os.path.expanduser(place) for place in places]
     return [os.path.realpath(place) for place in expanded if not place.startswith("~")]
 
@@ -145,13 +146,13 @@ def _check_patterns(options: Options) -> None:
 
 
 class ScriptRunner:
-    """Runs the script, each run in a copy of its folder, and keeps what several rows need.
+    """Run the script, each time in a copy of its folder, and cache the runs that several rows share.
 
     Attributes:
         results: the results of cached runs.
-        left_behind: processes that outlived their launchers.
+        left_behind: number of processes that outlived their launchers.
         ranks: number of ranks of the command.
-        other: another number of ranks.
+        other: another number of ranks, to which rows change the job.
     """
 
     def __init__(self, options: Options, command: Sequence[str], temporary: Path) -> None:
@@ -171,7 +172,7 @@ class ScriptRunner:
         self.other: int = options.other_n or self.ranks + 1
         self._temporary = temporary
         self._count = 0
-        self._is_uncovered = False  # a process of the script sees the folder itself
+        self._is_uncovered = False  # a process of the script sees the folder instead of the copy
         self._config = {
             "source": str(folder),
             "allowed": _real_paths(places),
@@ -183,12 +184,12 @@ class ScriptRunner:
     # --- jobs --------------------------------------------------------------------------------------------------------
 
     def new_path(self, kind: str) -> Path:
-        """Return a path that no other run has."""
+        """Return a new path in the temporary folder."""
         self._count += 1
         return self._temporary / f"{kind}-{self._count}"
 
     def copy(self, source: Path | None = None) -> Path:
-        """Copy a folder, the script's own by default."""
+        """Copy a folder, by default the script's, and return the path of the copy."""
         work = self.new_path("work")
         if source is None:
             self.source.copy(work)
@@ -210,8 +211,8 @@ class ScriptRunner:
         Args:
             work: the copied folder.
             ranks: number of ranks, by default the command's.
-            is_restart: take the command that resumes.
-            calls: stop the job before its file system calls.
+            is_restart: run the command that resumes.
+            calls: pauses the job before its file system calls.
             config: settings for the recorder in each process.
         """
         records = self.new_path("records")
@@ -224,18 +225,18 @@ class ScriptRunner:
             self.left_behind += job.left_behind
 
     def patience(self) -> float:
-        """Return the seconds that a run may take now."""
+        """Return the seconds that a run may still take, at least 1."""
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
-        """Run the script without a fault to its end."""
+        """Run the script at a number of ranks, without a fault, to its end."""
         with self.job(self.copy(), ranks) as job:
             has_ended = job.ended(self.patience())
             self._is_uncovered |= any(notes.is_uncovered for notes in job.read().notes())
             if not has_ended:
                 raise CannotTell(f"at {ranks} ranks it does not end in {job.duration:.0f} s")
             if job.code:
-                # At another number, the script may fix the number elsewhere.
+                # The script may fix the number of ranks elsewhere, so a failure at another number shows no fault.
                 verdict = Failed if ranks == self.ranks else CannotTell
                 raise verdict(f"at {ranks} ranks: exit {job.code}: {job.error_line()}")
             output = job.output()
@@ -248,11 +249,11 @@ class ScriptRunner:
         return self.undisturbed_at(self.ranks)
 
     def run_reference(self) -> None:
-        """Run the script without a fault, and keep the records for the rows. Raises Verdict if it does not work."""
+        """Run the script without a fault, and cache the run for the rows. Raise Verdict if the run fails."""
         with suppress(Verdict):
             _ = self.reference
         if self.source.is_covered and self._is_uncovered:
-            # A service such as Slurm's starts the ranks, and not the launcher.
+            # A service, such as Slurm's, starts the ranks outside of the launcher's mount namespace.
             self.source.uncover()
             self.results.clear()
         _ = self.reference
@@ -282,11 +283,11 @@ class ScriptRunner:
 
     @property
     def total(self) -> int:
-        """Return the number of steps of the undisturbed run; without any, of losses in its output."""
+        """Return the undisturbed run's number of steps or, without recorded steps, of losses in its output."""
         return len(self.steps) or int(self.reference.losses)
 
     def notes(self) -> list[str]:
-        """Return lines for the head of the table: what the check could not see or copy, and the kit's parts in use."""
+        """Return notes to print above the table: limits of the check, and the parts of samestep.torch in use."""
         found = []
         parts: set[str] = set()
         unseen: set[str] = set()
@@ -314,7 +315,7 @@ class ScriptRunner:
         return found
 
     def samples(self) -> list[list[Key]]:
-        """Return the examples of each step of the undisturbed run, which must equal its repetition."""
+        """Return the examples of each undisturbed step. Raise CannotTell if a repetition has other examples."""
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
         first = self._seen_samples()
@@ -332,7 +333,7 @@ class ScriptRunner:
         return found
 
     def bound(self) -> float:
-        """Return the largest relative difference of the weights that the script's own repetition explains."""
+        """Return the relative difference of weights that counts as equal, from a repetition of the undisturbed run."""
         twins = [*zip(self.steps, self.twin.steps)]
         own = [relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights]
         largest = max(own, default=0.0)
@@ -353,7 +354,7 @@ class ScriptRunner:
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def goal(self) -> int:
-        """Return the step of a fault: the first after the checkpoint nearest to the middle."""
+        """Return the step of a fault: the first step after the checkpoint nearest to the middle of the run."""
         total = self.total
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
         if not saves:
@@ -362,7 +363,7 @@ class ScriptRunner:
         return nearest + 1
 
     def middle(self, job: Job) -> None:
-        """Wait until a job has come to the step of its fault."""
+        """Wait until a job has reached the step of its fault."""
         if not self.total:
             raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
         goal = self.goal()
@@ -372,7 +373,7 @@ class ScriptRunner:
             raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.error_line()}")
 
     def victim(self, job: Job) -> int:
-        """Return the process of the last rank."""
+        """Return the PID of the highest rank."""
         records = job.read()
         ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
         if not ranks:
@@ -380,7 +381,12 @@ class ScriptRunner:
         return ranks[max(ranks)][-1].pid
 
     def faulted(self, strike: Callable[[Job], None] | None, **config: Any) -> Faulted:
-        """Strike in the middle of a run, or by ``config``, and restart the script as its user would."""
+        """Run the script with a fault, then restart it as a user would.
+
+        Args:
+            strike: injects the fault in the middle of the run; None if ``config`` sets the fault.
+            config: settings for the recorder in each process.
+        """
         work = self.copy()
         with self.job(work, pause=self.pause(), **config) as job:
             if strike:
@@ -397,19 +403,19 @@ class ScriptRunner:
         attempts = records.attempts()
         done = len(attempts[0]) if attempts else 0
         run = Faulted(done, fault_time, code, duration, records, attempts, work, self.copy(work))
-        if code == 0 and len(attempts) > 1:  # it restarted its ranks by itself
+        if code == 0 and len(attempts) > 1:  # the launcher restarted the ranks
             run.restart = Restart(0, "", attempts[-1], None)
         elif code != 0:
             run.restart = self.restarted(work, self.ranks)
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restart a run once more, in the same folder with the same content.
+        """Restart a run once more, in its folder with the content from before the first restart.
 
         Args:
             run: the run with a fault.
             ranks: number of ranks of the restart.
-            change: changes the folder before the restart.
+            change: called with the folder before the restart, to change its content.
         """
         shutil.rmtree(run.work)
         shutil.copytree(run.snapshot, run.work, symlinks=True)
@@ -417,7 +423,7 @@ class ScriptRunner:
         return replace(run, restart=self.restarted(run.work, ranks))
 
     def restarted(self, work: Path, ranks: int) -> Restart:
-        """Restart the script in a folder, to its end."""
+        """Restart the script in a folder, and wait for its end."""
         with self.job(work, ranks, is_restart=True) as job:
             ended = job.ended(self.patience())
             records = job.read()
@@ -433,7 +439,7 @@ class ScriptRunner:
         limit = max(PATIENCE, HANGS * self.reference.duration)
         patience = self.patience()
         with self.job(work, self.ranks, is_restart=True, pause=self.pause(PATIENCE)) as job:
-            # A rank's pause is long, so all ranks are in their first step.
+            # The pause after a step is long, so no rank takes a second step.
             job.wait(lambda: job.code is not None or job.ranks_with_steps() >= wanted, min(limit, patience))
             records = job.read()
             steps = records.steps()[:1]
@@ -453,7 +459,7 @@ class ScriptRunner:
 
     @cached
     def stopped(self) -> Faulted:
-        """Return the run with a killed rank, or if it recovered by itself, one with all its processes killed."""
+        """Return the run with a killed rank if that run failed, else a run with all processes killed."""
         killed: Faulted = self.killed
         return killed if killed.code else self.faulted(kill_all)
 
@@ -468,7 +474,7 @@ class ScriptRunner:
         return is_supported()
 
     def calls(self, work: Path, handler: Handler) -> Calls:
-        """Return what stops a job before its file system calls below its folder."""
+        """Return the object that pauses a job before its file system calls below its folder."""
         if self.can_filter:
             covered = str(self.source.folder) if self.source.is_covered else None
             return FilteredCalls(work, handler, covered)
@@ -479,7 +485,7 @@ class ScriptRunner:
 
     @cached
     def recording(self) -> Recording:
-        """Record one save of a run."""
+        """Record the file system calls of a run, and choose one of its saves."""
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
         work = self.copy()
@@ -524,7 +530,7 @@ def kill_all(job: Job) -> None:
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return the relative difference of two numbers."""
+    """Return the relative difference of two numbers, with None as 0."""
     one = a or 0.0
     two = b or 0.0
     return abs(one - two) / max(abs(one), abs(two), 1e-30)

@@ -11,7 +11,7 @@ from samestep import ConfigError
 from samestep_check.verdicts import NotSeen
 
 RANKS = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
-DEFAULT_RANKS = 2  # of a command with {n}
+DEFAULT_RANKS = 2  # number of ranks for a command with {n}
 
 
 class Script:
@@ -19,7 +19,7 @@ class Script:
 
     Args:
         command: the words of the command.
-        resume_command: the command that resumes the script, as a shell's line; the same command if it is None.
+        resume_command: shell line of the command that resumes the script; None means the same command.
 
     Attributes:
         ranks: the number of ranks that the command starts.
@@ -43,10 +43,10 @@ class Script:
     def words(self, ranks: int, is_restart: bool = False) -> list[str]:
         """Return the command for a number of ranks.
 
-        The launcher's option is replaced, ``{n}`` is the number, and ``{64/n}`` is a rank's share of 64.
+        The number replaces the value of the launcher's option and ``{n}``; 64 // number replaces ``{64/n}``.
 
         Raises:
-            NotSeen: the command does not show its number of ranks, and another one is wanted.
+            NotSeen: ``ranks`` differs from the command's number, which the command does not show.
         """
         command = [*(self._again if is_restart else self._command)]
         place = _place_of_ranks(command)
@@ -65,7 +65,7 @@ def _number_in(word: str) -> str:
 
 
 def _place_of_ranks(command: Sequence[str]) -> int | None:
-    """Return the place of the word that ends with the number of ranks."""
+    """Return the index of the word that ends with the number of ranks, or None."""
     for place, word in enumerate(command):
         match = RANKS.match(word)
         if match is None:

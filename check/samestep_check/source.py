@@ -17,7 +17,7 @@ from samestep import ConfigError
 
 SKIPPED = ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 LINKED = (".git",)  # a script may read its commit
-TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json", ".ipynb"}  # no checkpoints
+TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json", ".ipynb"}  # not checkpoints
 
 
 _MOUNT = Path(__file__).with_name("mount_copy.py")
@@ -25,7 +25,7 @@ _PROBE_LIMIT = 20.0  # seconds
 
 
 def can_mount() -> bool:
-    """Return whether the kernel lets this user mount a copy over a folder, for a process alone."""
+    """Return whether the kernel lets this user mount a copy over a folder in a mount namespace."""
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
         copy = os.path.join(temporary, "copy")
         folder = os.path.join(temporary, "folder")
@@ -46,14 +46,14 @@ class Source:
     """The folder of a script. Copies keep times, modes and links.
 
     Args:
-        folder: the folder.
-        links: subfolders that copies link.
+        folder: path of the folder.
+        links: subfolders to which copies link.
         fresh: patterns of files that copies leave out, and of folders that are empty in copies.
-        is_covered: a copy lies over the folder while a command runs in it.
+        is_covered: whether a copy is mounted over the folder while a command runs.
 
     Attributes:
         special: paths of FIFOs, sockets and devices, which copies leave out.
-        kept: relative paths that stay the folder's own if a copy lies over it.
+        kept: relative paths whose content comes from the folder itself if a copy is mounted over it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Source:
         self.is_covered = is_covered
         self.special: list[str] = []
         self.kept: list[str] = []
-        self._symlinks: list[str] = []  # that copies without a mount leave out
+        self._symlinks: list[str] = []  # omitted paths that are symbolic links; only mounted copies need them
         self._fresh = fresh
         self._links = {str(folder / link) for link in links}
 
@@ -75,7 +75,7 @@ class Source:
         """Raise ConfigError if the folder cannot be copied for each run.
 
         Args:
-            limit: most MB of files.
+            limit: largest size of all files together, in MB.
             temporary: the folder of the copies.
         """
         if temporary.is_relative_to(self.folder):
@@ -98,7 +98,7 @@ class Source:
             self._symlinks = [name for name in omitted if (self.folder / name).is_symlink()]
 
     def _entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        """Yield what a copy has of the folder, each folder before its content. Links of --link are left out."""
+        """Yield the entries that a copy contains, each folder before its content, without paths of --link."""
         try:
             found = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
@@ -124,7 +124,7 @@ class Source:
                 yield from self._omitted(entry.path)
 
     def uncover(self) -> None:
-        """Let later commands run in copies that do not lie over the folder."""
+        """Run later commands in copies that are not mounted over the folder."""
         self.is_covered = False
         self.kept.clear()
         self._symlinks.clear()
@@ -134,7 +134,7 @@ class Source:
         return any(name.match(pattern) for pattern in self._fresh)
 
     def checkpoints(self, pattern: str) -> list[str]:
-        """Return the names of files that copies have and whose names are a checkpoint's.
+        """Return the relative paths of copied files whose names match the pattern of checkpoints.
 
         Args:
             pattern: regular expression of checkpoints' names.
@@ -147,10 +147,10 @@ class Source:
         return found
 
     def copy(self, target: Path) -> None:
-        """Copy the folder to a new one."""
+        """Copy the folder to a new folder."""
         target.mkdir()
         folders = [(str(self.folder), str(target))]
-        first_names: dict[tuple[int, int], str] = {}  # of files with hard links
+        first_names: dict[tuple[int, int], str] = {}  # first copied path of each inode
         for entry in self._entries(str(self.folder)):
             path = os.path.join(target, os.path.relpath(entry.path, self.folder))
             status = entry.stat(follow_symlinks=False)
@@ -181,7 +181,7 @@ class Source:
             raise ConfigError(f"cannot copy {source}: {error.strerror}: leave it out by --link") from None
 
     def _copy_link(self, source: str, path: str) -> None:
-        """Copy a symbolic link. A relative one that leads out of the folder becomes absolute."""
+        """Copy a symbolic link. A relative link that leads out of the folder becomes absolute."""
         to = os.readlink(source)
         full = os.path.normpath(os.path.join(os.path.dirname(source), to))
         if not os.path.isabs(to) and not Path(full).is_relative_to(self.folder):
@@ -194,27 +194,27 @@ class Source:
             (target / source.relative_to(self.folder)).symlink_to(source)
 
     def _make_place(self, name: str, target: Path) -> None:
-        """Create the empty folder or file over which the folder's own is mounted."""
+        """Create the mount point of a kept path in a copy: an empty folder or file."""
         if (self.folder / name).is_dir():
             (target / name).mkdir()
         else:
             (target / name).touch()
 
     def command(self, words: Sequence[str], work: Path) -> list[str]:
-        """Return the command that runs a command in a copy, which lies over the folder if the kernel allows it."""
+        """Return the words that run a command in a copy, which is mounted over the folder if `is_covered`."""
         if self.is_covered:
             return [*_mounted(str(work), str(self.folder), self.kept), *words]
         return self.in_copy(words, work)
 
     def in_copy(self, words: Sequence[str], work: Path) -> list[str]:
-        """Return a command's words for a copy: words that begin with the folder's path get the copy's."""
+        """Return a command's words, in which the copy's path replaces the folder's path."""
         own = str(self.folder)
         found = []
         for word in words:
             option, equals, value = word.rpartition("=")
             if value == own or value.startswith(own + os.sep):
                 copied = str(work) + value.removeprefix(own)
-                # Not a program of a virtual environment, which copies leave out.
+                # A program of a virtual environment keeps its path, because copies leave it out.
                 if os.path.isdir(os.path.dirname(copied)):
                     value = copied
             found.append(option + equals + value)

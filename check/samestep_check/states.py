@@ -1,7 +1,7 @@
-"""Record the states that a job's folder has while it saves a checkpoint, and choose those to restart.
+"""Record the states that a job's folder has while the job saves a checkpoint, and choose states to restart from.
 
-A state is the folder before a call of the file system. A kill at this call leaves exactly this state. Snapshots share
-the copies of files that did not change.
+A state is the folder's content before a file system call. A kill at this call leaves exactly this state. Snapshots
+share the copies of files that did not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep_check.calls import Call
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
 RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
-ENTRY_LIMIT = 1_000_000  # files, folders and links of all states
+ENTRY_LIMIT = 1_000_000  # most files, folders and links in all states together
 
 
 class Entry(NamedTuple):
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
         kind: ``file``, ``folder`` or ``link``.
         source: the copy of a file's content, or a link's target.
         mode: permissions.
-        time: of the last change, in nanoseconds.
+        time: last modification, in nanoseconds since 1970 (UTC).
     """
 
     kind: str
@@ -43,21 +43,21 @@ class Entry(NamedTuple):
     time: int
 
 
-Snapshot = dict[str, Entry]  # by the path in the folder, each folder before its content
+Snapshot = dict[str, Entry]  # by relative path, each folder before its content
 
 
 class Recorded(NamedTuple):
-    """A call on a path of the folder. ``path`` and ``target`` are relative to it."""
+    """A call on a path of the folder. ``path`` and ``target`` are relative to the folder."""
 
     kind: str
     path: str
     target: str | None
     time: float
-    size: int  # of the file before the call, in bytes; 0 if it is missing
+    size: int  # of the file before the call, in bytes; 0 if the file is missing
 
 
 class State(NamedTuple):
-    """The folder before the call of this number. The number of the state after the last call is the number of calls."""
+    """The folder before call number ``call``, from 0. After the last call, ``call`` is the number of calls."""
 
     call: int
     entries: Snapshot
@@ -74,21 +74,21 @@ class Store:
     def __init__(self, folder: Path, copies: Path) -> None:
         self._folder = folder
         self._copies = copies
-        self._known: dict[int, tuple[int, int, str]] = {}  # by inode: size, time, copy
-        self._changed: set[int] = set()  # inodes
+        self._known: dict[int, tuple[int, int, str]] = {}  # size, time and copy, by inode
+        self._changed: set[int] = set()  # inodes of files that are about to change
         self._count = 0
-        self.copied = 0  # bytes
+        self.copied = 0  # bytes copied so far
         copies.mkdir()
 
     def change(self, path: Path) -> None:
-        """Note that a file is about to change. Its time may not show it."""
+        """Mark a file as about to change, because its modification time may stay the same."""
         try:
             self._changed.add(path.stat().st_ino)
         except OSError:
             return
 
     def snapshot(self) -> Snapshot:
-        """Return the folder's content now."""
+        """Return a snapshot of the folder's current content."""
         found: Snapshot = {}
         self._walk(str(self._folder), found)
         self._changed.clear()
@@ -102,7 +102,7 @@ class Store:
         for entry in entries:
             if entry.name == "__pycache__":
                 continue
-            with contextlib.suppress(FileNotFoundError):  # another rank has removed or renamed it
+            with contextlib.suppress(FileNotFoundError):  # another rank may have removed or renamed the file
                 self._add(entry, found)
 
     def _add(self, entry: os.DirEntry[str], found: Snapshot) -> None:
@@ -139,7 +139,7 @@ class Store:
 class StateRecorder:
     """Record the calls of a job below its folder, and the folder's state before them.
 
-    Of many writes in a row to one file, the states before the 1st, 2nd, 4th, 8th... are recorded.
+    For consecutive writes to one file, only the states before the writes of number 1, 2, 4, 8 and so on are recorded.
     """
 
     def __init__(self, folder: Path, copies: Path) -> None:
@@ -147,9 +147,9 @@ class StateRecorder:
         self.states: list[State] = []
         self._folder = folder
         self._store = Store(folder, copies)
-        self._entries = 0  # of all states
+        self._entries = 0  # number of entries in all states
         self._written = ""  # the path of the newest write
-        self._writes = 0  # to it, in a row
+        self._writes = 0  # number of consecutive writes to this path
         self._lock = threading.Lock()
 
     def __call__(self, call: Call) -> int:
@@ -183,7 +183,7 @@ class StateRecorder:
 
     def _is_wanted(self, call: Recorded) -> bool:
         if call.kind in ("fsync", "sync"):
-            return False  # they change nothing that a kill would show
+            return False  # a sync does not change what a killed process leaves
         if call.kind != "write" or call.path != self._written:
             self._writes = 0
         self._written = call.path
@@ -224,9 +224,9 @@ class Save(NamedTuple):
     """The calls between two steps that save a checkpoint.
 
     Attributes:
-        done: steps before it.
+        done: number of steps before the save.
         calls: numbers of the calls.
-        weight: how many files it writes, and how many names it changes.
+        weight: number of files written plus number of names changed.
     """
 
     done: int
@@ -237,12 +237,12 @@ class Save(NamedTuple):
 def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """Return the saves of checkpoints among a run's calls.
 
-    The calls between two steps are a save if they write the largest file of the run. Logs, and files that are also
-    written without the largest one, are no part of a save. Names are compared without their digits.
+    The calls between two steps are a save if they write the largest file of the run. A save excludes logs, and files
+    that are also written without the largest file. Names are compared without their digits.
 
     Args:
         calls: the calls of a run.
-        times: when its fastest rank had done each step, in order.
+        times: time at which the fastest rank had finished each step, in order.
     """
     groups = _groups(calls, times)
     middle = [group for group in groups if group.done < len(times)] or groups
@@ -263,7 +263,7 @@ def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
 
 
 def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
-    """Return the name of the largest file; of several with about its size, the name that most groups have."""
+    """Return the largest file's name or, of files at least half as large, the name that most groups have."""
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for group in groups:
@@ -290,7 +290,7 @@ def _names_of(call: Recorded) -> set[str]:
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
-    """Return the calls after each step, without those on logs."""
+    """Return one group for the calls after each step, without calls on logs."""
     logs = _logs(calls, times)
     groups: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
@@ -304,7 +304,7 @@ def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
 
 def _logs(calls: Sequence[Recorded], times: Sequence[float]) -> set[str]:
-    """Return the files that only grow, over several steps."""
+    """Return the paths of files that only grow over several steps, and that no call renames."""
     sizes: dict[str, list[int]] = {}
     groups: dict[str, set[int]] = {}
     moved: set[str] = set()
@@ -324,7 +324,7 @@ def _logs(calls: Sequence[Recorded], times: Sequence[float]) -> set[str]:
 
 
 def _weight(calls: Sequence[Recorded]) -> int:
-    """Return how many files calls write, and how many names they change."""
+    """Return the number of files that calls write plus the number of names that they change."""
     written = {call.path for call in calls if call.kind in CHANGES}
     renamed = [call for call in calls if call.kind in RENAMES]
     return len(written) + len(renamed)
@@ -335,24 +335,27 @@ def _without_digits(path: str) -> str:
 
 
 def chosen(found: Sequence[Save], total: int) -> Save | None:
-    """Return the save to test: the last of the heaviest after the first and before the end. None if there is one only.
+    """Return the save to test, or None if a run has fewer than two saves.
+
+    The save comes after the first save and before the run's end, and has the largest weight. The last of equal saves
+    is chosen.
 
     Args:
         found: the saves of a run, in order.
-        total: its number of steps.
+        total: the run's number of steps.
     """
     later = [save for save in found[1:] if save.done < total] or found[1:]
     return max(reversed(later), key=lambda save: save.weight, default=None)
 
 
 def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], most: int) -> list[State]:
-    """Return states of a save, the most telling first: the first, the last, those at renames, the rest evenly.
+    """Return states of a save in this order: the first, the last, states around renames, the rest spread evenly.
 
     Args:
         save: the save.
-        calls: the calls of its run.
-        states: the recorded states of its run.
-        most: how many are returned at most.
+        calls: the calls of the run.
+        states: the recorded states of the run.
+        most: largest number of returned states.
     """
     numbers = set(save.calls)
     own = [state for state in states if state.call in numbers]
@@ -367,7 +370,7 @@ def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], mo
 
 
 def _spread(states: Sequence[State]) -> list[State]:
-    """Return states in another order: each beginning of it is spread evenly over all of them."""
+    """Reorder states so that each prefix of the result is spread evenly over all states."""
     count = len(states)
     found: dict[int, State] = {}
     parts = 1
@@ -382,12 +385,12 @@ def _spread(states: Sequence[State]) -> list[State]:
 
 
 def words_of(state: State, save: Save, calls: Sequence[Recorded]) -> str:
-    """Return which moment of a save a state is.
+    """Describe the moment of a state within a save.
 
     Args:
         state: a state of the save.
         save: the save.
-        calls: the calls of its run.
+        calls: the calls of the run.
     """
     if state.call > save.calls[-1] or state.call >= len(calls):
         return "after the save"
@@ -404,8 +407,8 @@ class Cut(NamedTuple):
     """The folder after a power cut.
 
     Attributes:
-        state: the folder without the cut.
-        lost: files that are empty, because they were renamed without an fsync.
+        state: the folder as recorded, without the power cut.
+        lost: files that are empty after the cut, because they were renamed without an fsync.
     """
 
     state: State
@@ -413,14 +416,14 @@ class Cut(NamedTuple):
 
 
 class _Unsynced:
-    """Follow which files a power cut empties: those that were renamed or linked before an fsync."""
+    """Track the files that a power cut empties: files that were renamed or linked without an fsync."""
 
     def __init__(self) -> None:
-        self._written: set[str] = set()  # since the last fsync
+        self._written: set[str] = set()  # files that have no fsync after their last write
         self.lost: set[str] = set()
 
     def follow(self, call: Recorded) -> None:
-        """Follow one call."""
+        """Update the tracked files by one call."""
         if call.kind in CHANGES:
             self._written.add(call.path)
         elif call.kind == "sync":
@@ -451,14 +454,14 @@ def _is_or_below(path: str, folder: str) -> bool:
 
 
 def cuts(save: Save, calls: Sequence[Recorded], states: Sequence[State]) -> list[Cut]:
-    """Return the folder after a power cut after each rename of a save, and after its end; none if all is fsynced.
+    """Return the folder after a power cut at each rename or deletion and at the end of a save, if files are lost.
 
-    Files that were written before the save are whole.
+    The files that were written before the save count as complete.
 
     Args:
         save: the save.
-        calls: the calls of its run.
-        states: the recorded states of its run.
+        calls: the calls of the run.
+        states: the recorded states of the run.
     """
     unsynced = _Unsynced()
     found: dict[tuple[int, frozenset[str]], Cut] = {}
@@ -476,7 +479,7 @@ def cuts(save: Save, calls: Sequence[Recorded], states: Sequence[State]) -> list
 
 
 def renames(save: Save, calls: Sequence[Recorded]) -> int:
-    """Return how many renames and links a save has."""
+    """Return the number of renames and hard links in a save."""
     return sum(calls[number].target is not None for number in save.calls)
 
 
@@ -484,7 +487,7 @@ def renames(save: Save, calls: Sequence[Recorded]) -> int:
 
 
 class FullDisk:
-    """Answer writes with ENOSPC, from the middle of a save on.
+    """Fail a job's writes with ENOSPC, from the middle of a save on.
 
     Args:
         folder: the job's folder.
@@ -509,7 +512,7 @@ class FullDisk:
         self._others -= {_without_digits(path) for is_own, path in writes if is_own}
 
     def __call__(self, call: Call) -> int:
-        """Return ENOSPC for a write to the full disk, 0 for another call."""
+        """Return ENOSPC for a write to the full disk, or 0 for another call."""
         if call.kind != "write":
             return 0
         path = os.path.relpath(call.path, self._folder)

@@ -14,7 +14,7 @@ class Failed(Verdict):
 
 
 class CannotTell(Verdict):
-    """The runs of the script do not show whether it passes."""
+    """The runs of the script do not show whether the script passes the row."""
 
 
 class OutOfTime(CannotTell):
@@ -25,4 +25,4 @@ class OutOfTime(CannotTell):
 
 
 class NotSeen(Verdict):
-    """The script does not show what the row needs, from outside."""
+    """The check cannot observe in the script what the row needs."""

@@ -1,4 +1,4 @@
-"""Run the rows and write the results; see the package."""
+"""Run the rows and write the results, as the package's docstring describes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder's files are the package gpu_proof
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # makes this folder importable as the package gpu_proof
 
 import gpu_proof  # noqa: E402
 from gpu_proof.jobs import NotRunError, Proof, Row, Slots  # noqa: E402
@@ -25,7 +25,7 @@ LIMITS = {"cuda": (540.0, 100.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all 
 
 
 def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
-    """Prove a row and return its result; never raise."""
+    """Run a row and return its result, also if the row raises an exception."""
     row = Row(proof, entry.name, priority, entry.patience)
     try:
         outcome: dict[str, Any] = {"outcome": PASSED, **entry.call(row)}
@@ -39,13 +39,13 @@ def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
 
 
 def try_rows(proof: Proof, chosen: Sequence[Entry], results: Results, side_by_side: bool) -> None:
-    """Prove rows and write each result as soon as it is known."""
+    """Run rows, and write each result as soon as it is known."""
 
     def prove(numbered: tuple[int, Entry]) -> None:
         results.note([try_row(proof, numbered[1], numbered[0])])
 
     with ThreadPoolExecutor(len(chosen) if side_by_side and chosen else 1) as pool:
-        ordered = sorted(chosen, key=lambda entry: -entry.patience if side_by_side else 0)  # the longest first
+        ordered = sorted(chosen, key=lambda entry: -entry.patience if side_by_side else 0)  # the longest rows first
         list(pool.map(prove, enumerate(ordered)))
 
 

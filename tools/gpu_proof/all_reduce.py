@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python all_reduce.py cuda
 
-It uses the functions by which the apps choose a device and join the other ranks.
+The program chooses its device and joins the other ranks by the same functions as the apps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from samestep import env
 from samestep.options import SHARED_GPU
 from samestep.torch import distributed
 
-VALUES = 21_840
+VALUES = 21_840  # number of mnist_ddp's gradients
 CALLS = 20
-TIMEOUT = 30.0  # mnist_ddp's gradients; seconds
+TIMEOUT = 30.0  # seconds
 
 
 def main() -> None:

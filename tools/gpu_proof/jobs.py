@@ -1,4 +1,4 @@
-"""Run the apps' launch scripts side by side, with faults, time limits and reasons for failures."""
+"""Run the apps' launch scripts in parallel, with faults and time limits, and report the reasons for failures."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FORKED = (
     "mnist_lightning",
     "mnist_elastic",
 )  # apps whose ranks are forked by default
-FAULTS = Path(__file__).resolve().parent / "faults"  # its sitecustomize.py is loaded by every Python of a job
+FAULTS = Path(__file__).resolve().parent / "faults"  # each Python process of a job imports its sitecustomize.py
 ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
-END_SECONDS = 10.0  # in which a launch script ends all its processes after a second signal
+END_SECONDS = 10.0  # seconds in which a launch script ends its processes after a second signal
 MAX_REASON = 1500  # characters
 MAX_LOG = 2**18  # bytes of a log that is kept
 Value = TypeVar("Value")
@@ -39,15 +39,15 @@ Fault = Mapping[str, Any]
 
 
 class NotRunError(Exception):
-    """Report why a row cannot be tried."""
+    """A row cannot run. The message has the reason."""
 
 
 class Slots:
-    """Let jobs run side by side while their ranks are at most as many as there are processors."""
+    """Limit the number of ranks of all jobs that run in parallel."""
 
     def __init__(self, count: int) -> None:
         self._count = self._free = max(1, count)
-        self._waiting: list[tuple[int, int]] = []  # priority and ticket
+        self._waiting: list[tuple[int, int]] = []  # (priority, ticket) of each waiting job
         self._tickets = 0
         self._changed = threading.Condition()
 
@@ -80,10 +80,10 @@ class Proof:
         device: "cuda" or "cpu".
         quick: whether few steps are enough.
         mnist: a folder of MNIST's files, or None.
-        logs: where logs of failed jobs are kept, or None.
-        job_limit: seconds of one job, with its restarts.
-        deadline: on the clock `time.monotonic`; no job runs longer.
-        slots: limits the jobs.
+        logs: folder for the logs of failed jobs, or None.
+        job_limit: most seconds of one job, including its restarts.
+        deadline: end of all jobs, on the clock `time.monotonic`.
+        slots: limits the ranks that run in parallel.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ class Proof:
             return self.folder / f"run-{self._numbers}"
 
     def once(self, key: Any, call: Callable[[], Value]) -> Value:
-        """Return the result of ``call``, which only the first caller with this key makes."""
+        """Return the result of ``call``, which runs only for the first caller with this key."""
         with self._lock:
             is_first = key not in self._shared
             future: Future[Value] = self._shared.setdefault(key, Future())
@@ -125,12 +125,14 @@ class Row:
     name: str
     priority: int = 0
     patience: float = 1.0  # multiplies the limit of a job
-    begun: float | None = None  # its first job
+    begun: float | None = None  # start of the first job, on the clock `time.monotonic`
 
     def begin_job(self) -> float:
         """Return the deadline of a job that begins now.
 
-        Raises NotRunError if the proof's time is over before the first job, else TimeoutError.
+        Raises:
+            NotRunError: the proof's time is over before the row's first job.
+            TimeoutError: the proof's time is over before a later job.
         """
         now = time.monotonic()
         if now >= self.proof.deadline and self.begun is None:
@@ -141,7 +143,7 @@ class Row:
         return min(now + self.patience * self.proof.job_limit, self.proof.deadline)
 
     def left(self, deadline: float) -> float:
-        """Return the seconds until a job's ``deadline``, or until the proof's, which a signal may have moved."""
+        """Return the seconds until a job's ``deadline``, or until an earlier deadline of the proof."""
         return min(deadline, self.proof.deadline) - time.monotonic()
 
     def communicate(self, process: subprocess.Popen[str], deadline: float) -> tuple[str, str]:
@@ -155,7 +157,7 @@ class Row:
                     raise
 
     def need(self, seconds: float) -> None:
-        """Raise NotRunError unless the proof has so many seconds left."""
+        """Raise NotRunError if the proof has fewer seconds left."""
         left = self.proof.deadline - time.monotonic()
         if left < seconds:
             raise NotRunError(f"{max(0.0, left):.0f} s were left, and it needs about {seconds:.0f} s")
@@ -167,7 +169,7 @@ class Row:
         return TimeoutError(text)
 
     def together(self, calls: Sequence[Callable[[], Value]]) -> list[Value]:
-        """Make calls side by side and return their results, in order."""
+        """Run calls in parallel and return their results, in order."""
         with ThreadPoolExecutor(len(calls)) as pool:
             futures = [pool.submit(call) for call in calls]
         return [future.result() for future in futures]
@@ -183,16 +185,16 @@ class Row:
         share: bool = True,
         device: str = "",
     ) -> Iterator[Job]:
-        """Start an app's launch script; end it, and all that it started, when the context ends.
+        """Start an app's launch script. At the end of the context, end the script and all its processes.
 
         Args:
-            app: the app.
+            app: name of the app.
             ranks: number of ranks.
             options: the app's options.
-            run_dir: default: a new one.
-            faults: of faults/sitecustomize.py; ``start`` is 0 and ``path`` is a new file, if they are missing.
+            run_dir: run directory; by default a new folder.
+            faults: faults of faults/sitecustomize.py. The default ``start`` is 0, the default ``path`` a new file.
             share: whether the ranks share the GPU by --share-gpu.
-            device: default: the proof's.
+            device: "cpu" or "cuda"; by default the proof's device.
         """
         run_dir = run_dir or self.proof.new_folder()
         device = device or self.proof.device
@@ -200,7 +202,7 @@ class Row:
         words = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(ranks), *options]
         words += [f"--run-dir={run_dir}", f"--device={device}"]
         words += ["--share-gpu"] if device == "cuda" and share else []
-        if app in FORKED:  # a fault strikes where Python starts
+        if app in FORKED:  # Python imports faults/sitecustomize.py only at its start
             words.append("--start-method=exec")
         with self.proof.slots.take(ranks, self.priority):
             deadline = self.begin_job()
@@ -214,7 +216,7 @@ class Row:
                 job.end()
 
     def run(self, app: str, ranks: int, options: Sequence[str], code: int = 0, **others: Any) -> Path:
-        """Run a launch script to its end and return its run dir; ``others`` are arguments of `start`."""
+        """Run a launch script to its end and return its run directory. ``others`` are arguments of `start`."""
         with self.start(app, ranks, options, **others) as job:
             job.wait(code)
             return job.run_dir
@@ -224,14 +226,14 @@ class Row:
         return result(self.run(app, ranks, options, **others))
 
     def undisturbed(self, app: str, ranks: int, options: Sequence[str], **others: Any) -> Path:
-        """Return the run dir of a run that nothing happens to; rows share it."""
+        """Return the run directory of an undisturbed run, which rows share."""
         key = app, ranks, tuple(options), tuple(sorted(others.items()))
         return self.proof.once(key, lambda: self.run(app, ranks, options, **others))
 
 
 @dataclass
 class Job:
-    """A launch script that runs."""
+    """A running launch script."""
 
     row: Row
     run_dir: Path
@@ -245,7 +247,7 @@ class Job:
         return Path(self.faults[fault]["path"])
 
     def wait_for(self, what: str, until: Callable[[], Value]) -> Value:
-        """Poll until ``until`` returns something true, and return it. Raises RuntimeError if the job ends before."""
+        """Poll until ``until`` returns a true value, and return it. Raise RuntimeError if the job ends before."""
         while True:
             found = until()
             if found:
@@ -258,7 +260,7 @@ class Job:
             time.sleep(0.02)
 
     def wait(self, code: int) -> str:
-        """Wait for the script's end and return its stderr. Raises RuntimeError for another exit code."""
+        """Wait for the script's end and return its stderr. Raise RuntimeError for another exit code than ``code``."""
         try:
             _, self._errors = self.row.communicate(self.process, self.deadline)
         except subprocess.TimeoutExpired:
@@ -268,7 +270,7 @@ class Job:
         return self._errors
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of the ranks, by rank, from their heartbeats."""
+        """Return the PIDs by rank, from the ranks' heartbeats."""
         found = {}
         for path in (self.run_dir / "log").glob("alive-*"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -297,7 +299,7 @@ class Job:
 
     def end(self) -> None:
         """End the script and all its processes."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):  # the second one ends the ranks at once
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):  # the second signal ends the ranks at once
             if self.process.poll() is None:
                 self.process.send_signal(number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -316,7 +318,7 @@ def start_process(
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
     environ |= {"GPU_PROOF_FAULTS": json.dumps(list(faults)), **variables}
-    # Starts share what the compiler made. The launch script gives each job a TMPDIR of its own.
+    # All starts share the compiler's cache, which is in TMPDIR by default. The launch script makes a TMPDIR per job.
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     if device != "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -356,7 +358,7 @@ def resumes(run_dir: Path) -> int:
 
 
 def copy_run(run_dir: Path, to: Path) -> Path:
-    """Copy a run dir, and return the copy."""
+    """Copy a run directory, and return the path of the copy."""
     shutil.copytree(run_dir, to)
     (to / ".lock").unlink(missing_ok=True)
     return to
@@ -370,9 +372,10 @@ def check_equal(what: str, values: Mapping[str, Any]) -> None:
 
 
 def largest_difference(curves: Sequence[Sequence[float]], steps: int) -> float:
-    """Return the largest relative difference between the first curve and the others.
+    """Return the largest difference between the first curve and the others, relative to max(1, first curve).
 
-    Raises RuntimeError unless each has ``steps`` values.
+    Raises:
+        RuntimeError: a curve has another number of values than ``steps``.
     """
     if any(len(curve) != steps for curve in curves):
         raise RuntimeError(f"not {steps} losses, but {[len(curve) for curve in curves]}")

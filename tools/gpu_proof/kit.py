@@ -10,14 +10,14 @@ from gpu_proof.jobs import Row, check_equal, largest_difference
 from gpu_proof.ranks import printed, run_ranks
 
 PROGRAM = Path(__file__).with_name("kit_loop.py")
-STEPS = 14  # over two epochs
+STEPS = 14  # more than two epochs
 KILLED_AT = 10  # after the second checkpoint, and before the third
 TOLERANCE = 1e-12
-CPU_TOLERANCE = 1e-9  # other kernels, but the same dropout masks
+CPU_TOLERANCE = 1e-9  # kernels differ, but dropout masks are equal
 
 
 def kit(row: Row) -> dict[str, Any]:
-    """Compare losses at 1, 2 and 3 ranks and with the CPU's, and weights after a kill at 3 with undisturbed ones."""
+    """Compare losses at 1, 2 and 3 ranks and on the CPU, and compare weights at 3 ranks with and without a kill."""
     calls = [partial(train, row, ranks) for ranks in (1, 2, 3)]
     found = row.together(calls)
     difference = largest_difference([each["losses"] for each in found], STEPS)
@@ -34,12 +34,12 @@ def kit(row: Row) -> dict[str, Any]:
 
 
 def train(row: Row, ranks: int, device: str = "") -> dict[str, Any]:
-    """Return what rank 0 of an undisturbed run prints.
+    """Train undisturbed, and return the JSON object that rank 0 prints.
 
     Args:
         row: the row that runs.
         ranks: number of ranks.
-        device: "cpu" or "cuda"; by default the proof's.
+        device: "cpu" or "cuda"; by default the proof's device.
     """
     device = device or row.proof.device
     words = [str(PROGRAM), device, str(row.proof.new_folder()), str(STEPS)]
@@ -47,7 +47,7 @@ def train(row: Row, ranks: int, device: str = "") -> dict[str, Any]:
 
 
 def train_with_kill(row: Row, ranks: int) -> dict[str, Any]:
-    """Kill the last rank, and all others with it; start them again, and return what rank 0 prints."""
+    """Kill all ranks after the last rank has killed itself, restart them, and return the object that rank 0 prints."""
     words = [str(PROGRAM), row.proof.device, str(row.proof.new_folder()), str(STEPS)]
     run_ranks(row, [*words, str(KILLED_AT)], ranks, killed=ranks - 1)
     found = printed(run_ranks(row, words, ranks))

@@ -3,9 +3,9 @@
     RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python kit_loop.py \\
         cuda FOLDER STEPS [KILLED_AT]
 
-It has batch norm, dropout, random flips, and a learning rate that changes with the step. Rank 0 prints its losses in
-float64 and the SHA-256 of the weights. The last rank kills itself after KILLED_AT updates; the same command without
-KILLED_AT then resumes from FOLDER.
+The training has batch norm, dropout, random flips, and a learning rate that changes with the step. Rank 0 prints the
+losses in float64 and the SHA-256 of the weights. The last rank kills itself after KILLED_AT updates. The same command
+without KILLED_AT then resumes from FOLDER.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
         result = {"losses": losses, "weights": weights_digest(net), "backend": dist.get_backend()}
         print(json.dumps(result), flush=True)
     dist.barrier()  # collective
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
         row: the row that runs.
         words: the program and its arguments.
         ranks: number of ranks.
-        killed: a rank that kills itself. The others are then killed too, as a launcher would do.
-        device: "cpu" or "cuda"; by default the proof's.
+        killed: a rank that kills itself. The other ranks are then killed, as a launcher would do.
+        device: "cpu" or "cuda"; by default the proof's device.
 
     Raises:
         RuntimeError: a rank failed.
@@ -55,7 +55,7 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """Return the variables of each rank on this machine."""
+    """Return the environment variables of each rank on this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -66,7 +66,7 @@ def places(ranks: int) -> list[dict[str, str]]:
 
 
 def end_all(started: Sequence[subprocess.Popen[str]]) -> str:
-    """Kill the processes that still run; return their last errors."""
+    """Kill the processes that still run, and return their last errors."""
     texts = []
     for rank, process in enumerate(started):
         if process.poll() is None:

@@ -23,7 +23,7 @@ class Results:
     """The results so far, in a file that is written after every row."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], date: str, keep: bool) -> None:
-        """Read the file if ``keep``; exit with 2 if it is another machine's."""
+        """Read the file if ``keep``. Exit with 2 if the file is from another machine."""
         self._path = path
         self._lock = threading.Lock()
         self.values: dict[str, Any] = {"machine": dict(machine), "date": date, "rows": []}
@@ -46,7 +46,7 @@ class Results:
 
 
 def machine_of(device: str) -> dict[str, Any]:
-    """Return the machine and the versions; exit with 2 if "cuda" is wanted and torch finds no GPU."""
+    """Return the machine and the versions. Exit with 2 if ``device`` is "cuda" and torch finds no GPU."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -61,7 +61,7 @@ def machine_of(device: str) -> dict[str, Any]:
 
 
 def driver() -> str:
-    """Return the version of NVIDIA's driver; "unknown" without nvidia-smi."""
+    """Return the version of NVIDIA's driver, or "unknown" if nvidia-smi is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return "unknown"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -103,7 +103,7 @@ def several_ranks_passed(results: Mapping[str, Any]) -> bool:
 
 
 def summary(results: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return how many rows passed, failed and were not run, as words."""
+    """Return how many rows passed, failed and did not run, as text."""
     found = {row["row"]: str(row["outcome"]).partition(":")[0] for row in results["rows"]}
     outcomes = [found.get(name, NOT_RUN) for name in names]
     passed = outcomes.count(PASSED)

@@ -11,15 +11,15 @@ from gpu_proof.jobs import Row
 
 
 class Entry(NamedTuple):
-    """One row.
+    """A row of the proof.
 
     Attributes:
-        name: its name, which the results have.
-        call: proves it and returns its figures, or raises.
+        name: name of the row in the results.
+        call: runs the row and returns its figures, or raises an exception.
         half: 1 or 2; see --half.
-        alone: whether nothing may run beside it, because it measures time.
-        quick: whether --quick has it.
-        first: whether all others wait for it.
+        alone: whether the row runs alone, because it measures time.
+        quick: whether --quick includes the row.
+        first: whether all other rows wait for this row.
         patience: multiplies --job-limit.
     """
 
@@ -32,8 +32,8 @@ class Entry(NamedTuple):
     patience: float = 1.0
 
 
-SLOW = 1.8
-QUICK = 0.6  # patience of rows that compile or repeat rounds, and of those for which all others wait
+SLOW = 1.8  # patience of rows that compile or repeat rounds
+QUICK = 0.6  # patience of rows for which all other rows wait
 
 
 def plural(ranks: int) -> str:

@@ -27,8 +27,8 @@ from gpu_proof.ranks import printed, run_ranks
 FOR_EVER = ["--epochs=1000"]
 BATCH = 64
 MNIST = ["--dataset=mnist-5k", *FOR_EVER]
-# All that a step may have, except --compile, which --virtual-ranks refuses. The rate is small: a larger one multiplies
-# the rounding.
+# These options use all features of a step except --compile, which --virtual-ranks refuses. The learning rate is small,
+# because a larger rate multiplies rounding errors.
 CIFAR = ["--dataset=synthetic-cifar10", *FOR_EVER, "--accumulate=2", "--clip-norm=1", "--warmup-steps=3", "--ema=0.9"]
 CIFAR += ["--label-smoothing=0.1", "--dropout=0.1", "--augment", "--lr=0.003", f"--global-batch-size={BATCH}"]
 FINETUNE = ["--model=tiny", "--dataset=definitions-240", "--max-length=200", "--micro-tokens=400", "--step-tokens=1200"]
@@ -38,8 +38,8 @@ STEPS = {"mnist_ddp": 100, "cifar_ddp": 20, "llm_finetune": 20}
 QUICK_STEPS = 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12
-END_LIMIT = 10.0  # seconds in which the other ranks end
-# Seconds without progress. To import an optimizer, or to start CUDA beside other processes, takes some.
+END_LIMIT = 10.0  # seconds in which the other ranks must end
+# Seconds without progress until a hang is reported. To import an optimizer or to start CUDA takes some seconds.
 HANG_TIMEOUTS = {"cpu": 25, "cuda": 40}
 STOP_CODE = 128 + signal.SIGTERM
 
@@ -69,7 +69,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def bits(row: Row, app: str) -> dict[str, Any]:
-    """Compare weights at 1 to 4 ranks, after a kill at 3, and for information on the CPU."""
+    """Compare weights at 1 to 4 ranks, and after a kill at 3 ranks. Report the CPU's weights without a comparison."""
     steps = steps_of(row, app)
     options = options_of(row, app, "--virtual-ranks=4")
     counts = (1, 3) if row.proof.quick else (1, 2, 3, 4)
@@ -94,7 +94,7 @@ def bits(row: Row, app: str) -> dict[str, Any]:
 
 
 def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compare losses in float64 at 1, 2 and 3 ranks, with all that draws random numbers. ``faults``: at 2 ranks."""
+    """Compare losses in float64 at 1, 2 and 3 ranks, with all random operations. ``faults`` happen at 2 ranks."""
     steps = 5 if row.proof.quick else SAME_STEPS[app]
     options = [*OPTIONS[app], "--dtype=float64", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     counts = (1, 2) if row.proof.quick else (1, 2, 3)
@@ -110,9 +110,9 @@ def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict
 
 
 def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
-    """Kill a rank while the others wait in an all-reduce; they end, and the job resumes to the undisturbed weights.
+    """Kill a rank during an all-reduce. Check that the others end, and that the resumed job has undisturbed weights.
 
-    With ``blocked``, rank 0 waits in C code that no lost connection ends.
+    With ``blocked``, rank 0 waits in C code that a lost connection does not end.
     """
     options = options_of(row, "mnist_ddp")
     step = steps_of(row, "mnist_ddp") * 2 // 3
@@ -137,7 +137,7 @@ def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
 
 
 def end_of_others(job: Job, ranks: int) -> dict[str, Any]:
-    """Wait until a rank is killed and all others have ended; return the seconds between, and the cause of their end."""
+    """Wait until a rank is killed and all others have ended. Return the seconds in between, and the cause."""
     struck_at = job.wait_for("the kill", partial(time_of, job.path()))
     pids = job.pids()
     job.wait_for("the end of the other ranks", lambda: not any(map(is_alive, pids.values())))
@@ -146,7 +146,7 @@ def end_of_others(job: Job, ranks: int) -> dict[str, Any]:
 
 
 def time_of(path: Path) -> float:
-    """Return the time in a file that a fault writes, or 0 until it is there."""
+    """Return the time in a file that a fault writes, or 0 if the file does not exist yet."""
     with contextlib.suppress(OSError, ValueError):
         return float(path.read_text())
     return 0.0
@@ -159,7 +159,7 @@ def is_alive(pid: int) -> bool:
 
 
 def what_ended(log: Path) -> str:
-    """Return what ended a rank whose peer was killed, by its log: a lost connection, or the launcher's signal."""
+    """Return the cause of a rank's end after its peer was killed, from its log: a lost connection or a signal."""
     text = log.read_text(errors="replace")
     if "another rank has ended" in text:
         return "the launcher's signal"
@@ -170,7 +170,7 @@ def what_ended(log: Path) -> str:
 
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
-    """Raise RuntimeError unless a run was resumed so many times, and has an undisturbed run's weights."""
+    """Raise RuntimeError unless a run was resumed ``times`` times, and has the weights of the undisturbed run."""
     expected = result(whole)
     found = result(run_dir)
     check_equal("weights", {"undisturbed": expected["weights_sha256"], "disturbed": found["weights_sha256"]})
@@ -180,7 +180,7 @@ def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
 
 
 def stopped(row: Row, ranks: int) -> dict[str, Any]:
-    """Send TERM to the script; the ranks save the step, and a second start ends with the undisturbed weights."""
+    """Send TERM to the script. Check that ranks save the step, and that the resumed job has undisturbed weights."""
     options = options_of(row, "mnist_ddp")
     steps = steps_of(row, "mnist_ddp")
 
@@ -196,10 +196,10 @@ def stopped(row: Row, ranks: int) -> dict[str, Any]:
 def stop(
     row: Row, app: str, ranks: int, options: Sequence[str], step: int, before: Fault | None = None, **others: Any
 ) -> Path:
-    """Run an app, send TERM to its script in update ``step``, check that the update is saved, and return the run dir.
+    """Run an app, send TERM to its script in update ``step``, check that it is saved, and return the run directory.
 
-    A rank waits in that step until the signal is there, because a step takes milliseconds. A fault ``before`` makes the
-    job start again first.
+    Rank 0 waits in this step until the signal arrives, because a step takes milliseconds. A fault ``before`` makes the
+    job restart first.
     """
     pause = {"rank": 0, "step": step - 1, "kind": "pause", "start": 1 if before else 0}
     with row.start(app, ranks, options, faults=[*([before] if before else []), pause], **others) as job:
@@ -216,7 +216,7 @@ def stop(
 
 
 def hang(row: Row, ranks: int, kind: str = "stop") -> dict[str, Any]:
-    """Stop a rank; the report names it, its line of code, and the collective in which the others wait."""
+    """Stop a rank. Check that the report names this rank, its line, and the collective in which the others wait."""
     step = steps_of(row, "mnist_ddp") // 2
     options = [
         *MNIST,

@@ -1,4 +1,4 @@
-"""Rows of gpt_fsdp, whose ranks hold parts of the model, and of mnist_elastic, whose ranks come and go."""
+"""Rows of gpt_fsdp, whose ranks have shards of the model, and of mnist_elastic, whose ranks may leave and rejoin."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def meshes(row: Row) -> dict[str, Any]:
 
 
 def reshard(row: Row) -> dict[str, Any]:
-    """Resume a checkpoint of the mesh 2x1 at 1x1, for equal weights, and at 2x1, for an undisturbed run's bits."""
+    """Resume a checkpoint of mesh 2x1 at 1x1, with equal weights, and at 2x1, with an undisturbed run's final bits."""
     half = STEPS // 2
     steps = STEPS
 
@@ -61,7 +61,7 @@ def reshard(row: Row) -> dict[str, Any]:
 
 
 def elastic(row: Row) -> dict[str, Any]:
-    """Kill a rank of three, which rejoins; the weights equal a run with one rank. Gradients go through gloo."""
+    """Kill one of three ranks, which rejoins, and compare the weights with a run of one rank. Gradients use gloo."""
     if importlib.util.find_spec("torchft") is None:
         raise NotRunError("torchft is missing")
     steps = steps_of(row, "mnist_ddp")

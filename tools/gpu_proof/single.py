@@ -1,4 +1,4 @@
-"""Rows that compare one device with the CPU, and rows that measure."""
+"""Rows that compare one device with the CPU, and rows that measure time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gpu_proof.several import BATCH, CIFAR, FOR_EVER, check_resumed, stop
 
 MNIST_FILES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 TARGET = 0.99
-# Nothing is drawn at random on the device, because devices draw other numbers: dropout is off.
+# Dropout is off, because a device draws other random numbers than the CPU.
 APPS: dict[str, list[str]] = {
     "mnist_ddp": ["--dataset=mnist-5k", "--dropout=0"],
     "mnist_lightning": ["--dataset=mnist-5k", "--dropout=0"],
-    # A larger rate multiplies the rounding: at 0.1, float32 and float64 are 1e-3 apart on one CPU after 5 updates.
+    # A larger learning rate multiplies rounding errors: at 0.1, float32 and float64 differ by 1e-3 after 5 updates.
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0", "--lr=0.003"],
     "gpt_fsdp": ["--dataset=jargon-64k", "--layers=2", "--width=64"],
     "llm_finetune": ["--model=tiny", "--dataset=definitions-240", "--lora=4"],
 }
 FLOAT32 = 1e-4
-BFLOAT16 = 2e-2  # bfloat16 has 8 bits, and a device sums in an order of its own
+BFLOAT16 = 2e-2  # bfloat16 has 8 bits of precision, and the order of sums depends on the device
 LOSSES: list[tuple[str, list[str], float]] = [
     ("mnist_ddp", [], FLOAT32),
     ("mnist_ddp", ["--backend=gloo"], FLOAT32),
@@ -37,15 +37,15 @@ LOSSES: list[tuple[str, list[str], float]] = [
     ("gpt_fsdp", [], FLOAT32),
     ("gpt_fsdp", ["--autocast=bfloat16"], BFLOAT16),
 ]
-RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # ranks; mnist_ddp has rows of its own
+RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # number of ranks; mnist_ddp has its own rows
 RECOVERY_STEPS = 20
-COMPILE_SECONDS = 60.0  # of a compiled run and its killed twin, if an earlier row has filled the compiler's cache
-ROUNDS = 5
-ROUND_SECONDS = 30.0  # of speed, and the seconds of one round
+COMPILE_SECONDS = 60.0  # seconds of a compiled run and a killed run, with a warm compiler cache
+ROUNDS = 5  # most rounds of `speed`
+ROUND_SECONDS = 30.0  # seconds of one round
 
 
 def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -> dict[str, Any]:
-    """Compare the first losses of one rank with the CPU's, which runs without torch.compile."""
+    """Compare the first losses of one rank with losses on the CPU, without torch.compile on the CPU."""
     steps = 2 if row.proof.quick else 5
     common = [*APPS[app], *FOR_EVER, f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     on_cpu = [*common, *(each for each in options if each != "--compile")]
@@ -61,7 +61,7 @@ def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -
 
 
 def recovery(row: Row, app: str, ranks: int) -> dict[str, Any]:
-    """Kill a rank, stop the job once it has restarted, resume it, and compare its weights with an undisturbed run's."""
+    """Kill a rank, stop the restarted job, resume the job, and compare its weights with an undisturbed run."""
     steps = RECOVERY_STEPS
     options = [*APPS[app], *FOR_EVER, f"--max-steps={steps}", f"--checkpoint-every={steps // 4}"]
     share = ranks > 1
@@ -92,7 +92,7 @@ def collectives(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def accuracy(row: Row) -> dict[str, Any]:
-    """Measure the seconds of mnist_ddp, on MNIST, until an evaluation has TARGET; start-up is outside."""
+    """Measure the seconds of mnist_ddp on MNIST until an evaluation reaches TARGET, without start-up."""
     given = row.proof.mnist
     if given is None or not all((given / name).is_file() for name in MNIST_FILES):
         raise NotRunError(f"no data: name a folder that has {', '.join(MNIST_FILES)} by --mnist")
@@ -112,7 +112,7 @@ def accuracy(row: Row) -> dict[str, Any]:
 
 
 def speed(row: Row) -> dict[str, Any]:
-    """Measure mnist_ddp beside its own step on resident batches and beside the textbook loop; as many rounds as fit."""
+    """Compare the speed of mnist_ddp, its compute limit and the textbook loop, in as many rounds as the time allows."""
     row.need(2 * ROUND_SECONDS)
     output = row.proof.new_folder()
     deadline = row.begin_job()
@@ -136,7 +136,7 @@ def speed(row: Row) -> dict[str, Any]:
 
 
 def compiled(row: Row, kind: str) -> dict[str, Any]:
-    """Measure cifar_ddp's steps per second, eager, compiled or in CUDA graphs; a killed run has the same bits."""
+    """Measure cifar_ddp's steps per second, eager, compiled or with CUDA graphs. Check the weights after a kill."""
     row.need(COMPILE_SECONDS if kind != "eager" else ROUND_SECONDS)
     steps = 10 if row.proof.quick else 60
     options = [*CIFAR, f"--max-steps={steps}", f"--checkpoint-every={steps // 2}", "--log-every=10"]

@@ -1,12 +1,12 @@
-"""Record what a process of a checked script does, as lines of JSON in a file for each process.
+"""Record the events of a checked script's processes as JSON lines, in one file per process.
 
 ``samestep check`` puts this folder first on PYTHONPATH. A script that has no torch DataLoader needs an adapter, a file
 that ``samestep check --adapter FILE`` runs at the start of each process. The adapter calls these functions:
 
-* ``after_import(module, function)`` calls ``function(module)`` once the script has imported a module.
-* ``record_batch(indices)`` records the examples of the next step, if the script has an optimizer of torch.
-* ``record_step(indices, lr, loss)`` records a step of this rank, if it has another optimizer.
-* ``record_evaluation(indices, size)`` records a whole evaluation of this rank.
+* ``after_import(module, function)`` calls ``function(module)`` as soon as the script imports a module.
+* ``record_batch(indices)`` records the examples of the next step, if the script has a torch optimizer.
+* ``record_step(indices, lr, loss)`` records a step of this rank, if the script has another optimizer.
+* ``record_evaluation(indices, size)`` records the examples of a whole evaluation on this rank.
 
 The modules ``samestep_record_files``, ``samestep_record_torch`` and ``samestep_record_batches`` have the hooks.
 """
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _RANKS = (
-    "REPLICA_GROUP_ID",  # torchft's, which has a rank 0 in each group
+    "REPLICA_GROUP_ID",  # set by torchft, which has a rank 0 in each replica group
     "RANK",
     "HOROVOD_RANK",
     "OMPI_COMM_WORLD_RANK",
@@ -48,7 +48,7 @@ _unseen: set[str] = set()
 
 
 def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
-    """Call ``function(module)`` once a module of this name has been imported."""
+    """Call ``function(module)`` as soon as the module of this name is imported."""
     record("awaited", module=module)
     _await_import(module, _of_adapter(module, function))
 
@@ -74,7 +74,7 @@ def record_step(indices: Iterable[Any] | None = None, lr: float | None = None, l
 
 
 def record_evaluation(indices: Iterable[Any], size: int) -> None:
-    """Record the examples that this rank has evaluated and counted, of a dataset of ``size`` examples."""
+    """Record the examples that this rank has evaluated, from a dataset of ``size`` examples."""
     record("evaluated", indices=_plain(indices), size=size)
 
 
@@ -96,12 +96,12 @@ def record(event: str, **values: Any) -> None:
 
 
 def pause() -> None:
-    """Wait after a step as long as the check wants."""
+    """Sleep for the seconds that the check configures, after a step."""
     time.sleep(config.get("pause", 0))
 
 
 def line() -> str | None:
-    """Return the file and the line of the script that this process is at, None if no frame is the script's."""
+    """Return ``file:line`` of the script's innermost frame, or None if no frame belongs to the script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -116,7 +116,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(hook: Hook) -> Hook:
-    """Wrap a hook: its exception becomes an event, once for each hook, and never reaches the script."""
+    """Return a wrapper of a hook that records its first exception and keeps exceptions from the script."""
 
     @functools.wraps(hook)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -134,10 +134,10 @@ def guarded(hook: Hook) -> Hook:
 
 @guarded
 def generators() -> dict[str, int]:
-    """Return a checksum of the state of each generator of random numbers that the process has."""
+    """Return a checksum of each random number generator's state, keyed ``random``, ``torch`` and ``numpy``."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):  # not while it is being imported
+    if torch is not None and hasattr(torch, "get_rng_state"):  # torch lacks it during its own import
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "get_state"):
@@ -185,7 +185,7 @@ def watch(
 
 
 def on_import(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Call a guarded hook with a module once it has been imported."""
+    """Guard a hook, and call it with the module of this name as soon as the module is imported."""
     _await_import(module, guarded(hook))
 
 
@@ -193,7 +193,7 @@ def start() -> None:
     """Install the hooks, and run the adapter."""
     if not config:
         return
-    # These modules import this one.
+    # These modules import this module, so they are imported late.
     import samestep_record_files
     import samestep_record_torch
 
@@ -218,7 +218,7 @@ def _run_adapter(path: str) -> None:
 
 
 def _of_adapter(module: str, function: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Return an adapter's function that also records its call, and its exception."""
+    """Return a wrapper of an adapter's function that records the import and any exception."""
 
     def call(imported: ModuleType) -> None:
         record("imported", module=module)
@@ -243,7 +243,7 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    # A rank of mnist_elastic has it only there. The script's interpreter may lack this package.
+    # mnist_elastic stores the rank only here. The script's interpreter may lack samestep.
     rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
     return rank
 

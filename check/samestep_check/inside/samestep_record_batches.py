@@ -1,6 +1,6 @@
 """Find the batches that an optimizer step trains on.
 
-The tensors of a batch carry the batch's number. Outside of modules, a torch function passes the numbers of its
+All tensors of a batch have the batch's number. Outside of modules, a torch function passes the numbers of its
 inputs to its outputs. The outermost module's call gives its outputs the numbers of all its inputs. A hook on the
 graph's nodes reports the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
 """
@@ -19,22 +19,22 @@ from samestep_record import guarded, record, watch
 from samestep_record_torch import summary
 from torch.overrides import TorchFunctionMode
 
-MOST_TENSORS = 64  # of one value, whose numbers are followed
-MOST_DEPTH = 4  # of nested containers
-_NAME = "samestep_batches"  # of the numbers in a graph node's metadata
+MOST_TENSORS = 64  # most items that are searched in one container or object
+MOST_DEPTH = 4  # most levels of nested containers that are searched
+_NAME = "samestep_batches"  # key of the batch numbers in a graph node's metadata
 _IN_PLACE = {"__setitem__", "set_"}
 
 _numbers: dict[int, tuple[weakref.ref[Any], frozenset[int]]] = {}
-_counted: set[int] = set()  # the batches that a step has trained on
-_reached: list[int] = []  # by backward passes, in their order
-_first: dict[int, int] = {}  # for each optimizer, the place in _reached where its gradients begin
-_depth = 0  # of modules' calls
-_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # outermost modules that trained
-_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # versions of modules' weights
+_counted: set[int] = set()  # numbers of the batches that a step has trained on
+_reached: list[int] = []  # batch numbers that backward passes reached, in order
+_first: dict[int, int] = {}  # index in _reached at which the gradients of an optimizer begin, by id
+_depth = 0  # number of nested module calls that are running
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that the script called with gradients
+_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # recorded versions of modules
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the tensors of a nested value, in its containers and in the attributes of its objects."""
+    """Yield the tensors in a value, in its nested containers and in the attributes of its objects."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -55,13 +55,13 @@ def _content(value: Any) -> list[Any]:
 
 
 def mark(value: Any, number: int) -> None:
-    """Give all tensors of a batch its number."""
+    """Mark all tensors of a batch with the batch's number."""
     for tensor in tensors(value):
         _add(tensor, frozenset([number]))
 
 
 def _of(value: Any) -> frozenset[int]:
-    """Return the numbers of all tensors of a value that no step has counted."""
+    """Return the batch numbers of a value's tensors, without the batches that a step has trained on."""
     found: frozenset[int] = frozenset()
     for tensor in tensors(value):
         entry = _numbers.get(id(tensor))
@@ -105,13 +105,13 @@ def _pass_on(inputs: Any, outputs: Any) -> None:
 
 
 def _changes_first(function: Any) -> bool:
-    """Return whether a torch function changes its first argument."""
+    """Return whether a torch function changes its first argument in place."""
     name = getattr(function, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 class _Follow(TorchFunctionMode):
-    """Pass the numbers on, outside of modules."""
+    """Pass batch numbers from inputs to outputs of torch functions that run outside of modules."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -129,7 +129,7 @@ class _Follow(TorchFunctionMode):
 
 
 def _is_outside() -> bool:
-    """Return whether the script itself makes this call: no module, compiler or backward pass does."""
+    """Return whether no module call, compilation or backward pass is running."""
     return not torch.compiler.is_compiling() and _depth == 0 and not _in_backward()
 
 
@@ -138,11 +138,11 @@ def _in_backward() -> bool:
 
 
 _mode = _Follow()
-_process: int | None = None  # that follows; a forked worker of a loader does not
+_process: int | None = None  # PID of the process that follows batches; None before the first batch
 
 
 def follow() -> None:
-    """Begin to follow batches, at the first one."""
+    """Start to follow batches. Later calls have no effect."""
     global _process
     if _process is not None:
         return
@@ -153,7 +153,7 @@ def follow() -> None:
 
 
 def _leave() -> None:
-    """Follow nothing in a forked process."""
+    """Stop following batches in a forked process, such as a loader's worker."""
     global _depth
     _depth = 1
 
@@ -183,7 +183,7 @@ def _watch_modules() -> None:
 
 
 def watch_compiler(module: Any) -> None:
-    """Pass the numbers on at each call of a compiled function. A compiled module is watched as a module."""
+    """Pass batch numbers through calls of compiled functions. A compiled module is watched as a module."""
     compile_by = module._TorchDynamoContext.__call__
     pass_on = guarded(_pass_on)
 
@@ -205,7 +205,7 @@ def watch_compiler(module: Any) -> None:
 
 
 def _pause() -> bool:
-    """Take the mode off while a module computes, for speed, if no other mode is above it."""
+    """Remove the mode while a module computes, for speed. Return False if another mode is above it."""
     count = torch._C._len_torch_function_stack()
     if count == 0 or torch._C._get_function_stack_at(count - 1) is not _mode:
         return False
@@ -224,7 +224,7 @@ def _after_module(module: Any, inputs: Any, outputs: Any) -> None:
 
 
 def _record_call(module: Any) -> None:
-    """Record the weights of a module that is called without gradients, such as an average, once for each version."""
+    """Record the weights of a module that is called without gradients, such as a moving average, once per version."""
     parts = {"weights": [*module.parameters()], "buffers": [*module.buffers()]}
     version = 0
     for values in parts.values():
@@ -233,24 +233,24 @@ def _record_call(module: Any) -> None:
         return
     _recorded[module] = version
     for part, values in parts.items():
-        numbers = [each for each in values if each.is_floating_point()]  # not counts, which are large
+        numbers = [each for each in values if each.is_floating_point()]  # integers are counts, which are large
         if numbers:
             record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
 
 
 def forget(optimizer: Any) -> None:
-    """Forget the batches of an optimizer's gradients, at its zero_grad."""
+    """Forget the batches of an optimizer's gradients; called at its zero_grad."""
     _first[id(optimizer)] = len(_reached)
 
 
 def _forget_all(*_: Any, **__: Any) -> None:
-    """Forget the batches of all gradients, at a module's zero_grad."""
+    """Forget the batches of all gradients; called at a module's zero_grad."""
     _reached.clear()
     _first.clear()
 
 
 def take(optimizer: Any) -> list[int]:
-    """Return the new batches that the backward passes since an optimizer's zero_grad reached."""
+    """Return the numbers of new batches that backward passes reached since the optimizer's last step or zero_grad."""
     new = set(_reached[_first.get(id(optimizer), 0) :]) - _counted
     _counted.update(new)
     _first[id(optimizer)] = len(_reached)
@@ -258,5 +258,5 @@ def take(optimizer: Any) -> list[int]:
 
 
 def training_modules() -> list[Any]:
-    """Return the outermost modules whose outputs had gradients."""
+    """Return the modules that the script itself called with gradients enabled."""
     return [*_modules]

@@ -39,21 +39,21 @@ def _audit(event: str, values: Any) -> None:
     elif event in ("os.link", "os.symlink"):
         _announce("symlink", _inside(values[1], follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
-        if (*values, None)[1] in (-1, None):  # else shutil.rmtree was checked
+        if (*values, None)[1] in (-1, None):  # shutil.rmtree, which was checked, passes a dir_fd
             _announce("unlink", _inside(values[0], follow=False))
     elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
         _inside(values[0])
 
 
 def _below(descriptor: int, path: Any) -> Any:
-    """Return a path that is relative to the folder of an open descriptor; -1 is the current folder."""
+    """Return the path of a file in the folder of an open descriptor; -1 means the current folder."""
     if descriptor == -1:
         return path
     return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), os.fsdecode(path))
 
 
 def _is_checkpoint(source: str | None, target: Any) -> bool:
-    """Return whether a folder gets its name in a folder of checkpoints, such as checkpoints/step-3."""
+    """Return whether a rename moves a folder into a folder of checkpoints, such as checkpoints/step-3."""
     folder = os.path.basename(os.path.dirname(os.path.abspath(os.fsdecode(target))))
     is_folder = source is not None and os.path.isdir(source)
     return is_folder and bool(re.search(config["checkpoint"], folder))
@@ -61,7 +61,7 @@ def _is_checkpoint(source: str | None, target: Any) -> bool:
 
 @functools.cache
 def is_covered() -> bool:
-    """Return whether the copy lies over the script's folder for this process."""
+    """Return whether the copy is mounted over the script's folder in this process."""
     try:
         return os.path.samefile(config["source"], config["work"])
     except OSError:
@@ -69,7 +69,7 @@ def is_covered() -> bool:
 
 
 def _own_path(path: str) -> str:
-    """Return the copy's path of a file below the folder or its copy, or the folder's if the copy has it from there."""
+    """Translate a path below the folder or its copy: kept paths to the folder, all others to the copy."""
     for folder in (config["source"], config["work"]):
         if _is_below(path, folder):
             name = path.removeprefix(folder)
@@ -80,7 +80,7 @@ def _own_path(path: str) -> str:
 
 
 def _inside(path: Any, follow: bool = True) -> str | None:
-    """Return the real path to write, None for a record; refuse one outside of the copied folder."""
+    """Return the real path of a write; None for a record or a descriptor. Raise PermissionError outside of the copy."""
     if isinstance(path, int):
         return None
     folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
@@ -91,7 +91,7 @@ def _inside(path: Any, follow: bool = True) -> str | None:
         full = _own_path(full)
     if _is_below(full, config["records"]):
         return None
-    # The longest of the folders that contain the path decides, as they may contain each other.
+    # Folders may contain each other, so the innermost folder that contains the path decides.
     allowed = [each for each in (*config["allowed"], config["work"]) if _is_below(full, each)]
     longest = max(map(len, allowed), default=0)
     in_source = _is_below(full, config["source"]) and longest < len(config["source"])
@@ -119,7 +119,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
 
 @guarded
 def _announce(name: str, path: str | None, target: str | None = None) -> None:
-    """Announce a call below the folder, and wait until the check answers, if it follows Python's calls alone."""
+    """Announce a call below the copy on the check's socket, if there is one, and wait for the answer."""
     address = config.get("announce")
     if not address or path is None or not _is_below(path, config["work"]):
         return
@@ -137,13 +137,13 @@ def _kill_in_save(path: str, kind: str, flags: int) -> None:
     if _saves != config.get("kill_save") or os.path.exists(marker):
         return
     os.close(os.open(marker, os.O_CREAT))
-    if kind == "open":  # what the open was about to do: the file is empty
+    if kind == "open":  # complete the open: it creates or empties the file
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | (flags & os.O_TRUNC)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch_saves(module: ModuleType) -> None:
-    """Make torch.save announce the file that its C++ writes."""
+    """Make torch.save raise an audit event for its file, because its C++ writer raises none."""
     describe = guarded(_path_of_save)
     save = module.save
 

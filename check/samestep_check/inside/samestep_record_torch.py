@@ -14,16 +14,16 @@ from typing import Any
 
 from samestep_record import generators, guarded, line, on_import, pause, record, watch
 
-MOST_ELEMENTS = 1 << 20  # of all tensors of one kind, that a norm reads in a step
-_optimizers: dict[int, int] = {}  # number of creation by id
+MOST_ELEMENTS = 1 << 20  # most elements that a norm of one kind of tensors reads per step
+_optimizers: dict[int, int] = {}  # number in the order of creation, by id
 _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
 _batches = itertools.count(1)
-_stepping: FrameType | None = None  # the outermost call of step()
+_stepping: FrameType | None = None  # frame of the outermost running step()
 _before: dict[str, Any] = {}
 _newest_loader = 0
-_dropped_in = 0  # the loader whose last batch was shortened
-_scale: float | None = None  # of a GradScaler
+_dropped_in = 0  # number of the loader whose last batch was shortened
+_scale: float | None = None  # newest scale of a GradScaler
 
 
 def start() -> None:
@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def _watch_compiler(module: ModuleType) -> None:
-    import samestep_record_batches  # needs torch
+    import samestep_record_batches  # this module imports torch
 
     samestep_record_batches.watch_compiler(module)
 
@@ -78,7 +78,7 @@ def _asked(indices: Any, iterator: Any) -> None:
 
 
 def _follow(_: Any) -> None:
-    import samestep_record_batches  # it imports torch
+    import samestep_record_batches  # this module imports torch
 
     samestep_record_batches.follow()
 
@@ -126,7 +126,7 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
     """Return the keys of a batch's examples in the whole dataset, or None and the reason."""
-    if hasattr(batch, "tolist"):  # an array or a tensor, by which some datasets read whole batches
+    if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
     while _is_subset(dataset):
@@ -139,10 +139,10 @@ def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
 
 
 def _key(value: Any) -> Any:
-    """Return the key of an example as JSON: a number, a text, or a list of keys."""
+    """Return an example's key as a JSON value: null, a boolean, a number, a string or a list of keys."""
     if value is None or isinstance(value, (bool, float, str)):
         return value
-    if hasattr(value, "__index__"):  # also int's subclasses, numpy's integers, and tensors of one integer
+    if hasattr(value, "__index__"):  # an int, a numpy integer, or a tensor of one integer
         return int(value)
     if isinstance(value, (list, tuple)):
         return [_key(each) for each in value]
@@ -188,11 +188,11 @@ def _zeroed(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
 
 def _step_begins(optimizer: Any, *_: Any) -> None:
     global _stepping
-    caller = sys._getframe(1)  # the call of step(), which is also the caller of _step_ends
+    caller = sys._getframe(1)  # frame of step(), which also calls _step_ends
     frame: FrameType | None = caller
     while frame is not None and frame is not _stepping:
         frame = frame.f_back
-    # Horovod's optimizer steps inside a step. An exception may have ended the step before, without _step_ends.
+    # Horovod's step() calls another step(), which must not count. If a step() raises, _step_ends does not run.
     if frame is None:
         _stepping = caller
         _before.clear()
@@ -244,7 +244,7 @@ def _used(optimizer: Any) -> list[int] | None:
 
 @guarded
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the numbers of each parameter group, such as momentum, that a checkpoint or a scheduler sets."""
+    """Return the numeric settings of each parameter group, such as momentum, without learning rates."""
     found = []
     for group in optimizer.param_groups:
         numbers = {}
@@ -258,7 +258,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return, for each name of state, the number of tensors, their norm, and how many are zero."""
+    """Return the `summary` of each name of optimizer state, of each name of buffers, and of the weights."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
@@ -288,14 +288,14 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def summary(values: Iterable[Any]) -> list[float]:
-    """Return the number of tensors, their norm, and how many are zero."""
+    """Return ``[number of tensors, their joint norm, number of tensors that are zero]``."""
     norms = _norms(values)
     total = sum(norm * norm for norm in norms) ** 0.5
     return [len(norms), total, norms.count(0.0)]
 
 
 def _norms(values: Iterable[Any]) -> list[float]:
-    """Return the norm of each tensor; the norm of evenly spaced elements if the tensors are large."""
+    """Return the norm of each tensor, or of evenly spaced elements if the tensors are large."""
     torch = sys.modules["torch"]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
     flat = [each.detach().reshape(-1) for each in local]
@@ -312,7 +312,7 @@ def _is_sharded(value: Any) -> bool:
 
 @guarded
 def _weights(optimizer: Any) -> float | None:
-    """Return a norm of the weights; None if this rank holds shards of them, which depend on the number of ranks."""
+    """Return the norm of the weights; None if they are sharded, because shards depend on the world size."""
     weights = _parameters(optimizer)
     if any(_is_sharded(each) for each in weights):
         return None
@@ -321,18 +321,18 @@ def _weights(optimizer: Any) -> float | None:
 
 @guarded
 def _digest(optimizer: Any) -> int | None:
-    """Return a checksum of the weights, the buffers and the state of an optimizer; None for shards."""
+    """Return a checksum of the weights, the buffers and the optimizer's state; None if the weights are sharded."""
     values = _parameters(optimizer)
     if any(_is_sharded(each) for each in values):
         return None
     for state in optimizer.state.values():
         values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
-    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # modules have no order
+    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because modules have no order
     return zlib.crc32(repr(norms).encode())
 
 
 def _own_buffers() -> list[Any]:
-    """Return the buffers that a checkpoint has, without those that DistributedDataParallel sends in each step."""
+    """Return the persistent buffers, without buffers that DistributedDataParallel broadcasts in each step."""
     found = []
     for module in _modules():
         if getattr(module, "broadcast_buffers", False):
@@ -365,7 +365,7 @@ def _watch_accelerator(module: ModuleType) -> None:
         local = size(data) or 0
         total = size(found) or 0
         dropped = local - min(local, max(0, total - accelerator.process_index * local))
-        if dropped and _dropped_in != _newest_loader:  # once for all tensors of a batch
+        if dropped and _dropped_in != _newest_loader:  # once per loader, also for several tensors
             _dropped_in = _newest_loader
             record("dropped", count=dropped)
 
@@ -390,7 +390,7 @@ def _watch_groups(module: ModuleType) -> None:
 
 
 def _record_timeout(module: ModuleType) -> None:
-    """Record after how many seconds a collective of the default group gives up."""
+    """Record the timeout of the default group's collectives, in seconds."""
     group = module._get_default_group()
     backend = group._get_backend(group._device_types[0])
     record("timeout", seconds=backend.options._timeout.total_seconds())

@@ -1,4 +1,4 @@
-"""Record a process of a checked script from its start, then run the sitecustomize that this one shadows."""
+"""Record a process of a checked script from its start, then run the sitecustomize that this file shadows."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Faults of the proof's rows: Python imports this at start when its folder is on PYTHONPATH.
+"""Inject the faults of the proof's rows. Python imports this file at its start if the folder is on PYTHONPATH.
 
-GPU_PROOF_FAULTS holds a JSON list. Each fault has ``rank``, ``start`` (how often the job was started before), ``step``
-and ``kind``. At the beginning of its step the rank does one of the following:
+GPU_PROOF_FAULTS has a JSON list of faults. Each fault has ``rank``, ``start`` (number of earlier starts of the job),
+``step``, ``kind`` and ``path``. At the beginning of the step, the rank does one of the following:
 
-* ``kill``: it waits until the other ranks have entered their all-reduce, and sends itself SIGKILL.
-* ``stop``: it sends itself SIGSTOP.
-* ``block``: its main thread waits in C code for ever, as under NCCL without a peer.
-* ``pause``: it writes the file ``path``, and waits for a stop signal.
-* ``skip``: it leaves out the next all-reduce that the program calls.
-* ``graphs``: before its first step, it lets torch.compile make CUDA graphs.
-* ``reseed``: from here on, it draws dropout from a seed of its own.
+* ``kill``: The rank waits ENTER_SECONDS, and sends itself SIGKILL.
+* ``stop``: The rank sends itself SIGSTOP.
+* ``block``: The rank's main thread waits in C code forever, as under NCCL without a peer.
+* ``pause``: The rank writes the file ``path``, and waits for a stop signal.
+* ``skip``: The rank leaves out the next all-reduce that the program calls.
+* ``graphs``: The rank lets torch.compile make CUDA graphs, before its first step.
+* ``reseed``: The rank draws dropout from another seed than the other ranks, from this step on.
 
 Each fault happens once in a job. The rest of the program is unchanged.
 """
@@ -27,12 +27,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ENTER_SECONDS = 0.5  # in which the other ranks enter the all-reduce
-PAUSE_SECONDS = 60.0
+ENTER_SECONDS = 0.5  # seconds in which the other ranks enter the all-reduce
+PAUSE_SECONDS = 60.0  # most seconds until the stop signal
 
 _faults = json.loads(os.environ.get("GPU_PROOF_FAULTS", "[]"))
 _info = json.loads(os.environ.get("SAMESTEP_JOB_INFO", "{}"))
-_rank = _info.get("rank", int(os.environ.get("RANK", "0")))  # mnist_elastic's ranks have the first
+_rank = _info.get("rank", int(os.environ.get("RANK", "0")))  # mnist_elastic sets only the job info
 _start = int(os.environ.get("SAMESTEP_RESTARTS", "0"))
 
 
@@ -50,7 +50,7 @@ def _stop(fault: dict[str, Any]) -> None:
 def _block(fault: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):  # it has the lock, and waits for it
+    for _ in range(2):  # the second call waits forever for the lock of the first
         libc.pthread_mutex_lock(mutex)
 
 
@@ -70,7 +70,7 @@ def _skip(fault: dict[str, Any]) -> None:
 
     def skip_once(*arguments: Any, **others: Any) -> Any:
         dist.all_reduce = all_reduce
-        return SimpleNamespace(wait=lambda: None)  # of an asynchronous one
+        return SimpleNamespace(wait=lambda: None)  # result of an asynchronous all-reduce
 
     dist.all_reduce = skip_once
 
@@ -101,11 +101,11 @@ def _arm(faults: list[dict[str, Any]]) -> None:
     from samestep.sharding import GlobalBatches
 
     _strike_before(faults, GlobalBatches, "indices")
-    _strike_before(faults, TokenBatches, "plan")  # its sampler takes samples from here
+    _strike_before(faults, TokenBatches, "plan")  # the sampler of token batches gets its samples from plan
 
 
 def _strike_before(faults: list[dict[str, Any]], batches: type, name: str) -> None:
-    """Let the method ``name`` of ``batches``, whose argument is a step, begin with the faults of that step."""
+    """Wrap the method ``name`` of ``batches``, whose argument is a step, so that the step's faults happen first."""
     method = getattr(batches, name)
 
     def method_with_faults(self: Any, step: int, *others: Any) -> Any:
@@ -118,7 +118,7 @@ def _strike_before(faults: list[dict[str, Any]], batches: type, name: str) -> No
     setattr(batches, name, method_with_faults)
 
 
-# The rank itself, not the launcher that has train.py among its arguments.
+# A rank runs train.py. A launcher has train.py among its later arguments only.
 _is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
 _own = [fault for fault in _faults if (fault["rank"], fault["start"]) == (_rank, _start)]
 if _own and _is_rank:
