@@ -316,6 +316,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         "app": ("this app", "C0"),
         "limit": ("compute limit", "C2"),
         "plain-limit": ("plain limit", "C8"),
+        "fused-limit": ("limit with tensor fusion", "C9"),
     }
     width = 0.9 / len(names)
     figure, axes = plt.subplots(figsize=(11, 3.8), constrained_layout=True)

@@ -9,8 +9,8 @@ every step to log/losses.bin. The last two variants also compute digests of all 
 of the fifty steps or at each step.
 
 Times are medians, in milliseconds. Differences and ratios compare a variant with the first variant of the same round,
-and have quartiles. The cost of the losses is smaller than this spread, so the last line has the mean time of 1,000 writes
-of ten losses, per step.
+and have quartiles. The cost of the losses is smaller than this spread. The last line therefore has the mean time of
+1,000 writes of ten losses, per step.
 """
 
 from __future__ import annotations

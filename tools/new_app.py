@@ -119,7 +119,7 @@ class Copy:
         about = f"tests/{self.name}/about.json"
         if about in files:
             files[about] = self._about()
-        files[spec] = re.sub(r'(?s)\A""".*?"""', f'"""What the common cases need to know of {self.name}."""', text)
+        files[spec] = re.sub(r'(?s)\A""".*?"""', f'"""Describe {self.name} for the common cases."""', text)
         return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
 
     def _about(self) -> str:

@@ -98,7 +98,9 @@ class RankForker:
             self._report(pid, code)
 
     def _report(self, pid: int, code: int) -> None:
-        number = next(number for number, each in self._ranks.items() if each == pid)
+        number = next((number for number, each in self._ranks.items() if each == pid), None)
+        if number is None:  # a child that the program started at its import
+            return
         del self._ranks[number]
         with contextlib.suppress(OSError):  # the launcher is ending
             self._socket.send(json.dumps({"ended": number, "code": code}).encode())

@@ -200,8 +200,10 @@ def has_same_bits(one: float, other: float) -> bool:
 def distance(one: float, other: float) -> str:
     """Return the relative distance of two numbers, such as "3e-08", or "not finite"."""
     size = max(abs(one), abs(other))
-    if not math.isfinite(one - other) or not size:
+    if not math.isfinite(one - other):
         return "not finite"
+    if not size:  # 0.0 and -0.0
+        return "0e+00"
     return f"{abs(one - other) / size:.0e}"
 
 

@@ -101,6 +101,18 @@ def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bo
     assert allowed or done.stderr.startswith(f"error: the script writes to {outside}, outside of its folder: add")
 
 
+def test_a_file_outside_of_the_copy_is_not_deleted_by_a_descriptor_of_its_folder(tmp_path: Path) -> None:
+    outside = tmp_path / "unsound" / ".git" / "precious"
+    delete = f"import os\n\nos.unlink('precious', dir_fd=os.open({str(outside.parent)!r}, os.O_RDONLY))\n\n\n"
+    start = "def train() -> None:\n"
+    folder = program(tmp_path / "unsound", PLAIN, ((start, delete + start),))
+    outside.parent.mkdir()
+    outside.touch()
+    done, _ = plain(folder, "evaluation")
+    assert outside.exists()
+    assert done.stderr.startswith(f"error: the script writes to {outside}, outside of its folder: add")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

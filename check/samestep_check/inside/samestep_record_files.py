@@ -37,17 +37,21 @@ def _audit(event: str, values: Any) -> None:
         _written(target, "rename", 0, of_checkpoint=source in _checkpoint_folders or _is_checkpoint(source, target))
         _announce("rename", source, _inside(target, follow=False))
     elif event in ("os.link", "os.symlink"):
-        _announce("symlink", _inside(values[1], follow=False))
+        _announce("symlink", _inside(_below(values[-1], values[1]), follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
-        if (*values, None)[1] in (-1, None):  # shutil.rmtree, which was checked, passes a dir_fd
-            _announce("unlink", _inside(values[0], follow=False))
-    elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
+        path, descriptor = (*values, None)[:2]
+        full = _inside(_below(descriptor, path), follow=False)
+        if descriptor in (-1, None):  # shutil.rmtree, which was announced, passes the descriptor of its folder
+            _announce("unlink", full)
+    elif event == "os.mkdir":
+        _inside(_below(values[2], values[0]))
+    elif event == "os.truncate":
         _inside(values[0])
 
 
-def _below(descriptor: int, path: Any) -> Any:
-    """Return the path of a file in the folder of an open descriptor; -1 means the current folder."""
-    if descriptor == -1:
+def _below(descriptor: int | None, path: Any) -> Any:
+    """Return the path of a file in the folder of an open descriptor; -1 and None mean the current folder."""
+    if descriptor in (-1, None):
         return path
     return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), os.fsdecode(path))
 
