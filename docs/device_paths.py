@@ -35,7 +35,7 @@ ENGLISH_STATUS = (
     "All tests run on CPU. ",
     " No app ran on Ascend ",
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
-    "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed.",
+    "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",
 )
 # The status on each page: the phrases around it, and its text without and with passed rows of several ranks.
 STATUS = {
@@ -45,7 +45,7 @@ STATUS = {
         "所有测试都在 CPU 上运行。",
         "目前还没有任何应用在昇腾（Ascend）上跑过",
         "在一块 NVIDIA GPU 上，{rows} 项检查通过 {passed} 项，多个 rank 的 NCCL 尚未运行过。",
-        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项。",
+        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项，失败 {failed} 项。",
     ),
 }
 HEAD = """\
@@ -179,9 +179,12 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
 def pages_with_status(results: Mapping[str, Any]) -> dict[Path, str]:
     """Return the text of each page of STATUS with the status that the results allow."""
     texts = {}
-    passed = sum(row["outcome"] == PASSED and row["row"] in ROWS for row in results["rows"])
+    outcomes = [row["outcome"] for row in results["rows"] if row["row"] in ROWS]
+    passed = outcomes.count(PASSED)
+    failed = sum(outcome.startswith("failed") for outcome in outcomes)
     for name, (before, after, one, several) in STATUS.items():
-        claim = (several if several_ranks_passed(results) else one).format(passed=passed, rows=len(ROWS))
+        claim = several if several_ranks_passed(results) else one
+        claim = claim.format(passed=passed, rows=len(ROWS), failed=failed)
         text = (ROOT / name).read_text()
         lines = [re.escape(phrase).replace(r"\ ", r"\s") for phrase in (before, after)]
         found = re.search(rf"{lines[0]}(.*?){lines[1]}", text, re.DOTALL)
