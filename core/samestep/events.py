@@ -1,7 +1,7 @@
 """Record the events of a run in ``<run-dir>/log/events.jsonl``: one JSON object per line, with a kind.
 
-Readers such as `samestep_observe` rely on these kinds and fields, never on the wording of a message. Standard library
-only: a launch script writes events before a framework is installed.
+Readers such as `samestep_observe` rely on these kinds and fields, never on the wording of a message. This module uses
+the standard library only, because a launch script writes events before a framework is installed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from samestep.root import Root
 
 FILE_NAME = "events.jsonl"
-START = "start"  # steps begin; has the fields step, last_step, ranks
-SIGNAL = "signal"  # stopped as requested
+START = "start"  # the first step begins; the event has the fields step, last_step and ranks
+SIGNAL = "signal"  # the run stopped as requested
 HANG = "hang"
 MEMBERS = "members"  # ranks came or went while the others trained
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
@@ -27,7 +27,7 @@ KINDS = (START, SIGNAL, HANG, MEMBERS, ROLLBACK, DAMAGE, FAILURE)
 
 
 def append_event(folder: Path, kind: str, **fields: Any) -> None:
-    """Append one event to the log folder's file. Errors are ignored: the failure that is reported matters more.
+    """Append one event to the file. Errors are ignored, because the reported failure matters more.
 
     Args:
         folder: ``<run-dir>/log``.
@@ -38,4 +38,4 @@ def append_event(folder: Path, kind: str, **fields: Any) -> None:
     with contextlib.suppress(OSError):
         descriptor = Root(folder.parent).open(f"{folder.name}/{FILE_NAME}", os.O_WRONLY | os.O_APPEND)
         with os.fdopen(descriptor, "a") as file:
-            file.write(f"{line}\n")  # one write, so that the lines of several ranks do not mix
+            file.write(f"{line}\n")  # one call, so that the lines of several ranks do not mix
