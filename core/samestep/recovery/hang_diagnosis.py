@@ -408,7 +408,10 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
-    """Return the ranks that do not answer; if all answer, those that do not wait; if all wait, those that differ."""
+    """Return the first nonempty group: ranks that do not answer, ranks that do not wait, and waiting ranks that differ.
+
+    Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks.
+    """
     silent = [state for state in states if state.trouble]
     if silent:
         return sorted(silent, key=lambda state: state.values["time"])
@@ -558,7 +561,7 @@ def _describe_suspect(suspect: RankState, others: Sequence[RankState]) -> str:
 
 
 def _group_by_location(states: Sequence[RankState], are_others: bool = False) -> str:
-    """Describe each group of ranks at one location: "ranks 0, 2-7 wait in all_reduce 115 [7] double at train.py:105"."""
+    """Describe each group of ranks at one location, as in "ranks 0, 2-7 wait in all_reduce 115 at train.py:105"."""
     groups = sorted(_group(states, lambda state: state.position), key=lambda group: -len(group))
     parts = []
     for group in groups[:2]:
