@@ -119,7 +119,7 @@ class Launcher:
 
 
 _SLURM_STEP = "SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS"
-# Kubeflow sets these defaults for torchrun's command line. They do not show that a launcher has started this process.
+# Kubeflow sets these variables as defaults for torchrun's command line. They do not give this process a rank.
 _PET = "PET_NODE_RANK PET_NNODES PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT"
 # fmt: off
 _LAUNCHERS = (
