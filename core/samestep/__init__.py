@@ -1,25 +1,23 @@
 """Provide the parts of a distributed-training program that frameworks omit.
 
-Modules that every rank uses:
+Main modules:
 
-* ``env``: rank, world size and launcher.
-* ``options``, ``log``, ``metrics``, ``checkpoint``.
-* ``sharding``: this rank's samples.
-* ``schedules``: learning rates.
-* ``run`` and ``rundir``: the life of one run, and its folder.
-* ``stop``, ``child_signals``, ``step_timer``, ``monitor``, ``events``, ``failures``.
+* ``run`` manages a run from its restore to its result, and ``rundir`` manages its folder.
+* ``env`` detects the rank, the world size and the launcher.
+* ``options`` parses the command line.
+* ``sharding`` computes each rank's samples, and ``schedules`` computes learning rates.
+* ``checkpoint``, ``metrics`` and ``log`` write the files of a run.
+* ``stop`` and ``child_signals`` handle stop signals.
 
-Packages that build on them:
+Packages that build on these modules:
 
 * ``data``: datasets.
 * ``recovery``: watchdog, hang diagnosis, straggler detection, replica check.
 * ``sharded``: checkpoints of models that are sharded over the ranks.
-* ``torch``: shared code of PyTorch apps.
+* ``torch``: parts for PyTorch training loops, and shared code of PyTorch apps.
 
-Three packages beside this one build on it, and no rank imports them: ``samestep_launch`` (launch scripts,
-``samestep run``), ``samestep_observe`` (report, watch, trackers) and ``samestep_check`` (``samestep check``).
-
-This module imports nothing.
+Three other packages build on this one: ``samestep_launch`` (launch scripts, ``samestep run``), ``samestep_observe``
+(report, watch, trackers) and ``samestep_check`` (``samestep check``).
 """
 
 __version__ = "0.3.0"

@@ -1,4 +1,4 @@
-"""Decide which actions follow an update, from its number alone."""
+"""Decide which actions follow an update, by the number of the update."""
 
 from __future__ import annotations
 

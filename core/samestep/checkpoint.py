@@ -44,7 +44,7 @@ FORMAT = manifest.FORMAT
 _MANIFEST = "manifest.json"
 REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` reports
 _pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
-_threads: dict[int, _WriterThread] = {}  # by rank
+_threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
 _is_wait_reported = False
 process_fails = threading.Event()  # set by `samestep.log.run`; threads then do not wait for ranks that may have ended
 
@@ -117,8 +117,8 @@ def save(
     the memory of one checkpoint, which later saves reuse.
 
     Args:
-        run_dir: the run's folder.
-        app: the app's name.
+        run_dir: folder of the run.
+        app: name of the app, such as "cifar_ddp".
         step: number of updates done.
         groups: arrays by group and name.
         state: JSON values to restore, as `manifest.seal` describes them.
@@ -263,7 +263,7 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
     Args:
         what: name of the next checkpoint, such as "step 20", for the report.
         report: function that logs one line if training waited, at most once per process.
-        writer: the rank that writes.
+        writer: rank that writes the checkpoint.
 
     Raises:
         NonRetryableError: the previous checkpoint could not be written.
@@ -435,7 +435,7 @@ def newest(
     """Return the newest valid checkpoint; None if the run dir has no checkpoints.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: folder of the run.
         warn: function that is called with one line for each newer, corrupt checkpoint.
         verify: whether to verify the files; False checks manifests and sizes.
         reader: function that replaces `read`, such as a function that distributes the work over ranks.
@@ -481,7 +481,7 @@ def _check_groups(candidate: Checkpoint, groups: GroupNames) -> None:
 def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read and verify a checkpoint. Without ``verify``, check only the manifest and the files' sizes.
 
-    Raises CorruptCheckpoint.
+    Raises CorruptCheckpoint if the checkpoint cannot be used.
     """
     try:
         body = _read_manifest(folder)

@@ -167,7 +167,7 @@ _LAUNCHERS = (
              "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
              others="OMPI_COMM_WORLD_NODE_RANK OMPI_UNIVERSE_SIZE",
              command="mpirun -np {nproc} {python}", program="mpirun"),
-    # mpirun_rsh of MVAPICH2 2.3
+    # MVAPICH2 2.3, started by mpirun_rsh.
     Launcher("mvapich2", "mpi", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE",
              "MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),
     # IBM's jsrun also sets Open MPI's variables if the program uses Spectrum MPI.
@@ -476,7 +476,7 @@ def _plain(env: dict[str, str], spec: Launcher) -> World:
         return _read(env, spec)
     # Without LOCAL_RANK, RANK and WORLD_SIZE count processes, one per node. If a number of processes per node is set,
     # they count nodes.
-    per_node = env.get("NPROC_PER_NODE", "1")  # may be a word such as "auto"
+    per_node = env.get("NPROC_PER_NODE", "1")  # the value may be a word such as "auto"
     if _set(env, _PET) or (per_node != "1" and _set(env, spec.rank)):
         shown = _show(env, f"{spec.rank} NPROC_PER_NODE {_PET}")
         raise EnvError(f"{shown} count nodes, not processes: run scripts/run_<app>.sh on each node, which reads them")

@@ -19,9 +19,9 @@ FILE_NAME = "events.jsonl"
 START = "start"  # the first step begins; the event has the fields step, last_step and ranks
 SIGNAL = "signal"  # the run stopped as requested
 HANG = "hang"
-MEMBERS = "members"  # ranks came or went while the others trained
+MEMBERS = "members"  # ranks joined or left during training
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
-DAMAGE = "damage"  # a corrupt checkpoint is skipped
+DAMAGE = "damage"  # a corrupt checkpoint was skipped
 FAILURE = "failure"  # any other error
 KINDS = (START, SIGNAL, HANG, MEMBERS, ROLLBACK, DAMAGE, FAILURE)
 
@@ -30,8 +30,8 @@ def append_event(folder: Path, kind: str, **fields: Any) -> None:
     """Append one event to the file. Errors are ignored, because the reported failure matters more.
 
     Args:
-        folder: ``<run-dir>/log``.
-        kind: one of KINDS.
+        folder: the run dir's ``log`` folder.
+        kind: kind of the event, one of KINDS.
         **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
     """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from samestep.untrusted import check, integer, read_object, shown, text, write_json
 
-FILE_NAME = "failure"  # in the log folder
-MAX_TEXT = 1000  # characters
+FILE_NAME = "failure"  # name of the file in the log folder
+MAX_TEXT = 1000  # maximum number of characters of each text
 # Regular expression for the errors of gloo, NCCL and Horovod in ranks that lost the connection to another rank.
 LOST_CONNECTION = r"connection (was )?(closed|reset)|broken pipe|remote process|has been shut down"
 # The parts of a message that differ between two starts with the same failure.
@@ -26,7 +26,7 @@ class Failure(NamedTuple):
 
     Attributes:
         step: number of updates done.
-        error: class of the exception.
+        error: name of the exception's class, such as "ValueError".
         text: one line, such as "rank 0: ValueError: sample 7 is damaged".
     """
 
@@ -49,9 +49,9 @@ def record(folder: Path, job: str, rank: int, step: int, problem: BaseException,
     Args:
         folder: the run dir's ``log`` folder.
         job: the name of this start of the job.
-        rank: this rank.
+        rank: rank of this process.
         step: number of updates done.
-        problem: the exception.
+        problem: the exception that ended this rank.
         line: one line that describes the exception.
     """
     is_first = read_object(folder / FILE_NAME).get("job") != job

@@ -125,7 +125,7 @@ def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
         **fields: further JSON values of the event.
     """
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
-    _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
+    _to_console(_console_errors, f"error: {line}")  # the console comes first, because the disk may hang
     _to_file(f"error: {line}")
     _monitor.record_event(kind, text=line, **fields)
 
@@ -153,7 +153,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             checkpoint.process_fails.set()
             raise
         finally:
-            checkpoint.finish()  # also after a failure
+            checkpoint.finish()  # waits for the last checkpoint, even after a failure
         _flush(sys.stdout, sys.stderr, _console, _console_errors)
         os._exit(0)
     except ConfigError as problem:
@@ -215,7 +215,7 @@ def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any)
     """Return the result of ``call``, or None if the call raises or exceeds the limit, so that a rank can always exit.
 
     Args:
-        seconds: limit.
+        seconds: maximum seconds to wait.
         call: function to call in a thread.
         *arguments: arguments of the call.
     """
@@ -263,7 +263,7 @@ def _job_info() -> JobInfo:
 
 
 def progress(total: int, done: int) -> tqdm[Any]:
-    """Return a progress bar over steps. Only rank 0 shows it, and only on a terminal."""
+    """Return a progress bar over steps. Only rank 0 shows the bar, and only on a terminal."""
     global _bar
     hide = _rank != 0 or _quiet or not _console.isatty()
     _bar = tqdm(total=total, initial=done, unit="step", file=_console, disable=hide, leave=False, dynamic_ncols=True)

@@ -86,9 +86,9 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
     """Return the first line of metrics.jsonl.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        world: place of this process.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
         metadata: versions and settings that affect the run's numbers.
     """
     return {
@@ -121,9 +121,9 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
     """Write and print the result. With --evaluate-only, keep the run's result.json and write evaluation.json.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        world: place of this process.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
         values: the app's part of the result.
     """
     restarts = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)

@@ -16,9 +16,10 @@ AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # see `samestep.parts.Collec
 
 
 class Monitor:
-    """Watch nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
+    """A monitor that watches nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
 
-    A `Run` calls these methods; an app calls `beat`, `expect_compilation` and `collective` itself.
+    A `Run` calls these methods, except `expect_compilation` and `collective`, which an app calls. An app also calls
+    `beat` after each evaluated batch.
 
     Attributes:
         last_collective: function that returns the name, number and state of this rank's last collective; None if the
@@ -29,7 +30,7 @@ class Monitor:
 
     @property
     def step(self) -> int | None:
-        """Number of updates done; None if it is not known."""
+        """Number of updates done; None if the number is unknown."""
         return None
 
     def start(self, world: World, options: Options) -> None:

@@ -86,9 +86,9 @@ def open_metrics(
     """Open metrics.jsonl, log/losses.bin and log/trace.jsonl, and delete all steps after ``resumed_from``.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        world: place of this process.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
         metadata: versions and settings that affect the run's numbers, and the dataset's fingerprint.
         resumed_from: last step to keep; None for a new run.
     """

@@ -89,7 +89,7 @@ class Loader(Protocol[Batch]):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Restored:
-    """The run that `Run.restore` found.
+    """The checkpoint and the dataset that `Run.restore` found.
 
     Attributes:
         step: updates done in the checkpoint; None for a new run.
@@ -103,7 +103,7 @@ class Restored:
 
 
 class Run:
-    """Manage the life of a run.
+    """Manage a run from its restore to its result.
 
     Call `restore` and `start` first, `after_step` after each update, and `finish` and `report` last.
 
@@ -131,7 +131,7 @@ class Run:
         Args:
             app: the app's name, which each checkpoint contains.
             options: the parsed options; `restore` completes them.
-            world: this rank's place in the job.
+            world: rank, world size and launcher of this process.
             monitor: watches the run, such as `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: function that finds a dataset by name, such as `samestep.data.datasets.resolve`.
             storage: saves and restores arrays. By default every rank has a replica of the model.
@@ -273,7 +273,7 @@ class Run:
         """Log model and dataset, and open metrics.jsonl.
 
         Args:
-            batches: the global batches.
+            batches: the run's global batches, for this rank.
             test_examples: number of examples of the test set.
             model: name of the model, for the log.
             device: name of the device, for the log.
@@ -360,7 +360,7 @@ class Run:
     # --- after an update -----------------------------------------------------------------------------------------
 
     def batches(self, loader: Loader[Batch]) -> Iterator[Batch]:
-        """Yield the loader's batches from ``first_step`` to before ``last_step``, and time the input phase."""
+        """Yield the loader's batches for the steps in [``first_step``, ``last_step``), and time the input phase."""
         epoch = self.first_step // self.progress.batches.steps_per_epoch
         loader.load_state_dict({**loader.state_dict(), "step": self.first_step, "epoch": epoch})
         while self.step < self.last_step:
@@ -589,7 +589,7 @@ def last_step_of(options: Options, steps_per_epoch: int, first_step: int) -> int
     """Return the number of updates of the whole run, which is at least the number of updates done.
 
     Args:
-        options: options of the run.
+        options: the run's parsed command-line options.
         steps_per_epoch: number of global batches per epoch.
         first_step: number of updates done.
     """

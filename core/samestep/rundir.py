@@ -135,8 +135,8 @@ def open_run(
     """Resolve the run and load its arrays on rank 0, for `Run.restore`.
 
     Args:
-        app: name of the app.
-        options: options of the run.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
         fresh: False in a process that a launcher restarted.
         load: function that loads arrays by group and name into the model.
         required: groups without which a checkpoint counts as corrupt.
@@ -203,8 +203,8 @@ def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -
     """Raise ConfigError, with old and new values, if a resume would continue another run than the checkpoint's.
 
     Args:
-        saved: the checkpoint.
-        app: name of the app.
+        saved: the checkpoint to resume from.
+        app: name of the app, such as "cifar_ddp".
         invariants: the options that a resume must repeat, with their values now.
     """
     run_dir = saved.folder.parents[1]
@@ -347,7 +347,7 @@ class Lock:
         """
         self._run_dir = run_dir
         self._who = who
-        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # the launch script has warned
+        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # a launch script has already warned
         try:
             # Only the owner may read the file, because any user who can read a file can lock it.
             self._descriptor = Root(run_dir).open(".lock", os.O_RDWR, mode=0o600)
@@ -372,9 +372,9 @@ class Lock:
         os.pwrite(self._descriptor, holder.encode(errors="replace"), 0)
 
     def _holder(self) -> str:
-        """Return the holder's description in the file; "another process" if that process on this host has ended.
+        """Return the lock's holder according to the file; "another process" if this description is outdated.
 
-        A process that could not write the file may hold the lock.
+        A process that can only read the file can hold the lock, but cannot write its description.
         """
         text = shown(os.pread(self._descriptor, 200, 0).decode(errors="replace"), limit=200)
         found = re.search(r"\(host (.+), pid ([0-9]{1,7}), since", text)

@@ -121,7 +121,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     rounds = ROUNDS if n >= TINY else ROUNDS_TINY
     keys = _keys(seed, epoch, rounds)
     array = np.asarray(positions)
-    flat = array.astype(np.int64, casting="same_kind").view(np.uint64).reshape(-1)  # negative becomes huge
+    flat = array.astype(np.int64, casting="same_kind").view(np.uint64).reshape(-1)  # a negative value becomes huge
     if flat.size and int(flat.max()) >= n:
         raise ValueError(f"positions must be in [0, {n})")
     a = math.isqrt(n - 1) + 1
@@ -229,8 +229,8 @@ class GlobalBatches:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.drop_last and size > self.n:
             raise ValueError(f"global_batch_size must be at most {self.n} to leave a batch, got {size}")
-        shard(0, self.rank, self.world_size)  # checks rank and world_size
-        permute(np.empty(0, np.int64), self.n, self.seed, 0)  # checks n and seed
+        shard(0, self.rank, self.world_size)  # raises ValueError for an invalid rank or world_size
+        permute(np.empty(0, np.int64), self.n, self.seed, 0)  # raises ValueError for an invalid n or seed
 
     @property
     def steps_per_epoch(self) -> int:

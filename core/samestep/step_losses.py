@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from samestep import checkpoint, untrusted
 from samestep.root import Root, write_all
 
-NAME = "log/losses.bin"  # in a run dir
+NAME = "log/losses.bin"  # path in a run dir
 RECORD = np.dtype([("step", "<i8"), ("loss", "<f8")])
 
 
@@ -31,7 +31,7 @@ class StepLosses:
         """Open the file of a run. Raises NonRetryableError if the file cannot be written.
 
         Args:
-            run_dir: the run's folder.
+            run_dir: folder of the run.
             resumed_from: last step to keep; None for a new run.
         """
         self._path = run_dir / NAME

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from samestep import child_signals
 
 STOP_SIGNALS = child_signals.STOP_SIGNALS
-LOST_SECONDS = 2.0  # from a stop signal until a rank checks whether another has ended; a save may end them together
-REPEAT_SECONDS = 1.0  # repeated signals within this time count as one, because launchers repeat signals
+LOST_SECONDS = 2.0  # seconds from a stop signal to the check for ended ranks; ranks that save end at the same time
+REPEAT_SECONDS = 1.0  # seconds within which repeated signals count as one, because launchers repeat signals
 
 
 class Stopped(BaseException):
@@ -41,7 +41,7 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Hold the stop signal that this rank received."""
+    """Receive stop signals on this rank, and exit if the ranks cannot save a step in time."""
 
     def __init__(
         self, grace: float, exit_now: Callable[[Stopped], None], rank_is_lost: Callable[[], bool] = lambda: False
@@ -62,7 +62,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Install the signal handlers. Call this method again after a framework has installed its own handlers."""
-        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
             return
         if self._read_end < 0:
             self._read_end, self._write_end = os.pipe()

@@ -25,7 +25,7 @@ from samestep import RetryableError, checkpoint, untrusted
 from samestep.root import Root, write_all
 from samestep.sharding import splitmix64
 
-NAME = "log/trace.jsonl"  # in a run dir
+NAME = "log/trace.jsonl"  # path in a run dir
 Digests = Mapping[str, int]  # 64-bit digests by the tensor's name
 _ROWS = 1  # salt for the keys of rows
 _COLUMNS = 2  # salt for the keys of columns
@@ -126,16 +126,16 @@ class Trace:
         Args:
             every: steps from one record to the next.
             step: number of updates done.
-            rank: this rank.
+            rank: rank of this process.
             is_sharded: whether each rank holds shards, which are then compared between updates.
         """
         self.is_sharded = is_sharded
         self._every = every
         self._step = step
         self._rank = rank
-        self._before: Digests = {}  # weights at the start of this step
+        self._before: Digests = {}  # digests of the weights before this step
         self._gradients: Digests = {}
-        self._after: Digests = {}  # weights after the last update that was traced
+        self._after: Digests = {}  # digests of the weights after the last traced update
         self._records: list[Record] = []
 
     @property
@@ -226,7 +226,7 @@ class TraceFile:
         """Truncate the file, if it exists. Raises OSError if the file cannot be written.
 
         Args:
-            run_dir: the run's folder.
+            run_dir: folder of the run.
             resumed_from: last step to keep; None for a new run.
         """
         self._root = Root(run_dir)
@@ -248,7 +248,7 @@ class TraceFile:
             write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
-        """Make the lines survive a crash of the machine."""
+        """Sync the file to the disk, so that its lines survive a crash of the machine."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 

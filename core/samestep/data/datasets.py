@@ -5,10 +5,9 @@ MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary 
 `resolve` searches these places in order, for plain and .gz files:
 
 1. `<data_dir>/<name>/`, or torchvision's folder `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the folder
-   of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, or `<data_dir>` itself. MNIST's files may also have
-   Kaggle's
-   names: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a dataset is incomplete, or
-   files with other names seem to belong to it, `resolve` raises ConfigError.
+   of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, or `<data_dir>` itself. MNIST's files may also have the
+   names that Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a
+   dataset is incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
 2. The system's folder (Debian's package dataset-fashion-mnist).
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
    writable, `/tmp/samestep-<user id>/<name>` replaces it.

@@ -63,7 +63,7 @@ def dump_state(folder: Path, state: State, **extra: Any) -> None:
     """Write this rank's ``hang-<r>.json``: its ``state``, the stacks of all its threads, and ``extra``.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         state: this rank's `samestep.recovery.watchdog.Watchdog.state`.
         **extra: further JSON values, such as the verdict.
     """
@@ -75,7 +75,7 @@ def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callabl
     """Write this rank's ``hang-<r>.json`` once, if another rank has detected a hang.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         heartbeat: this rank's newest heartbeat, which contains the job's name.
         get_state: function that returns the state to write.
     """
@@ -162,7 +162,7 @@ def read_state(folder: Path, rank: int, now: State) -> RankState | None:
     """Return a rank's state according to the files in ``folder``; None if the rank has no file of this job.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         rank: the rank to read.
         now: state of the calling rank.
     """
@@ -313,7 +313,7 @@ def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
     """Return whether at least ``count`` ranks of this job are alive on this machine, and none has ended.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         job: the job's name in heartbeats.
         count: number of ranks on this machine.
     """
@@ -331,7 +331,7 @@ def rank_is_lost(folder: Path, job: str, world_size: int) -> bool:
     """Return whether a rank of this job on this machine has ended, according to the heartbeats' process ids.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         job: the job's name in heartbeats.
         world_size: number of ranks of the job.
     """
@@ -496,7 +496,7 @@ def save_diagnosis(folder: Path, now: State, text: str) -> None:
     """Write the diagnosis and the states of all ranks that do not answer, because a restart deletes heartbeats.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         now: state of the calling rank.
         text: the diagnosis, in one line.
     """
@@ -545,7 +545,7 @@ def format_diagnosis(diagnosis: Diagnosis, processes: Mapping[int, int] | None =
 
 
 def _are_at_unlike_collectives(suspects: Sequence[RankState]) -> bool:
-    """Return whether two or more suspects all wait for others."""
+    """Return whether there are two or more suspects, and all of them wait for other ranks."""
     return len(suspects) > 1 and all(suspect.is_waiting and not suspect.trouble for suspect in suspects)
 
 

@@ -1,4 +1,4 @@
-"""Measure how long a rank has made no progress."""
+"""Measure the time since a rank's last progress."""
 
 from __future__ import annotations
 

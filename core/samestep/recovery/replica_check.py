@@ -109,8 +109,8 @@ def not_finite(name: str, value: float, step: int, options: Options, world: Worl
         name: name of the loss, for the error.
         value: the loss.
         step: number of updates done.
-        options: options of the run.
-        world: place of this process.
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
 
     Returns:
         RetryableError; NonRetryableError if an earlier start had such a loss at the same step.

@@ -87,8 +87,8 @@ class StoredTensor:
 
 ShardGroups = Mapping[
     str, Mapping[str, TensorShard]
-]  # by group and name: a rank's shards, the same names on every rank
-StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # by group and name
+]  # a rank's shards by group and name, with the same names on every rank
+StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # stored arrays by group and name
 
 
 def _split(offset: Shape, shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:

@@ -160,7 +160,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         alone = self.sums is not None
-        # collective, also in backward
+        # collective, and so is the backward pass
         y, mean, variance, total = Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self.timer, alone, self.group
         )
@@ -216,4 +216,4 @@ class GlobalBatchNorm3d(GlobalBatchNorm, nn.BatchNorm3d):
 
 
 class GlobalSyncBatchNorm(GlobalBatchNorm, nn.SyncBatchNorm):
-    """`GlobalBatchNorm` in place of torch's SyncBatchNorm."""
+    """The `GlobalBatchNorm` that replaces torch's SyncBatchNorm."""

@@ -33,7 +33,7 @@ def choose_device(requested: str, world: World) -> torch.device:
 
     Args:
         requested: "cpu", "cuda", SHARED_GPU, or "auto", which uses GPUs if this machine has one for each of its ranks.
-        world: this rank's place in the job.
+        world: rank, world size and launcher of this process.
 
     Raises:
         ConfigError: as in `gpu_use`, or ranks of several machines use --share-gpu.
@@ -96,7 +96,7 @@ def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
 
     Args:
         nccl: version of NCCL, such as (2, 28, 9).
-        rank: this rank.
+        rank: rank of this process.
     """
     variables = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
     if nccl >= (2, 30):
@@ -192,7 +192,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
     """Create the process group by a rendezvous at MASTER_ADDR:MASTER_PORT. A process without a launcher trains alone.
 
     Args:
-        world: this rank's place in the job.
+        world: rank, world size and launcher of this process.
         device: device of this rank, on which the backend "auto" depends.
         timeout: seconds without progress after which the watchdog ends the rank. Collectives time out 30 s later, so
             that the watchdog, which can name the missing rank, reports first.

@@ -67,7 +67,7 @@ def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Te
 
     Args:
         key: offset of the counter, int64 [].
-        first: first position.
+        first: number of the first position.
         count: number of positions.
         device: device of the result.
     """
@@ -158,32 +158,32 @@ class RowAlphaDropout(RowDropout):
 
 
 class RowDropoutElements(RowDropout, nn.Dropout):
-    """`RowDropout` in place of torch's Dropout."""
+    """The `RowDropout` that replaces torch's Dropout."""
 
 
 class RowDropout1d(RowDropout, nn.Dropout1d):
-    """`RowDropout` in place of torch's Dropout1d."""
+    """The `RowDropout` that replaces torch's Dropout1d."""
 
     by_channel = True
 
 
 class RowDropout2d(RowDropout, nn.Dropout2d):
-    """`RowDropout` in place of torch's Dropout2d."""
+    """The `RowDropout` that replaces torch's Dropout2d."""
 
     by_channel = True
 
 
 class RowDropout3d(RowDropout, nn.Dropout3d):
-    """`RowDropout` in place of torch's Dropout3d."""
+    """The `RowDropout` that replaces torch's Dropout3d."""
 
     by_channel = True
 
 
 class RowAlphaDropoutElements(RowAlphaDropout, nn.AlphaDropout):
-    """`RowAlphaDropout` in place of torch's AlphaDropout."""
+    """The `RowAlphaDropout` that replaces torch's AlphaDropout."""
 
 
 class RowFeatureAlphaDropout(RowAlphaDropout, nn.FeatureAlphaDropout):
-    """`RowAlphaDropout` in place of torch's FeatureAlphaDropout."""
+    """The `RowAlphaDropout` that replaces torch's FeatureAlphaDropout."""
 
     by_channel = True

@@ -98,7 +98,7 @@ def to_array(value: Tensor) -> NDArray[Any]:
         flat = torch.view_as_real(flat.resolve_conj())
     try:
         return np.asarray(flat.numpy())
-    except (TypeError, RuntimeError):  # bfloat16, float8
+    except (TypeError, RuntimeError):  # NumPy lacks the dtype, such as bfloat16 or float8
         return np.asarray(flat.view(_UNSIGNED[flat.element_size()]).numpy())
 
 
@@ -107,7 +107,7 @@ def shard_of(value: Any, rank: int) -> TensorShard:
 
     Args:
         value: a DTensor, or an array that is the same on all ranks.
-        rank: this rank.
+        rank: rank of this process.
     """
     if not is_sharded(value):
         return TensorShard(value, (0,) * value.ndim, value.shape, copy=rank != 0)

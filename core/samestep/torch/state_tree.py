@@ -124,7 +124,7 @@ class _Encoder:
         }
         is_dense = torch.empty_like(value, device="meta").stride() == value.stride()
         if not value.is_contiguous() and is_dense:
-            result["strides"] = list(value.stride())  # such as channels_last
+            result["strides"] = list(value.stride())  # for memory formats such as channels_last
         return result
 
     def _sharded(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -171,7 +171,7 @@ def _encode_leaf(value: Any) -> Any:
 
 
 def _tag_of(value: Any) -> str | None:
-    """Return the tag of a list, a dict or a similar value, or None."""
+    """Return the tag of a container, such as a list or a dict; None for other types."""
     if type(value) is not defaultdict:
         return _TAG_OF.get(type(value))
     for tag, factory in _FACTORIES.items():

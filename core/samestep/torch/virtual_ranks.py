@@ -77,7 +77,7 @@ class GradientTree:
         self._all_gather = all_gather
         self._sizes = [tensor.numel() for tensor in (*self._parameters, *self._buffers)]
         self._sizes.append(1)  # the size of the loss
-        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # for equal slices
+        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # makes slices equal
         self._nodes: list[Node] = []
 
     def add(self, micro_batch: tuple[int, int], loss: Tensor) -> None:
@@ -157,7 +157,7 @@ class GradientTree:
         """Return the sum of all ranks' nodes. Each rank adds one slice. The arguments are as in `_sum_all`."""
         world_size = len(layout)
         width = rows.shape[1] // world_size
-        slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node
+        slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # ordered by rank, then by node
         send = [len(rows) * width] * world_size
         receive = [len(nodes) * width for nodes in layout]
         received = self._all_to_all(slices, send, receive)
