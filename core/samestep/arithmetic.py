@@ -38,7 +38,7 @@ class Arithmetic:
         return {"threads": self.threads, "metadata": self.metadata}
 
     def threads_change(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Describe how the number of threads differs from a checkpoint's; return None if it does not.
+        """Describe the change of the number of threads since a checkpoint; return None without a change.
 
         Args:
             state: the checkpoint's `state`.
@@ -55,7 +55,7 @@ class Arithmetic:
         )
 
     def metadata_change(self, state: Mapping[str, Any]) -> str | None:
-        """Describe how the metadata differ from a checkpoint's `state`; return None if they do not."""
+        """Describe the changes of the metadata since a checkpoint's `state`; return None without changes."""
         before = state.get("metadata", self.metadata)
         changes = list(self._changes(before))
         if not changes:

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
 (``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the small state (running sums, elapsed
-seconds), the options that a resume must repeat, and the size and SHA-256 of every file. It also contains its own
-SHA-256, so that any flipped bit is detected. The folder is written under a temporary name, synced and renamed.
+seconds) and the options that a resume must repeat. To detect flipped bits, it also contains the size and SHA-256 of
+every file, and its own SHA-256. The folder is written under a temporary name, synced and renamed.
 
 Only rank 0 reads and writes. It broadcasts the arrays, so ranks need no shared disk. Every rank may call the functions
 that only compute, such as `weights_sha256` and `state_dict_diff`. `samestep.sharded` writes checkpoints from each
@@ -444,7 +444,7 @@ def newest(
         remedy: advice for the errors, beside the advice to restore a checkpoint; "" for the default.
 
     Raises:
-        NonRetryableError: all checkpoints are corrupt. A new run would silently discard the old one.
+        NonRetryableError: all checkpoints are corrupt. A new run would silently replace the existing run.
         ConfigError: another version of this package wrote a checkpoint.
     """
     corrupt = []

@@ -1,9 +1,8 @@
 """Pass values from a launch script to its ranks by a JSON document in the environment variable SAMESTEP_JOB_INFO.
 
 `JobInfo` is the content of the document. The fields ``run_dir`` and ``restarts`` are separate variables,
-SAMESTEP_RUN_DIR and SAMESTEP_RESTARTS, for programs that do not use this package. A process reads the variables when it
-needs them and keeps no copy, because a process that forks ranks gets new values at each start of the job. This module
-uses the standard library only.
+SAMESTEP_RUN_DIR and SAMESTEP_RESTARTS, for programs that do not use this package. Processes must not cache the values,
+because a process that forks ranks gets new values at each start of the job. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class JobInfo:
-    """The values that a launch script passes to the processes of one start of a job. Without it, all are empty.
+    """The values that a launch script passes to the processes of one start of a job.
+
+    Without a launch script, all values are empty.
 
     Attributes:
         job: name of this start, which is the same on all machines.
@@ -107,7 +108,7 @@ class JobInfo:
         return environ
 
     def launch_script(self) -> int | None:
-        """Return the process id of the launch script; None if there is none on this machine."""
+        """Return the process id of the launch script; None if no launch script runs on this machine."""
         pid, _, host = self.launcher.partition("@")
         if not pid.isdecimal() or host != socket.gethostname():
             return None

@@ -54,7 +54,7 @@ _monitor = Monitor()
 
 
 def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
-    """Open ``log/rank-<r>.log``, and redirect all further output of this process to it, except this module's.
+    """Redirect all further output of this process, except lines for the console, to ``log/rank-<r>.log``.
 
     Only the first call in a process has an effect. It may come before or after the rendezvous.
 
@@ -125,7 +125,7 @@ def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
         **fields: further JSON values of the event.
     """
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
-    _to_console(_console_errors, f"error: {line}")  # the console comes first, because the disk may hang
+    _to_console(_console_errors, f"error: {line}")  # print to the console first, because the disk may hang
     _to_file(f"error: {line}")
     _monitor.record_event(kind, text=line, **fields)
 
@@ -139,8 +139,8 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
     """Run a program, and exit with 0 (done), 2 (mistake of the caller), 128 + signal, or 1 (any other failure).
 
     Every process exits by ``os._exit``, because a framework's orderly shutdown would wait for ranks that have ended.
-    Also, threads that a framework leaves behind (gloo's) sometimes abort a finished process. Therefore nothing runs at
-    exit: a program must close its files before it returns.
+    Also, gloo's threads sometimes abort a process at its exit. Therefore exit functions do not run, and a program must
+    close its files before it returns.
 
     Args:
         main: the program.
@@ -248,7 +248,7 @@ def _record_failure(problem: Exception, line: str) -> None:
 
 
 def _job_folder() -> Path | None:
-    """Return the log folder, or None if it is unknown. A launch script passes it on even before `start`."""
+    """Return the log folder, or None if it is unknown. With a launch script, the folder is known before `start`."""
     info = _job_info()
     if _folder is None and info.run_dir and info.job:
         return Path(info.run_dir, "log")

@@ -25,11 +25,11 @@ class LossGuard:
         self._is_overflowed = False  # whether the last evaluation was NaN or infinite
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise as `Monitor.check_losses` does if a loss is NaN or infinite."""
+        """Raise the errors of `Monitor.check_losses` if a loss is NaN or infinite."""
         self._monitor.check_losses(losses, step)
 
     def check_evaluation(self, evaluation: Mapping[str, Any], step: int, is_of_update: bool = False) -> dict[str, Any]:
-        """Return the evaluation with None in place of NaN and infinity. Warn if the previous one was finite.
+        """Return the evaluation with None in place of NaN and infinity. Warn at the first such evaluation.
 
         Batch normalization hides from the training loss that weights have grown too large, but activations overflow
         with its running statistics. A flipped bit has the same effect, but only once. Therefore the first such

@@ -537,7 +537,7 @@ def make_parser(
 
 
 def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
-    """Return the options of a command line as a ``kind``. Raises ConfigError as `Parser.parse` does.
+    """Return the options of a command line as a ``kind``. Raises the errors of `Parser.parse`.
 
     Args:
         kind: class of the options.

@@ -59,7 +59,7 @@ class Recorder:
         self.stragglers = []
 
     def write_losses(self, records: Iterable[tuple[int, float]]) -> None:
-        """Append (step, loss) of each step since the last sync to log/losses.bin. Raises as `write` does."""
+        """Append (step, loss) of each step since the last sync to log/losses.bin. Raises the errors of `write`."""
         if self.metrics is not None:
             self.metrics.losses.write(records)
 

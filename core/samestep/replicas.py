@@ -18,7 +18,7 @@ class Replicas:
     is_sharded = False
 
     def restore(self, run: StoredRun) -> dict[str, Any]:
-        """Resolve the run on rank 0, and load the same bytes on all ranks. Raises as `Run.restore` does."""
+        """Resolve the run on rank 0, and load the same bytes on all ranks. Raises the errors of `Run.restore`."""
         message: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
         problem: Exception | None = None
@@ -59,7 +59,7 @@ class Replicas:
                 checkpoint.check_array(name, array)
 
     def save(self, run: StoredRun, groups: Groups) -> None:
-        """Compare the replicas, and save a checkpoint on rank 0. Raises as `Run.save` does."""
+        """Compare the replicas, and save a checkpoint on rank 0. Raises the errors of `Run.save`."""
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
             state = run.checkpoint_state()

@@ -96,7 +96,7 @@ class Root:
             return file
 
     def append(self, name: str) -> IO[bytes]:
-        """Open or create a file for appending, without a buffer. Raises OSError as `open` does."""
+        """Open or create a file for appending, without a buffer. Raises the errors of `open`."""
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:

@@ -7,7 +7,7 @@ through two functions of the app's ``distributed`` module.
 `Collectives`, and passes batches on without reading them. Its methods raise exceptions, and do not end the process;
 only its signal handler does.
 
-`Run` only sets the order of calls. Its components also work alone: `samestep.cadence`, `samestep.step_sync`,
+`Run` only sets the order of calls. Its components also work without it: `samestep.cadence`, `samestep.step_sync`,
 `samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`,
 `samestep.trace`, and `samestep.replicas` or `samestep.sharded.shards`.
 """
@@ -137,7 +137,7 @@ class Run:
             storage: saves and restores arrays. By default every rank has a replica of the model.
 
         Raises:
-            ConfigError: the number of ranks or machines differs from the launch script's, or exceeds --virtual-ranks.
+            ConfigError: as in `check_launch`, or the number of ranks exceeds --virtual-ranks.
         """
         self.app = app
         self.options = options
@@ -155,7 +155,7 @@ class Run:
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
         if options.threads:
-            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # some frameworks read it later
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # some frameworks read the variable later
         check_launch(world)
 
     def _open_logs(self) -> None:
@@ -306,7 +306,7 @@ class Run:
         if self.world.rank == 0:  # must come before the log's first line; readers omit the log's lines after this event
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
-        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})  # fails now rather than in a save
+        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})  # raises for a value that no save could store
         self.step_sync.start(self.first_step)
         self.stop_request.install()
         self.stop_request.in_training = True
@@ -513,7 +513,7 @@ class Run:
     # --- the result ----------------------------------------------------------------------------------------------
 
     def finish(self, evaluation: Mapping[str, Any]) -> None:
-        """Compare the weights of all ranks, and write them on rank 0. Collective. Raises as `save` does."""
+        """Compare the weights of all ranks, and write them on rank 0. Collective. Raises the errors of `save`."""
         self.recorder.close()
         has_trained = self.first_step < self.last_step
         evaluation = self.guard.check_evaluation(evaluation, self.step, is_of_update=has_trained)
@@ -574,7 +574,7 @@ def check_result_fields(app: str, options: Options) -> None:
 
 
 def check_launch(world: World) -> None:
-    """Raise ConfigError if the number of ranks or machines differs from the launch script's."""
+    """Raise ConfigError if the number of ranks or machines differs from the number that the launch script requested."""
     info = JobInfo.from_environ(os.environ)
     for things, requested, count in (
         ("ranks", info.ranks, world.world_size),

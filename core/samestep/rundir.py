@@ -200,7 +200,7 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
 
 
 def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with old and new values, if a resume would continue another run than the checkpoint's.
+    """Raise ConfigError, with old and new values, if the checkpoint belongs to another app or another run.
 
     Args:
         saved: the checkpoint to resume from.
@@ -253,7 +253,7 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
 
 
 def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
-    """Create and lock the run dir, and return (absolute path, lock). Raises ConfigError if this fails."""
+    """Create and lock the run dir, and return (absolute path, lock). Raises ConfigError if the run dir is unusable."""
     run_dir = Path(os.path.realpath(run_dir))  # Path.resolve() raises RuntimeError for a loop of links
     make_log_folder(run_dir)
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
@@ -264,7 +264,7 @@ def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
 
 
 def make_log_folder(run_dir: Path) -> None:
-    """Create the run dir's folder ``log``. Raises ConfigError if this fails, or a folder in the run dir is a link."""
+    """Create the run dir's folder ``log``. Raises ConfigError if it cannot be created, or a subfolder is a link."""
     try:
         Root(run_dir).make_folder("log")
     except LinkError as error:
@@ -309,7 +309,7 @@ def archive_previous_run(run_dir: Path) -> None:
 
 
 def make_folder(path: Path, unique: bool = False) -> Path:
-    """Create a folder and its parents, and return its path. Raises ConfigError if this fails.
+    """Create a folder and its parents, and return its path. Raises ConfigError if it cannot be created.
 
     If ``unique`` and the folder exists, the new folder is ``path-2``, ``path-3``...
     """
@@ -339,7 +339,7 @@ class Lock:
     """
 
     def __init__(self, run_dir: Path, who: str) -> None:
-        """Open the lock file. Raises ConfigError if this fails.
+        """Open the lock file. Raises ConfigError if the file cannot be opened.
 
         Args:
             run_dir: folder of the run.
@@ -386,7 +386,7 @@ class Lock:
         return "another process"
 
     def _try(self, byte: int) -> bool:
-        """Try to lock a byte, and return whether this succeeded. Return True if the file system has no locks."""
+        """Try to lock a byte, and return whether the byte is locked. Return True if the file system has no locks."""
         taken = try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         if taken is None and not self._warned:
             risk = "two jobs can write to it at the same time: start only one"

@@ -62,7 +62,7 @@ def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> floa
 
     Args:
         step: number of the update, from 0.
-        milestones: steps from which on the factor is multiplied by ``gamma`` once more.
+        milestones: steps at which the factor is multiplied by ``gamma`` once more.
         gamma: factor of each milestone.
     """
     reached = [milestone for milestone in milestones if step >= milestone]

@@ -1,7 +1,7 @@
 """Compute which samples a rank takes at a step. Each epoch has one global order, divided by step and then by rank.
 
-The order of an epoch is a pseudo-random permutation of [0, n) that is never stored: `permute` computes any part of it
-from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
+The order of an epoch is a pseudo-random permutation of [0, n) that is never stored. `permute` computes any part of the
+order from (n, seed, epoch). Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
 batch size. Each rank takes one contiguous shard of these positions. Therefore:
 
 * The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# A statistical test must read almost the whole table of a 6-round Feistel network to distinguish it from a random
-# permutation. 8 rounds add a margin. Tiny datasets need more rounds: at n = 4 a round chooses one of 4 functions, so 8
-# rounds produce the 24 permutations with visibly unequal frequencies.
+# A statistical test must read almost the whole table of a 6-round Feistel network to recognize it, and 8 rounds add a
+# margin. Tiny datasets need more rounds. At n = 4 a round chooses one of 4 functions, so 8 rounds produce the 24
+# permutations with visibly unequal frequencies.
 ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
@@ -316,7 +316,7 @@ class GlobalBatches:
         return self._compute_indices(range(step, step + 1), *micro_batch)[0]
 
     def _cached_indices(self, step: int) -> NDArray[np.int64]:
-        """Return this rank's indices at ``step``; with ``virtual_ranks``, return the whole global batch's."""
+        """Return this rank's indices at ``step``, or with ``virtual_ranks`` the indices of the whole global batch."""
         cached = self._index_cache.get(step)
         if cached is not None:
             return cached

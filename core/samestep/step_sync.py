@@ -148,7 +148,7 @@ def _totals(table: NDArray[Any], names: list[str]) -> Totals:
 
     Args:
         table: float64 [world_size, numbers], in the order of `StepSync.reduce`.
-        names: names of the counts.
+        names: names of the counts, such as "correct".
     """
     first_phase = 3 + len(stop.STOP_SIGNALS) + 1
     first_count = first_phase + len(PHASES)

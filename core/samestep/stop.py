@@ -1,10 +1,13 @@
 """Turn signals into stop requests on which all ranks agree.
 
-TERM, USR1 (Slurm's ``--signal``) and the first Ctrl-C have the same effect: all ranks agree on a step, save it and exit
-with 128 + the signal. A rank exits at once at a second signal, at a signal before its first step, and if the ranks have
-not agreed within ``grace`` seconds. A rank also exits if another rank has ended. In this case a launcher sends TERM,
-and with NCCL the remaining ranks would wait for the ended rank. A thread handles the signals, because the main thread
-may wait in C code.
+After TERM, USR1 (Slurm's ``--signal``) or the first Ctrl-C, all ranks agree on a step, save it and exit with 128 + the
+signal. A rank exits at once, without saving, in these cases:
+
+* The rank receives a second signal, or a signal before its first step.
+* The ranks do not agree within ``grace`` seconds.
+* Another rank has ended. A launcher then sends TERM, and with NCCL the remaining ranks would wait for the ended rank.
+
+A thread handles the signals, because the main thread may wait in C code.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class StopRequest:
             rank_is_lost: function that returns whether another rank on this machine has ended.
         """
         self.number = 0  # the signal that this rank received, or 0
-        self.in_training = False  # whether this rank has begun its steps, after which ranks synchronize
+        self.in_training = False  # whether this rank has begun its first step; ranks synchronize after steps
         self._grace = grace
         self._exit_now = exit_now
         self._rank_is_lost = rank_is_lost

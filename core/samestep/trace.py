@@ -54,9 +54,9 @@ class Record(NamedTuple):
 def digest(values: NDArray[Any], offset: Sequence[int] = (), shape: Sequence[int] | None = None) -> int:
     """Return a 64-bit digest of the bits of an array and their places.
 
-    The digest is a sum modulo 2**64. The terms are the array's words of at most 32 bits, each multiplied by an odd key
-    of its row and an odd key of its column. Therefore a change of a single word always changes the digest. The digests
-    of the parts of an array add up to the digest of the whole array.
+    The digest is a sum modulo 2**64 over the array's words of at most 32 bits. Each word is multiplied by an odd key of
+    its row and an odd key of its column. Therefore a change of a single word always changes the digest. The digests of
+    an array's parts add up to the digest of the whole array.
 
     Args:
         values: the array, or a part of it.
@@ -143,7 +143,7 @@ class Trace:
         return (self._step + 1) % self._every == 0
 
     def begin_update(self) -> None:
-        """Digest the weights before a step's first update. Raises RetryableError as `check` does."""
+        """Digest the weights before a step's first update. Raises the errors of `check`."""
         is_taken = bool(self._before)
         if is_taken or not (self._is_due or self._after):
             return

@@ -58,7 +58,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open or create a file in a trusted folder, and return its descriptor. Raises as `Root.open` does.
+    """Open or create a file in a trusted folder, and return its descriptor. Raises the errors of `Root.open`.
 
     Args:
         path: path of the file.

@@ -41,7 +41,7 @@ def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
 
 
 def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """Read the six files of CIFAR-10. Raises ConfigError as `read` does.
+    """Read the six files of CIFAR-10. Raises the errors of `read`.
 
     Args:
         folder: folder of the files.

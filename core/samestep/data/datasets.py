@@ -91,7 +91,7 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
 
 
 def load(name: str, data_dir: Path) -> Dataset:
-    """Find a dataset as `resolve` does, without fallback, and read it. Raises ConfigError as `resolve` does."""
+    """Find a dataset as `resolve` does, without fallback, and read it. Raises the errors of `resolve`."""
     return _read(_find(name, data_dir, fallback=False))
 
 

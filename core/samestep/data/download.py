@@ -173,7 +173,7 @@ def _download(name: str, file: str, sha256: str) -> bytes:
 
 
 def _read_verified(response: Any, file: str, sha256: str) -> bytes:
-    """Return the body of a response. Raises _BrokenDownloadError if it is incomplete or has another SHA-256."""
+    """Return the body of a response. Raises _BrokenDownloadError if the body is incomplete or has another SHA-256."""
     length = response.headers.get("Content-Length") or ""
     total = int(length) if length.isdigit() else None
     content = bytearray()
@@ -196,7 +196,7 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
 
 @contextlib.contextmanager
 def _locked(name: str, folder: Path) -> Iterator[None]:
-    """Lock a folder in the cache, so that one process at a time fills it. Raises ConfigError if this fails."""
+    """Lock a folder in the cache, so that one process at a time fills it. Raises ConfigError if the lock fails."""
     path = folder / ".lock"
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -57,8 +57,8 @@ def names(dataset: str) -> tuple[str, ...]:
 def spellings(file: str) -> list[str]:
     """Return the names that a dataset's file may have, in the order of preference.
 
-    MNIST's files are published with a hyphen or a dot before ``idx``, and with .gz. torchvision stores plain and .gz
-    files; plain files are faster to read.
+    The names of MNIST's files have a hyphen or a dot before ``idx``, and may end in .gz. The torchvision package stores
+    both plain and .gz files. Plain files are preferred because they are faster to read.
     """
     if file in CIFAR_FILES:
         return [file]

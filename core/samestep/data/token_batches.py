@@ -48,11 +48,11 @@ class TokenBatches(GlobalBatches):
         lengths: number of tokens of each sample, int64 [n].
         targets: number of target tokens, which have a loss, of each sample, int64 [n].
         step_tokens: tokens per step, over all ranks. A step may exceed this number by less than one sample.
-        micro_tokens: maximum number of tokens of a micro-batch, including padding. It limits the memory.
+        micro_tokens: maximum number of tokens of a micro-batch, including padding, to limit the memory.
         seed: as in `GlobalBatches`.
         rank: as in `GlobalBatches`.
         world_size: as in `GlobalBatches`.
-        virtual_ranks: None, or the maximum number of ranks. The micro-batches do not depend on it.
+        virtual_ranks: None, or the maximum number of ranks. The micro-batches do not depend on this number.
 
     Raises:
         ValueError: an argument is out of range, or the longest sample exceeds a micro-batch or a step.

@@ -457,8 +457,8 @@ def explain(folder: Path, now: State, deadline: float) -> str:
     Args:
         folder: the run dir's ``log`` folder.
         now: state of the calling rank.
-        deadline: time limit of the diagnosis, on the clock `time.monotonic`. Until DIAGNOSIS_BUDGET before it, this
-            function waits for the files of the other ranks, which check each second whether they must write them.
+        deadline: time limit of the diagnosis, on the clock `time.monotonic`. The wait for the files of the other ranks
+            ends DIAGNOSIS_BUDGET seconds earlier.
 
     Returns:
         The diagnosis in one line. If another rank was first, its diagnosis is returned.
@@ -526,7 +526,7 @@ def format_diagnosis(diagnosis: Diagnosis, processes: Mapping[int, int] | None =
     """Return a diagnosis as one line.
 
     Args:
-        diagnosis: the diagnosis.
+        diagnosis: the result of `diagnose`.
         processes: the process ids of missing ranks on this machine, by rank.
     """
     suspects = diagnosis.suspects

@@ -4,8 +4,8 @@ A rank's local time is the time of its phases input, compute and optimizer, in w
 rank is slow in a window of steps if its local time exceeds ``factor`` times the median local time of the others. The
 difference must also exceed noise, MIN_SHARE of the window's time.
 
-A rank is reported if it is slow in consecutive windows over MIN_STEPS steps, and costs MIN_SECONDS in all. Therefore a
-short burst of other work on its machine, which slows one window, is not reported.
+A rank is reported if it is slow in consecutive windows over MIN_STEPS steps, and costs MIN_SECONDS in all. A short
+burst of other work on a machine slows only one window, and is not reported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StragglerDetector:
     def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = "") -> None:
         """Start after ``step`` updates.
 
-        Some ranks may have one more sample of a global batch than others. Therefore ``factor`` is multiplied by the
-        ratio of the largest shard to the smallest. Each rank must have at least one sample.
+        The shards of a global batch may differ by one sample. Therefore ``factor`` is multiplied by the ratio of the
+        largest shard to the smallest. Each rank must have at least one sample.
 
         Args:
             factor: minimum ratio of a straggler's local time to the others' median.

@@ -185,7 +185,7 @@ class Watchdog(Monitor):
         if (digests != digests[0]).any():
             if run_dir:
                 replica_check.quarantine_newest(run_dir)
-            collectives.broadcast(b"")  # no rank may exit before rank 0 has renamed it: the launcher then ends all
+            collectives.broadcast(b"")  # waits until rank 0 has renamed the checkpoint, because an exit ends all ranks
             raise replica_check.unequal(digests, self._clock.step)
 
     def record_event(self, kind: str, **fields: Any) -> None:
@@ -259,7 +259,7 @@ class Watchdog(Monitor):
         os._exit(1)
 
     def _diagnose(self, deadline: float) -> str:
-        from samestep.recovery import hang_diagnosis  # only a rank that hangs needs it
+        from samestep.recovery import hang_diagnosis  # only a rank that hangs needs this module
 
         return hang_diagnosis.explain(self.folder, self.state(), deadline)
 

@@ -36,7 +36,7 @@ class Shards:
         self._is_shared = False  # whether all ranks are known to see the run dir
 
     def restore(self, run: Run) -> dict[str, Any]:
-        """Resolve the run on rank 0, and load on each rank the parts that it needs. Raises as `Run.restore` does.
+        """Resolve the run on rank 0, and load on each rank the parts that it needs. Raises the errors of `Run.restore`.
 
         Before a checkpoint is used, the ranks verify its files, which are distributed over the ranks.
         """
@@ -147,7 +147,7 @@ class Shards:
             raise rundir.shape_mismatch_error(folder, init_from, error) from error
 
     def save(self, run: Run, groups: ShardGroups) -> None:
-        """Copy this rank's shards, and write them in a thread. Collective. Raises as `Run.save` does."""
+        """Copy this rank's shards, and write them in a thread. Collective. Raises the errors of `Run.save`."""
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
         body, kept = None, tuple[Any, ...]()
         settings: dict[str, Any] = {}
@@ -159,11 +159,11 @@ class Shards:
         self._current_checkpoint = folder
 
     def finish(self, run: Run) -> None:
-        """Wait until the last checkpoint is on the disk. Collective. Raises as `Run.save` does."""
+        """Wait until the last checkpoint is on the disk. Collective. Raises the errors of `Run.save`."""
         storage.finish(run.collectives, run.world.rank)  # collective
 
     def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:
-        """Write whole arrays on rank 0 from the checkpoint with the current weights. Raises as `Run.save` does.
+        """Write whole arrays on rank 0 from the checkpoint with the current weights. Raises the errors of `Run.save`.
 
         Memory holds one block at a time. Meanwhile rank 0 broadcasts heartbeats, so that the other ranks do not time
         out.

@@ -87,8 +87,8 @@ def save(
         rank: rank of this process.
         folder: final path of the checkpoint.
         groups: this rank's shards.
-        body: on rank 0, the app, the step, the state and the resume invariants ("arithmetic"), with the values that
-            `manifest.seal` allows; None on all other ranks.
+        body: on rank 0, the app, the step, the state and the resume invariants ("arithmetic") for `manifest.seal`;
+            None on all other ranks.
         keep: number of checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
         report: see `checkpoint.wait_for_previous`.
@@ -97,7 +97,7 @@ def save(
     Raises:
         NonRetryableError: this rank cannot save a value, or could not write the previous checkpoint. Earlier
             checkpoints stay as they are.
-        RemoteRankError: another rank failed in this way.
+        RemoteRankError: another rank raised NonRetryableError.
     """
     part, parts = _begin(collectives, rank, folder, groups, body, report)  # collective
     pieces = _pieces_of(parts)
@@ -123,7 +123,7 @@ def save(
 
 
 def finish(collectives: Collectives, rank: int) -> None:
-    """Wait until the last checkpoint is on the disk. Collective. Raises as `save` does."""
+    """Wait until the last checkpoint is on the disk. Collective. Raises the errors of `save`."""
     failure: Exception | None = None
     try:
         checkpoint.finish(writer=rank)
@@ -161,8 +161,8 @@ class _Part:
     """This rank's part of a checkpoint.
 
     Attributes:
-        entry: JSON values for the other ranks: the size of each file, the piece of each array, and a token that
-            identifies the report of this save.
+        entry: JSON values for the other ranks: the files' sizes, the arrays' pieces, and a token that identifies this
+            save's report.
         failure: the exception if the files could not be written, else None.
     """
 
@@ -229,7 +229,7 @@ def _begin(
     body: Mapping[str, Any] | None = None,
     report: checkpoint.Report = None,
 ) -> tuple[_Part, list[dict[str, Any]]]:
-    """Wait for the previous checkpoint, and check the values of all ranks. Collective. Raises as `save` does.
+    """Wait for the previous checkpoint, and check the values of all ranks. Collective. Raises the errors of `save`.
 
     Returns:
         This rank's part, and all ranks' entries in rank order.

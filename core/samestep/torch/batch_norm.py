@@ -35,7 +35,7 @@ class Normalize(torch.autograd.Function):
         alone: bool,
         group: Group,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Normalize x.
+        """Normalize x with statistics over all ranks' rows.
 
         Args:
             ctx: autograd's context.
@@ -141,7 +141,7 @@ def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> Non
 
 
 class GlobalBatchNorm(batchnorm._BatchNorm):
-    """A batch norm like torch's, with statistics over all ranks' rows.
+    """A version of torch's batch norm with statistics over all ranks' rows.
 
     A rank may have no rows if another rank has rows. `exact_model.exact` sets the attributes.
     """

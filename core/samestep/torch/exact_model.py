@@ -41,9 +41,9 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     """Make the training of ``model`` independent of the world size. Change the model in place, and return it.
 
     Batch norms compute statistics over all ranks' rows, or over each sub-shard with virtual ranks. The mask of a
-    dropout depends on the row of the global batch. Parameters, buffers and the names in a state_dict stay the same. If
-    the model is in DDP, gradients are summed in an order that a restart does not change, and DDP no longer broadcasts
-    buffers, which are equal on all ranks. Call this function after DDP and before torch.compile.
+    dropout depends on the row of the global batch. Parameters, buffers and the names in a state_dict stay the same. In
+    a DDP model, gradients are summed in an order that a restart does not change. DDP no longer broadcasts buffers,
+    because they are equal on all ranks. Call this function after DDP and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
     check.

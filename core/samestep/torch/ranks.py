@@ -85,7 +85,7 @@ def collective_device() -> torch.device:
 def use_gather(size: int, group: Group = None) -> bool:
     """Return whether rank 0 should sum a tensor of ``size`` bytes.
 
-    This is faster with gloo if the tensors are small, because the number of messages then determines the time.
+    With gloo, a sum on rank 0 is faster for small tensors, because the number of messages determines their time.
     """
     is_gloo = dist.get_backend(group) == "gloo"
     return is_gloo and 1 < dist.get_world_size(group) <= GATHER_MAX_BYTES // max(1, size)

@@ -1,6 +1,6 @@
 """Reduce gradients in an order that a restart does not change, so that a resumed run ends with the same bits.
 
-gloo's all-reduce is a ring. With 3 or more ranks, the order of an element's sum depends on its place in the bucket, and
+gloo's all-reduce is a ring. With 3 or more ranks, the order of an element's sum depends on its place in the bucket. But
 DDP rebuilds its buckets after the first backward pass. Therefore rank 0 adds up the gradients of small models in rank
 order, and the gradients of larger models are reduced parameter by parameter.
 """
@@ -75,7 +75,7 @@ def gradient_tree(
         model: the model whose gradients are reduced.
         batches: the run's global batches.
         buffers: tensors that each micro-batch overwrites, such as statistics of a norm, and that are summed too.
-        *collectives: the framework's all_to_all and all_gather; by default torch's.
+        *collectives: the framework's all_to_all and all_gather; by default the collectives of torch.
     """
     if not batches.virtual_ranks:
         return None

@@ -328,8 +328,8 @@ class GlobalBatchSampler(Sampler[Indices]):
 
         Args:
             loss_sum: sum of the losses of this rank's batch or micro-batch, scalar tensor.
-            grad_scale: factor of the gradient. The default is the world size, because DDP divides by the world size, or
-                1 with ``virtual_ranks``. Pass 1 if gradients are summed over ranks.
+            grad_scale: factor of the gradient. The default is 1 with ``virtual_ranks``, else the world size, because
+                DDP divides by the world size. Pass 1 if gradients are summed over ranks.
 
         Returns:
             This rank's part of the mean. The parts of all ranks and micro-batches add up to the mean.
@@ -456,7 +456,7 @@ def check_not_empty(dataset_len: int) -> None:
 
 
 def checked_place(rank: int | None, world_size: int | None, group: Group) -> Place | None:
-    """Return the caller's rank and world size; None to use the process group's.
+    """Return the rank and world size from a caller's arguments; None if the process group determines them.
 
     Args:
         rank: the caller's argument.

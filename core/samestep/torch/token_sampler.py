@@ -28,7 +28,7 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
         lengths: number of tokens of each example, int64 [n].
         targets: number of target tokens, which have a loss, of each example, int64 [n].
         step_tokens: tokens per step, over all ranks.
-        micro_tokens: maximum number of tokens of a micro-batch, including padding. It limits the memory.
+        micro_tokens: maximum number of tokens of a micro-batch, including padding, to limit the memory.
         rank: as in `GlobalBatchSampler`.
         world_size: as in `GlobalBatchSampler`.
         seed: as in `GlobalBatchSampler`.

@@ -62,7 +62,7 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
+    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes match the model."""
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
