@@ -306,7 +306,8 @@ class Run:
         if self.world.rank == 0:  # must come before the log's first line; readers omit the log's lines after this event
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
-        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})  # raises for a value that no save could store
+        # Check the state now, so that an invalid value is reported before the first update.
+        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})
         self.step_sync.start(self.first_step)
         self.stop_request.install()
         self.stop_request.in_training = True

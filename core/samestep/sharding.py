@@ -5,7 +5,7 @@ order from (n, seed, epoch). Step k takes the positions [k * B, (k + 1) * B) of 
 batch size. Each rank takes one contiguous shard of these positions. Therefore:
 
 * The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
-* A resume computes its first step as fast as any other. At another world size it repeats and omits no sample.
+* A resume computes its first step as fast as any other step. At another world size, it does not repeat or omit samples.
 * The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
 
 Checkpoints rely on the order: for given (n, seed, epoch) it must never change, on any platform or NumPy version.
@@ -110,7 +110,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
         epoch: integer in [0, 2**64). Different pairs of seed and epoch give unrelated orders.
 
     Returns:
-        int64 array of the shape of ``positions``, with values in [0, n). For arange(n) it is a permutation.
+        int64 array of the shape of ``positions``, with values in [0, n). The result for arange(n) is a permutation.
 
     Raises:
         ValueError: n, seed, epoch or a position is out of range.
@@ -277,8 +277,7 @@ class GlobalBatches:
     def micro_batches(self, step: int) -> list[tuple[int, int]]:
         """Return (k, count) of each micro-batch that this rank computes, for `rows` and `indices`.
 
-        A rank takes a shard of every micro-batch. With ``virtual_ranks`` it takes a shard of the list of micro-batches,
-        and computes each of them whole.
+        A rank takes a shard of every micro-batch. With ``virtual_ranks``, each micro-batch is on one rank.
         """
         count = self.num_micro_batches(step)
         own = range(count)

@@ -154,7 +154,7 @@ class Trace:
             self._before = weights
 
     def end_update(self) -> None:
-        """Digest the gradients after an update, because a closure of the optimizer may compute them during it."""
+        """Digest the gradients after an update, because an optimizer's closure may compute them during the update."""
         if not self._is_due:
             return
         self._gradients = self.gradients()

@@ -109,7 +109,7 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
         root.rename(temporary, f"{folder.name}/{name}")
-    except OSError:  # a full disk must not stop the training; the checkpoint will report it
+    except OSError:  # a full disk must not stop the training; the next checkpoint reports the full disk
         with contextlib.suppress(OSError):
             root.touch(f"{folder.name}/{name}")  # an old heartbeat would look to the launch script like a stopped rank
 
@@ -140,12 +140,12 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Check]) -> None:
 
 
 def integer(low: int, high: int) -> Check:
-    """Return a check for whole numbers in [low, high]; True and False fail it."""
+    """Return a check for whole numbers in [low, high]. True and False fail the check."""
     return lambda value: type(value) is int and low <= value <= high
 
 
 def number(low: float = -sys.float_info.max, high: float = sys.float_info.max) -> Check:
-    """Return a check for numbers in [low, high]; NaN and infinity fail it."""
+    """Return a check for numbers in [low, high]. NaN and infinity fail the check."""
     return lambda value: type(value) in (int, float) and low <= value <= high
 
 

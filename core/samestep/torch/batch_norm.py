@@ -63,7 +63,7 @@ class Normalize(torch.autograd.Function):
         if not alone:
             timed_all_reduce(sums, timer, group)  # collective
         mean, square = (sums[:-1] / sums[-1]).chunk(2)
-        variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # rounding may make it negative
+        variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # avoids negative values from rounding
         mean, total = mean.to(wide.dtype), sums[-1].to(wide.dtype)
         rsqrt = torch.rsqrt(variance + eps)
         scale = rsqrt if weight is None else weight * rsqrt

@@ -191,7 +191,7 @@ class DataLoader(TorchDataLoader[Any]):
     Args:
         dataset: object with ``__len__``, and ``__getitem__`` or ``__getitems__``.
         *args: as in torch.
-        seeded: whether to wrap the dataset. Pass False if it draws no random numbers.
+        seeded: whether to wrap the dataset. Pass False if the dataset draws no random numbers.
         **kwargs: as in torch.
 
     Raises:

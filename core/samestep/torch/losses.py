@@ -101,6 +101,6 @@ def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float
 
 
 def check_scalar(name: str, value: Tensor | float | None) -> None:
-    """Raise ValueError if a value is a tensor with dimensions. ``name`` is its name for the message."""
+    """Raise ValueError if a value is a tensor with dimensions. The message names the value ``name``."""
     if isinstance(value, Tensor) and value.ndim:
         raise ValueError(f"{name} has shape {list(value.shape)}: pass its sum")

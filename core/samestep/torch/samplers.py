@@ -132,7 +132,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         global_batch_size: examples per step, over all ranks.
         rank: rank of this process; by default the rank in the process group at the first iteration.
         world_size: number of ranks; by default the number in the process group at the first iteration.
-        seed: integer in [0, 2**64). The order of examples and the random numbers of `Seeded` depend on it.
+        seed: integer in [0, 2**64). The order of examples and the random numbers of `Seeded` depend on this seed.
         drop_last: whether to omit an epoch's last batch if it is smaller.
         seed_steps: whether to seed ``random``, ``numpy.random`` and torch from (seed, step) when the loop receives a
             batch. All ranks use the same seed.
@@ -381,7 +381,7 @@ class EvalSampler(Sampler[Indices]):
         dataset_len: number of examples.
         batch_size: maximum number of examples per block.
         blocks: minimum number of blocks. The default is the smallest number that ``batch_size`` allows.
-        even: whether to yield the same number of batches on each rank, some of them empty. Set it if the model's
+        even: whether to yield the same number of batches on each rank, some of them empty. Set ``even`` if the model's
             forward pass is a collective.
         rank: rank of this process; by default the rank in the process group.
         world_size: number of ranks; by default the number in the process group.

@@ -17,7 +17,7 @@ def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
     """Call ``trace`` before and after each update of ``parameters`` by any optimizer of this process.
 
     Args:
-        parameters: the weights by name, in the same order on all ranks. Of a DTensor, a rank digests its own shard.
+        parameters: the weights by name, in the same order on all ranks. A rank digests only its own shard of a DTensor.
         trace: the trace, whose attributes are set.
     """
     own = {id(parameter) for parameter in parameters.values()}

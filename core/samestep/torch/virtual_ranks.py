@@ -125,7 +125,7 @@ class GradientTree:
         return own
 
     def _exchange(self, nodes: list[Node], step: int) -> Tensor:
-        """Return the sum of all ranks' ``nodes``. If they are large, each rank adds only one slice."""
+        """Return the sum of all ranks' ``nodes``. If the nodes are large, each rank adds only one slice."""
         leaves = self._batches.num_micro_batches(step)
         layout = nodes_of_ranks(leaves, self._batches.world_size)
         size = sum(self._sizes) + len(self._padding)
