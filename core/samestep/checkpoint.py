@@ -283,7 +283,7 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    A kill at any time leaves only complete checkpoints, with or without the newest. Raises OSError.
+    A kill at any time leaves only complete checkpoints, with or without the newest. Raises OSError if a write fails.
 
     Args:
         folder: final path of the checkpoint.
@@ -329,7 +329,7 @@ def writing(what: object, folder: Path | None = None) -> Iterator[None]:
 
 
 def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
-    """Write and sync a file in the temporary folder of a checkpoint. Raises OSError.
+    """Write and sync a file in the temporary folder of a checkpoint. Raises OSError if the write fails.
 
     Args:
         folder: final path of the checkpoint.
@@ -363,7 +363,9 @@ def tensor_digests(content: Content) -> dict[str, str]:
 
 
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, sync it and rename it, so that no incomplete file is left. Raises OSError.
+    """Write a file under a temporary name, sync it and rename it, so that no incomplete file is left.
+
+    Raises OSError if the write fails.
 
     Args:
         path: path of the file.
@@ -390,7 +392,7 @@ def _write_synced(file: IO[bytes], content: Content | Callable[[IO[bytes]], obje
 
 
 def clear(run_dir: Path) -> None:
-    """Delete the incomplete checkpoints of killed processes. Raises OSError."""
+    """Delete the incomplete checkpoints of killed processes. Raises OSError if a deletion fails."""
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
             Root(run_dir).delete(f"checkpoints/{entry}")
@@ -573,7 +575,10 @@ def weights_file(group: str) -> str:
 
 
 def save_weights(path: Path, weights: Arrays) -> None:
-    """Wait for the last checkpoint, then write a safetensors file atomically. Raises NonRetryableError."""
+    """Wait for the last checkpoint, then write a safetensors file atomically.
+
+    Raises NonRetryableError if a write fails.
+    """
     finish()
     with writing(path):
         write_atomic(path, serialize(weights))

@@ -88,7 +88,7 @@ class Launcher:
         proof: variables that show that the launcher is present although ``unless`` is set.
         others: variables that `detect` does not read. A launch script removes them from its ranks' environment.
         allocation: variables of an allocation of machines. A launch script keeps them in its ranks' environment.
-        batch: variables that are 0 in a batch script, which no launcher has placed.
+        batch: variables that are 0 in a Slurm batch script, although no launcher has placed the script.
         command: command line before the program, a template for `samestep_launch.job.Job.command`; "" if `samestep run`
             cannot start the launcher.
         module: Python module that the command needs; "" if the command starts with ``program``.

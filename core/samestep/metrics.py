@@ -71,7 +71,7 @@ class Metrics:
         return lines
 
     def write(self, **values: Any) -> None:
-        """Append one line to the file without buffering. Raises NonRetryableError if the disk is full."""
+        """Append one line, and flush it to the file. Raises NonRetryableError if the disk is full."""
         with checkpoint.writing(self._path):
             self._file.write(json.dumps(values) + "\n")
 

@@ -54,20 +54,20 @@ class Storage(Protocol):
     is_sharded: bool  # whether each rank holds only shards of the arrays
 
     def restore(self, run: Run) -> dict[str, Any]:
-        """Find the checkpoint on rank 0, and load it on all ranks. Collective.
+        """Find the checkpoint on rank 0, and load it on all ranks. This call is a collective.
 
         Returns:
             Rank 0's message, `samestep.rundir.restore_message`.
         """
 
     def save(self, run: Run, groups: Any) -> None:
-        """Copy the arrays, and start writing the checkpoint in a thread. Collective."""
+        """Copy the arrays, and start writing the checkpoint in a thread. This call is a collective."""
 
     def finish(self, run: Run) -> None:
-        """Wait until the last checkpoint is on the disk, at least on rank 0. May be collective."""
+        """Wait until the last checkpoint is on the disk, at least on rank 0. This call may be a collective."""
 
     def write_final(self, run: Run, groups: Any) -> tuple[str, dict[str, Any]]:
-        """Write the final weights. Collective.
+        """Write the final weights. This call is a collective.
 
         Returns:
             SHA-256 of the weights in hexadecimal, and the result's fields of the best evaluation.
@@ -401,7 +401,7 @@ class Run:
         return self.cadence.after(done, self.step_sync.is_due(done))
 
     def sync(self, loss_sum: SupportsFloat | None = None, running_loss: SupportsFloat | None = None) -> StepActions:
-        """Reduce losses, counts and stop requests over all ranks, and return the actions. Collective.
+        """Reduce losses, counts and stop requests over all ranks, and return the actions. This call is a collective.
 
         Call `sync` once after each update whose actions have ``sync``. A stop request adds a log line and a checkpoint
         to the actions.
@@ -468,7 +468,7 @@ class Run:
         return "  ".join(texts)
 
     def save(self) -> None:
-        """Compare the arrays of all ranks, and save a checkpoint of the last logged update. Collective.
+        """Compare the arrays of all ranks, and save a checkpoint of the last logged update. This call is a collective.
 
         Training continues while a thread writes the checkpoint. The next save reports a failure of this thread.
 
@@ -514,7 +514,10 @@ class Run:
     # --- the result ----------------------------------------------------------------------------------------------
 
     def finish(self, evaluation: Mapping[str, Any]) -> None:
-        """Compare the weights of all ranks, and write them on rank 0. Collective. Raises the errors of `save`."""
+        """Compare the weights of all ranks, and write them on rank 0.
+
+        This call is a collective. Raises the errors of `save`.
+        """
         self.recorder.close()
         has_trained = self.first_step < self.last_step
         evaluation = self.guard.check_evaluation(evaluation, self.step, is_of_update=has_trained)

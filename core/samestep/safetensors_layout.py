@@ -32,7 +32,7 @@ def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
     """Compute the header of a safetensors file and the positions of its arrays.
 
     A file begins with the header's length in 8 bytes, little-endian. The header follows in JSON, padded with spaces to
-    a multiple of 8 bytes. Then follow the arrays in C order, little-endian. This format is described in
+    a multiple of 8 bytes. The arrays come last, in C order, little-endian. This format is described in
     https://huggingface.co/docs/safetensors, "Format".
 
     Args:

@@ -85,7 +85,7 @@ class StepSync:
         loss_sum: SupportsFloat | None = None,
         running_loss: SupportsFloat | None = None,
     ) -> Totals:
-        """Return the totals of all ranks after ``step`` updates. Collective.
+        """Return the totals of all ranks after ``step`` updates. This call is a collective.
 
         Args:
             step: number of updates done.

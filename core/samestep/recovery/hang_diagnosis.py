@@ -274,7 +274,7 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
 
 
 def _is_of_hang(values: State, now: State) -> bool:
-    """Return whether a file's values belong to the current hang, because files of an earlier start may exist."""
+    """Return whether a file's values belong to the current hang, and not to an earlier start of the job."""
     if not values or values.get("job") != now["job"]:
         return False
     if values["host"] != now["host"]:  # the clock of another host may differ

@@ -296,7 +296,7 @@ class Watchdog(Monitor):
 
         The C thread does not need the interpreter. But Python 3.11 may then read frames that the program has freed, and
         end a rank that trains by SIGSEGV. A busy machine delays heartbeats by seconds. So the C thread waits for half
-        the time limit.
+        the time limit, within STALL_DUMP_AFTER and STALL_DUMP_LATEST.
         """
         return max(STALL_DUMP_AFTER, min(STALL_DUMP_LATEST, self._clock.limit() / 2))
 

@@ -147,7 +147,10 @@ class Shards:
             raise rundir.shape_mismatch_error(folder, init_from, error) from error
 
     def save(self, run: Run, groups: ShardGroups) -> None:
-        """Copy this rank's shards, and write them in a thread. Collective. Raises the errors of `Run.save`."""
+        """Copy this rank's shards, and write them in a thread.
+
+        This call is a collective. Raises the errors of `Run.save`.
+        """
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
         body, kept = None, tuple[Any, ...]()
         settings: dict[str, Any] = {}
@@ -159,7 +162,7 @@ class Shards:
         self._current_checkpoint = folder
 
     def finish(self, run: Run) -> None:
-        """Wait until the last checkpoint is on the disk. Collective. Raises the errors of `Run.save`."""
+        """Wait until the last checkpoint is on the disk. This call is a collective. Raises the errors of `Run.save`."""
         storage.finish(run.collectives, run.world.rank)  # collective
 
     def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:

@@ -123,7 +123,7 @@ def save(
 
 
 def finish(collectives: Collectives, rank: int) -> None:
-    """Wait until the last checkpoint is on the disk. Collective. Raises the errors of `save`."""
+    """Wait until the last checkpoint is on the disk. This call is a collective. Raises the errors of `save`."""
     failure: Exception | None = None
     try:
         checkpoint.finish(writer=rank)
@@ -135,7 +135,7 @@ def finish(collectives: Collectives, rank: int) -> None:
 def write(
     collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write all ranks' files to the temporary folder of ``folder``, without a manifest. Collective.
+    """Write all ranks' files to the temporary folder of ``folder``, without a manifest. This call is a collective.
 
     Args:
         collectives: the collectives of the job.
@@ -229,7 +229,9 @@ def _begin(
     body: Mapping[str, Any] | None = None,
     report: checkpoint.Report = None,
 ) -> tuple[_Part, list[dict[str, Any]]]:
-    """Wait for the previous checkpoint, and check the values of all ranks. Collective. Raises the errors of `save`.
+    """Wait for the previous checkpoint, and check the values of all ranks.
+
+    This call is a collective. Raises the errors of `save`.
 
     Returns:
         This rank's part, and all ranks' entries in rank order.
@@ -249,12 +251,12 @@ def _begin(
 
 
 def _exchange(collectives: Collectives, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all ranks' entries in rank order, with {} for a rank that failed. Collective."""
+    """Return all ranks' entries in rank order, with {} for a rank that failed. This call is a collective."""
     return [json.loads(each) for each in all_gather_bytes(collectives, json.dumps(entry).encode())]
 
 
 def _agree(collectives: Collectives, failure: Exception | None) -> None:
-    """Raise ``failure``, or RemoteRankError if another rank failed. Collective."""
+    """Raise ``failure``, or RemoteRankError if another rank failed. This call is a collective."""
     failures = collectives.all_gather(np.array([failure is not None], np.int64))  # collective
     if failure:
         raise failure
@@ -424,7 +426,7 @@ def _merge(described: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def all_gather_bytes(collectives: Collectives, content: bytes) -> list[bytes]:
-    """Return every rank's ``content``, of any length, on every rank, in rank order. Collective."""
+    """Return every rank's ``content``, of any length, on every rank, in rank order. This call is a collective."""
     lengths = collectives.all_gather(np.array([len(content)], np.int64)).reshape(-1).tolist()
     local = np.frombuffer(content.ljust(max(lengths), b"\0"), np.uint8)
     rows = collectives.all_gather(local) if len(local) else np.empty((len(lengths), 0), np.uint8)
@@ -443,7 +445,10 @@ def not_shared_error(run_dir: Path, why: str) -> ConfigError:
 
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
-    """Read a sharded checkpoint like `checkpoint.read`, but verify files in blocks. Raises CorruptCheckpoint."""
+    """Read a sharded checkpoint like `checkpoint.read`, but verify files in blocks.
+
+    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    """
     saved = checkpoint.read(folder, verify=False)
     if verify and (damage := find_damage(folder, saved.files)):
         raise CorruptCheckpoint(damage)
@@ -536,7 +541,9 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
 def consolidate(
     arrays: Mapping[str, StoredTensor], path: Path | None = None, tick: Callable[[], Any] = lambda: None
 ) -> str:
-    """Write whole arrays to a safetensors file atomically, reading blocks of 16 MiB. Raises NonRetryableError.
+    """Write whole arrays to a safetensors file atomically, reading blocks of 16 MiB.
+
+    Raises NonRetryableError if a file cannot be read or written.
 
     Args:
         arrays: stored arrays by name.

@@ -80,7 +80,10 @@ class StoredTensor:
         return values
 
     def blocks(self) -> Iterator[NDArray[Any]]:
-        """Yield the whole array in C order, in parts of at most BLOCK bytes. Raises NonRetryableError."""
+        """Yield the whole array in C order, in parts of at most BLOCK bytes.
+
+        Raises NonRetryableError if a file cannot be read.
+        """
         for offset, shape in _split((0,) * len(self.shape), self.shape, max(1, BLOCK // self.dtype.itemsize)):
             yield self.read(offset, shape)
 

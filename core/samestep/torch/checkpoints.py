@@ -70,7 +70,7 @@ class Checkpoints:
         self.stops = None if grace is None else StopRequests(grace)
 
     def restore(self) -> int:
-        """Load the newest valid checkpoint into the parts. Collective.
+        """Load the newest valid checkpoint into the parts. This call is a collective.
 
         Returns:
             The number of steps done; 0 without a checkpoint.
@@ -183,7 +183,7 @@ class Checkpoints:
             checkpoint.save(self.folder, _APP, self.steps, groups, state, {}, keep=self.keep, report=print_warning)
 
     def _save_shards(self, groups: dict[str, Arrays], state: dict[str, Any]) -> None:
-        """Save each rank's shards of the parts. Collective."""
+        """Save each rank's shards of the parts. This call is a collective."""
         rank, _ = place()
         shards = {}
         for group, arrays in groups.items():
@@ -263,7 +263,10 @@ def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> di
 
 
 def read_any(folder: Path, verify: bool) -> Checkpoint:
-    """Read and verify a checkpoint. Verify a sharded checkpoint in blocks. Raises CorruptCheckpoint."""
+    """Read and verify a checkpoint; verify a sharded checkpoint in blocks.
+
+    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    """
     if checkpoint.read(folder, verify=False).pieces:
         return storage.read(folder, verify)
     return checkpoint.read(folder, verify)

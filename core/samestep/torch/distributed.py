@@ -21,7 +21,7 @@ from samestep.torch.ranks import broadcast as broadcast
 
 SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
 CONTEXT_BYTES = 1.5e9  # memory of a rank's CUDA context
-# NCCL's variables for --share-gpu; {} without the option. Global, because the environment belongs to the process.
+# NCCL's variables for --share-gpu; {} without the option. This dictionary is global, as the environment is.
 _sharing: dict[str, str] = {}
 
 

@@ -43,11 +43,11 @@ def global_mean(
     grad_scale: float | None = None,
     group: GroupOrAxis = None,
 ) -> Tensor:
-    """Return the sum of all ranks' ``loss_sum``, divided by the sum of all ranks' ``weight_sum``. Collective.
+    """Return the sum of all ranks' ``loss_sum``, divided by the sum of all ranks' ``weight_sum``.
 
-    The value is the same on all ranks. The gradient is this rank's part of the mean's gradient, multiplied by the world
-    size, because DDP and FSDP divide by the world size. Do not pass a mean as ``loss_sum``, because this is not
-    detected.
+    This call is a collective. The value is the same on all ranks. The gradient is this rank's part of the mean's
+    gradient, multiplied by the world size, because DDP and FSDP divide by the world size. Do not pass a mean as
+    ``loss_sum``, because this is not detected.
 
     If a step accumulates gradients of several micro-batches, pass the weight of the whole step as ``of``:
     ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean.
@@ -58,7 +58,7 @@ def global_mean(
             ranks, the result and its gradient are 0.
         of: the sum of weights over all ranks and micro-batches of the step, which replaces ``weight_sum``.
         grad_scale: factor of the gradient that replaces the world size. Pass 1 if gradients are summed over ranks.
-        group: the ranks that take different data: a process group, or an axis of a device mesh. By default all ranks.
+        group: the ranks that take different data: a process group, or an axis of a device mesh. None means all ranks.
 
     Raises:
         ValueError: an argument has dimensions, both or neither of ``weight_sum`` and ``of`` are given, or ``group`` is
@@ -84,7 +84,7 @@ def global_mean(
 
 
 def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float]:
-    """Return the sum of each value over all ranks. Collective.
+    """Return the sum of each value over all ranks. This call is a collective.
 
     Args:
         *values: numbers or scalar tensors, such as numbers of correct predictions. Pass equally many on all ranks.

@@ -92,10 +92,11 @@ def use_gather(size: int, group: Group = None) -> bool:
 
 
 def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
-    """Replace ``tensor`` by its sum over the ranks of a group, with the same bits on all ranks. Collective.
+    """Replace ``tensor`` by its sum over the ranks of a group, with the same bits on all ranks.
 
-    With p ranks, a ring needs 2 (p - 1) sequential messages, even for small tensors. For a small tensor, rank 0 gathers
-    and adds in rank order, and broadcasts the sum. This needs 1 + log2(p) sequential messages.
+    This call is a collective. With p ranks, a ring needs 2 (p - 1) sequential messages, even for small tensors. For a
+    small tensor, rank 0 gathers and adds in rank order, and broadcasts the sum. This needs 1 + log2(p) sequential
+    messages.
     """
     if torch.compiler.is_compiling() or not use_gather(tensor.nbytes, group):  # torch.compile cannot trace gather
         dist.all_reduce(tensor, group=group)  # collective

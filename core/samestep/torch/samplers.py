@@ -141,7 +141,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         accumulate: number of micro-batches per step. With this argument or ``virtual_ranks``, iterate over
             `micro_batches` in each step.
         group: the ranks that take different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
-            By default all ranks.
+            None means all ranks.
 
     Raises:
         TypeError: an argument is not a whole number.

@@ -17,7 +17,7 @@ from samestep.torch.ranks import collective_device, place
 GRACE_PART = 0.25  # fraction of the grace time between two all-reduces
 MAX_STEPS = 64  # maximum number of steps between two all-reduces, because steps may become slower
 
-_is_installed = False  # global, because signal handlers belong to the process
+_is_installed = False  # this variable is global because signal handlers belong to the process
 _exit_code: int | None = None  # exit code of a stopped program; None before a stop
 
 
@@ -62,7 +62,7 @@ class StopRequests:
         return self.signal if self._steps_left else self.agree()
 
     def agree(self) -> int:
-        """Reduce the stop requests of all ranks, and return the signal or 0. Collective."""
+        """Reduce the stop requests of all ranks, and return the signal or 0. This call is a collective."""
         self._request.in_training = True
         now = time.monotonic()
         seconds = (now - self._last_time) / self._interval

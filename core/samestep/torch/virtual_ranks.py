@@ -19,7 +19,7 @@ AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Exchange slices of a flat tensor between all ranks. Collective.
+    """Exchange slices of a flat tensor between all ranks. This call is a collective.
 
     Args:
         tensor: float [sum(send)].
@@ -35,7 +35,7 @@ def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> T
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return all ranks' ``tensor`` [k] as [world_size * k], in rank order. Collective."""
+    """Return all ranks' ``tensor`` [k] as [world_size * k], in rank order. This call is a collective."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)  # collective
     return torch.cat(gathered)
@@ -98,7 +98,7 @@ class GradientTree:
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int) -> Tensor:
-        """Set the gradient of each parameter to the sum over the global batch. Collective.
+        """Set the gradient of each parameter to the sum over the global batch. This call is a collective.
 
         Args:
             step: number of updates done before this one.
