@@ -199,9 +199,10 @@ def _flush(*streams: IO[str]) -> None:
 
 
 def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
-    """Exit as requested, from any thread. If ``is_final``, the launch script does not restart the job.
+    """Exit with the code of a stop signal, from any thread.
 
-    Each write has a timeout, because the console may be a pipe that nobody reads, and a disk may hang.
+    If ``is_final``, the launch script does not restart the job. Each write has a timeout, because the console may be a
+    pipe that nobody reads, and a disk may hang.
     """
     if is_final:
         call_with_timeout(1.0, no_restart, stopped.exit_code)

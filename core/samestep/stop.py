@@ -49,7 +49,7 @@ class StopRequest:
     def __init__(
         self, grace: float, exit_now: Callable[[Stopped], None], rank_is_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        """Prepare to receive a signal.
+        """Store the settings. `install` installs the signal handlers.
 
         Args:
             grace: seconds in which the ranks must agree on a step.

@@ -408,7 +408,7 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
-    """Return the first nonempty group: ranks that do not answer, ranks that do not wait, and waiting ranks that differ.
+    """Return the ranks that do not answer, or else the ranks that do not wait, or else waiting ranks that differ.
 
     Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks.
     """
@@ -493,7 +493,7 @@ def _update_states(states: dict[int, RankState], folder: Path, now: State) -> No
 
 
 def save_diagnosis(folder: Path, now: State, text: str) -> None:
-    """Write the diagnosis and the states of all ranks that do not answer, because a restart deletes heartbeats.
+    """Write the diagnosis and the states of all ranks that do not answer, because a restart replaces heartbeats.
 
     Args:
         folder: the run dir's ``log`` folder.
