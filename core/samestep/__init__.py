@@ -1,42 +1,41 @@
 """Provide the parts of a distributed-training program that frameworks omit.
 
-Modules that every rank uses:
+Main modules:
 
-* ``env``: rank, world size and launcher.
-* ``options``, ``log``, ``metrics``, ``checkpoint``.
-* ``sharding``: this rank's samples.
-* ``schedules``: learning rates.
-* ``run`` and ``rundir``: the life of one run, and its folder.
-* ``stop``, ``child_signals``, ``step_timer``, ``monitor``, ``events``, ``failures``.
+* ``run`` manages a run from its restore to its result, and ``rundir`` manages its folder.
+* ``env`` detects the rank, the world size and the launcher.
+* ``options`` parses the command line.
+* ``sharding`` computes each rank's samples, and ``schedules`` computes learning rates.
+* ``checkpoint``, ``metrics`` and ``log`` write the files of a run.
+* ``stop`` and ``child_signals`` handle stop signals.
 
-Packages that build on them:
+Packages that build on these modules:
 
 * ``data``: datasets.
 * ``recovery``: watchdog, hang diagnosis, straggler detection, replica check.
-* ``sharded``: checkpoints of models that no rank holds.
-* ``torch``: shared code of PyTorch apps.
+* ``sharded``: checkpoints of models that are sharded over the ranks.
+* ``torch``: parts for PyTorch training loops, and shared code of PyTorch apps.
 
-Three packages beside this one build on it, and no rank imports them: ``samestep_launch`` (launch scripts,
-``samestep run``), ``samestep_observe`` (report, watch, trackers) and ``samestep_check`` (``samestep check``).
-
-This module imports nothing.
+Three other packages build on this one: ``samestep_launch`` (launch scripts, ``samestep run``), ``samestep_observe``
+(report, watch, trackers) and ``samestep_check`` (``samestep check``).
 """
 
 __version__ = "0.3.0"
 
 
 class ConfigError(Exception):
-    """Report a mistake of the caller in one line that names the thing and the remedy. Programs exit with 2."""
+    """A mistake of the caller, described in one line with its remedy. Programs exit with code 2."""
 
 
 class NonRetryableError(Exception):
-    """Report a failure that a restart cannot fix, such as a full disk. Programs exit with 1."""
+    """A failure that a restart cannot fix, such as a full disk. Programs exit with code 1."""
 
 
 class RetryableError(Exception):
-    """Report a failure that a restart from the last good checkpoint can fix. Programs exit with 1.
+    """A failure that a restart from the last good checkpoint can fix. Programs exit with code 1.
 
-    ``repeated`` is the message if the next start fails in the same way, and a restart did not help.
+    Attributes:
+        repeated: the message to show if the next start fails in the same way.
     """
 
     def __init__(self, message: str, *, repeated: str = "") -> None:
@@ -45,7 +44,7 @@ class RetryableError(Exception):
 
 
 class RemoteRankError(Exception):
-    """End this rank silently because another rank failed and reports the reason itself."""
+    """A failure of another rank, which reports the reason itself. This rank exits without a message."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"another rank failed with exit code {exit_code}")

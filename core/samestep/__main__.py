@@ -1,6 +1,6 @@
-"""The command ``samestep``: run one of the programs that build on this package.
+"""Run a program that builds on this package: the command ``samestep``.
 
-Their packages are found by name, so that this package imports none of them.
+The programs' packages are imported by name at run time, so that this package does not depend on them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from samestep import __version__
 
-PROGRAMS = {  # the module of each, and its summary
+PROGRAMS = {  # by command: (module, summary)
     "run": ("samestep_launch.run_command", "run a program on N ranks, and restart it after failures"),
     "check": ("samestep_check.command", "test a training script under faults, in copies of its folder"),
     "report": ("samestep_observe.report", "compare runs on one HTML page"),
@@ -25,7 +25,7 @@ PROGRAMS = {  # the module of each, and its summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a program and return its exit code; an unknown name is one line and exit code 2."""
+    """Run a program and return its exit code. For an unknown command, print one line and return 2."""
     if arguments is None:
         arguments = sys.argv[1:]
     name, *rest = arguments or [""]

@@ -11,13 +11,13 @@ from samestep.options import json_value
 from samestep.sharding import RANDOM_NUMBERS
 from samestep.untrusted import shown
 
-MAX_THREADS = 100  # characters of OMP_NUM_THREADS that are kept
-UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # metadata that may change, or that has a warning of its own
+MAX_THREADS = 100  # maximum number of characters of OMP_NUM_THREADS to store
+UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # metadata that may change, or that other functions compare
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The settings of a process that affect the rounding of its sums. A checkpoint holds them.
+    """The settings of a process that affect the rounding of its sums. Each checkpoint stores them.
 
     Attributes:
         threads: the value of OMP_NUM_THREADS; None if it is not set.
@@ -29,16 +29,21 @@ class Arithmetic:
 
     @classmethod
     def of_process(cls, metadata: Mapping[str, Any]) -> Arithmetic:
-        """Return the arithmetic of this process."""
+        """Return the settings of this process: ``metadata``, and OMP_NUM_THREADS of the environment."""
         threads = os.environ.get("OMP_NUM_THREADS", "")[:MAX_THREADS]
         return cls(threads or None, json_value(metadata))
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the settings as JSON values for a checkpoint."""
         return {"threads": self.threads, "metadata": self.metadata}
 
     def threads_change(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Describe how the number of threads, an option or a variable ``name``, differs from a checkpoint's state."""
+        """Describe the change of the number of threads since a checkpoint; return None without a change.
+
+        Args:
+            state: the checkpoint's `state`.
+            name: the option or variable that sets the number of threads, for the message.
+        """
         before = state.get("threads", self.threads)
         if before == self.threads:
             return None
@@ -50,7 +55,7 @@ class Arithmetic:
         )
 
     def metadata_change(self, state: Mapping[str, Any]) -> str | None:
-        """Describe how the metadata differ from a checkpoint's state."""
+        """Describe the changes of the metadata since a checkpoint's `state`; return None without changes."""
         before = state.get("metadata", self.metadata)
         changes = list(self._changes(before))
         if not changes:
@@ -63,7 +68,7 @@ class Arithmetic:
                 yield f"{name} {shown(before.get(name))} before this resume, {shown(now)} now"
 
     def random_numbers_change(self, state: Mapping[str, Any]) -> str | None:
-        """Describe that a checkpoint of samestep 0.2 drew the random numbers of dropout in another way."""
+        """Return a warning if a checkpoint of samestep 0.2 drew other random numbers for dropout; else None."""
         if RANDOM_NUMBERS not in self.metadata or RANDOM_NUMBERS in state.get("metadata", {}):
             return None
         return (

@@ -1,4 +1,4 @@
-"""Keep the best evaluation of a run, for --keep-best."""
+"""Find the best evaluation of a run, and keep its weights, for --keep-best."""
 
 from __future__ import annotations
 
@@ -13,38 +13,42 @@ from samestep.untrusted import shown
 
 
 class BestEvaluation:
-    """Keep the best evaluation so far, the first of equals.
+    """The best evaluation so far. If several are equal, the first counts.
 
-    ``state`` goes into checkpoints: the step and its evaluation, by the metric's name. A resumed run starts with the
-    state of its checkpoint and finds later evaluations again. With another metric, it compares only later evaluations.
+    A resumed run starts with the ``state`` of its checkpoint. After a change of the metric, only later evaluations are
+    compared.
+
+    Attributes:
+        state: the number of updates ("step") and the value by the metric's name, for checkpoints; {} without an
+            evaluation.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:
-        """Begin with the ``state`` of a checkpoint.
+        """Start with the ``state`` of a checkpoint.
 
         Args:
             state: the attribute ``state`` of an earlier start, or None.
-            keep_best: the value of --keep-best: max:NAME, min:NAME, or True for test_accuracy, or test_loss without it.
-                False compares nothing, and only keeps the state.
+            keep_best: the value of --keep-best: max:NAME or min:NAME. True means test_accuracy, or test_loss if the
+                evaluation has no accuracy. False compares no evaluations and keeps the state.
         """
         self.state: dict[str, Any] = dict(state or {})
         self._keep_best = keep_best
 
     @property
     def step(self) -> int | None:
-        """The number of updates done at the best evaluation."""
+        """The number of updates done at the best evaluation; None without an evaluation."""
         return self.state.get("step")
 
     def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Compare the evaluation after ``step`` updates; {} means none.
+        """Compare the evaluation after ``step`` updates with the best one. Ignore an empty evaluation.
 
-        Raises NonRetryableError if the evaluation lacks the metric.
+        Raises NonRetryableError if the evaluation does not have the metric.
         """
         if not evaluation or not self._keep_best:
             return
         direction, _, name = self._metric(evaluation).partition(":")
         value = evaluation.get(name)
-        if value is None:  # it was NaN or infinite
+        if value is None:  # the value was NaN or infinite
             return
         if name not in self.state:
             is_better = True
@@ -56,7 +60,7 @@ class BestEvaluation:
             self.state = {"step": step, name: value}
 
     def _metric(self, evaluation: Mapping[str, Any]) -> str:
-        """Return max:NAME or min:NAME of the metric that is compared."""
+        """Return max:NAME or min:NAME for the metric to compare; "" if the evaluation has no metric."""
         if isinstance(self._keep_best, str):
             name = self._keep_best.partition(":")[2]
             if name in evaluation:
@@ -71,14 +75,21 @@ class BestEvaluation:
         return ""
 
     def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write ``model-best.safetensors`` from the best evaluation's checkpoint; return the fields of the result.
+        """Write ``model-best.safetensors`` from the best evaluation's checkpoint. Warn if the checkpoint is corrupt.
 
-        ``copy`` takes the checkpoint's folder and the file's path. A corrupt checkpoint costs the file, not the run.
-        Raises NonRetryableError if the disk is full.
+        Args:
+            run_dir: folder of the run.
+            copy: function that writes the weights of a checkpoint's folder to a file.
+
+        Returns:
+            The fields of the result, such as ``best_step``.
+
+        Raises:
+            NonRetryableError: the disk is full.
         """
         path = run_dir / "model-best.safetensors"
         with checkpoint.writing(path):
-            Root(run_dir).unlink(path.name)  # from an earlier end of this run
+            Root(run_dir).unlink(path.name)  # the file of an earlier finish of this run
         if self.step is None:
             log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
             return {}

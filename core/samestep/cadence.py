@@ -1,4 +1,4 @@
-"""Decide which actions follow an update, from its number alone."""
+"""Decide which actions follow an update, by the number of the update."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class StepActions(NamedTuple):
-    """The actions after an update, the same on all ranks."""
+    """The actions after an update, which are the same on all ranks."""
 
-    sync: bool  # reduce the numbers of `samestep.step_sync` over ranks, also before each of the others
-    log: bool  # write a line of metrics.jsonl, also before `evaluate` or `save`
-    evaluate: bool  # an epoch ends, or --evaluate-every
+    sync: bool  # reduce losses and counters over ranks (`samestep.step_sync`); True if `log` is
+    log: bool  # write a line of metrics.jsonl; True if `evaluate` or `save` is
+    evaluate: bool  # evaluate the model
     save: bool  # write a checkpoint
 
 
@@ -25,7 +25,7 @@ class Cadence:
         checkpoint_every: updates between checkpoints; 0 saves only after each epoch and the last update.
         steps_per_epoch: updates per epoch, at least 1.
         last_step: updates of the whole run.
-        keep_best: each evaluation is saved, and the last update is evaluated.
+        keep_best: whether to save after each evaluation, and to evaluate after the last update.
     """
 
     log_every: int
@@ -36,7 +36,7 @@ class Cadence:
     keep_best: bool = False
 
     def after(self, done: int, is_sync_due: bool = False) -> StepActions:
-        """Return the actions after ``done`` updates. With ``is_sync_due`` the ranks synchronize in any case."""
+        """Return the actions after ``done`` updates. If ``is_sync_due``, the ranks synchronize in any case."""
         is_last = done == self.last_step
         is_epoch_end = done % self.steps_per_epoch == 0
         evaluates = is_epoch_end or _is_multiple(done, self.evaluate_every)

@@ -1,13 +1,13 @@
-"""Write and read checkpoints: atomic, checksummed, and without pickle.
+"""Write and read atomic, checksummed checkpoints without pickle.
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
-(``model``, ``optimizer``) and ``manifest.json``. The manifest holds the step, the small state (running sums, elapsed
-seconds), the options that a resume must repeat, and size and SHA-256 of every file. It carries a SHA-256 of itself, so
-that any flipped bit is detected. The folder is written under a temporary name, synced and renamed.
+(``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the small state (running sums, elapsed
+seconds) and the options that a resume must repeat. To detect flipped bits, it also contains the size and SHA-256 of
+every file, and its own SHA-256. The folder is written under a temporary name, synced and renamed.
 
-Rank 0 alone reads and writes; it broadcasts the arrays, so no shared disk is assumed. Every rank may call the
-functions that only compute (`checksum`, `weights_sha256`, `state_dict_diff`). `samestep.sharded` writes
-checkpoints from each rank's shard.
+Only rank 0 reads and writes. It broadcasts the arrays, so ranks need no shared disk. Every rank may call the functions
+that only compute, such as `weights_sha256` and `state_dict_diff`. `samestep.sharded` writes checkpoints from each
+rank's shard.
 """
 
 from __future__ import annotations
@@ -39,30 +39,37 @@ from samestep.snapshot import Snapshot
 from samestep.untrusted import shown
 
 Arrays = dict[str, NDArray[Any]]
-_SURROGATE = re.compile("[\ud800-\udfff]")  # no UTF-8 has one
+_SURROGATE = re.compile("[\ud800-\udfff]")  # characters that UTF-8 cannot encode
 FORMAT = manifest.FORMAT
 _MANIFEST = "manifest.json"
-REPORTED_WAIT = 0.5  # seconds from which `wait_for_previous` reports a wait
-_pending: dict[int, Future[None]] = {}  # the checkpoint that is being written, by the rank that writes
-_threads: dict[int, _WriterThread] = {}  # by rank
+REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` reports
+_pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
+_threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
 _is_wait_reported = False
-process_fails = threading.Event()  # `samestep.log.run` sets it: other ranks may have ended, so no thread waits for them
+process_fails = threading.Event()  # set by `samestep.log.run`; threads then do not wait for ranks that may have ended
 
 
 class CorruptCheckpoint(Exception):
-    """Report why a checkpoint cannot be used."""
+    """A checkpoint cannot be used. The message has the reason."""
 
 
 class UnsupportedFormat(CorruptCheckpoint):
-    """Report a checkpoint, which may be good, that another version of this package wrote."""
+    """Another version of this package wrote the checkpoint, which may be good."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A good checkpoint.
+    """A valid checkpoint.
 
-    ``state`` and ``resume_invariants`` are JSON values. ``contents`` has the verified bytes of each group's safetensors
-    file, or nothing if only the manifest was read. ``files`` and, for a sharded one, ``pieces`` are the manifest's.
+    Attributes:
+        folder: folder of the checkpoint.
+        app: name of the app that wrote it.
+        step: number of updates done.
+        state: JSON values to restore.
+        resume_invariants: options that a resume must repeat, as JSON values.
+        contents: verified bytes of each group's safetensors file; empty if only the manifest was read.
+        files: the manifest's entries of files, by name.
+        pieces: the manifest's locations of arrays, by group; empty unless the checkpoint is sharded.
     """
 
     folder: Path
@@ -84,8 +91,8 @@ class Checkpoint:
 
 
 GroupNames = Iterable[str]  # such as "model" and "optimizer"
-Reader = Optional[Callable[..., Checkpoint]]  # takes the place of `read`
-Report = Optional[Callable[[str], None]]  # takes one line for the log
+Reader = Optional[Callable[..., Checkpoint]]  # a function that replaces `read`
+Report = Optional[Callable[[str], None]]  # a function that logs one line
 Content = Union[bytes, memoryview]
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -103,27 +110,30 @@ def save(
     report: Report = None,
     before_commit: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Write the checkpoint of ``step`` and delete older ones.
+    """Save the checkpoint of ``step`` in a thread, and delete old checkpoints.
 
-    Returns as soon as all values are checked and copied, so they may change. A thread hashes and writes the files;
-    `finish`, which the next call begins with, waits for it. So at most one checkpoint is lost by a kill, and the copies
-    take the memory of one checkpoint, which stays for later saves.
+    This function returns after it has checked and copied all values, so they may change. A thread hashes and writes the
+    files. The next call first waits for this thread. Therefore a kill loses at most one checkpoint, and the copies take
+    the memory of one checkpoint, which later saves reuse.
 
     Args:
-        run_dir: the run's folder.
-        app: the app's name.
-        step: the number of updates done.
+        run_dir: folder of the run.
+        app: name of the app, such as "cifar_ddp".
+        step: number of updates done.
         groups: arrays by group and name.
         state: JSON values to restore, as `manifest.seal` describes them.
         resume_invariants: options that a resume must repeat, as JSON values.
-        keep: how many of the newest checkpoints to keep, at least 1.
-        protected_step: a step whose checkpoint is kept as well.
+        keep: number of newest checkpoints to keep, at least 1.
+        protected_step: step of another checkpoint to keep, or None.
         report: see `wait_for_previous`.
-        before_commit: called by the thread before the checkpoint gets its name, to sync what the checkpoint relies on.
+        before_commit: function that the thread calls before it renames the folder, to sync other files of the run.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        NonRetryableError: a value cannot be kept in a checkpoint, or the previous checkpoint could not be written;
-            earlier ones are untouched.
+        NonRetryableError: a value is invalid, or the previous checkpoint could not be written. Earlier checkpoints
+            stay as they are.
     """
     wait_for_previous(f"step {step}", report)
     if keep < 1:
@@ -155,20 +165,20 @@ def save(
 
 
 def serialize(arrays: Arrays) -> bytes:
-    """Return the content of a safetensors file. Raises NonRetryableError for an array that it cannot hold."""
+    """Return arrays as the content of a safetensors file. Raises NonRetryableError for unsupported names or dtypes."""
     check_arrays(arrays)
-    # Its writer takes an array's memory as it lies.
+    # safetensors writes an array's memory without regard to its strides, so it must be in C order.
     return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def check_arrays(arrays: Arrays) -> None:
-    """Raise NonRetryableError as `check_array` for each array."""
+    """Call `check_array` for each array."""
     for name, array in arrays.items():
         check_array(name, array)
 
 
 def check_array(name: Any, array: Any) -> None:
-    """Raise NonRetryableError unless a safetensors file gives back the same array under the same name."""
+    """Raise NonRetryableError unless a safetensors file can store the array under this name without a change."""
     if not isinstance(name, str) or name == "__metadata__" or _SURROGATE.search(name):
         raise NonRetryableError(
             f"an array has the name {shown(repr(name))}, which no safetensors file can hold: rename it"
@@ -181,16 +191,16 @@ def check_array(name: Any, array: Any) -> None:
 
 
 def submit(write: Callable[[], None], writer: int = 0) -> None:
-    """Let a thread call ``write``; `finish` waits for it and raises its exception. ``writer`` is the rank."""
+    """Call ``write`` in the thread of the rank ``writer``. `finish` waits for the call and raises its exception."""
     if writer not in _threads:
         _threads[writer] = _WriterThread()
     _pending[writer] = _threads[writer].submit(write)
 
 
 class _WriterThread:
-    """A thread that writes checkpoints. To start one takes longer than to wake it.
+    """A thread that writes all checkpoints of a rank, because waking a thread is faster than starting one.
 
-    It is a daemon, so that a program whose other ranks are gone can end; see `_finish_at_exit`.
+    The thread is a daemon, so that a program can exit after other ranks have ended; see `_finish_at_exit`.
     """
 
     def __init__(self) -> None:
@@ -198,7 +208,7 @@ class _WriterThread:
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def submit(self, write: Callable[[], None]) -> Future[None]:
-        """Let the thread call ``write``; the result has its exception."""
+        """Call ``write`` in the thread, and return a future that gets its exception."""
         future: Future[None] = Future()
         self._jobs.put((write, future))
         return future
@@ -212,13 +222,14 @@ class _WriterThread:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del write  # and with it, the arrays that it holds
+            del write  # frees the arrays that the function refers to
 
 
 def finish(writer: int | None = None) -> None:
-    """Wait until the last checkpoint is on the disk under its name.
+    """Wait until the last checkpoint is complete on the disk.
 
-    ``writer`` names a rank, if several are threads of this process; None waits for all.
+    Args:
+        writer: the rank whose checkpoint to wait for, if several ranks are threads of this process; None for all.
 
     Raises:
         NonRetryableError: the checkpoint could not be written.
@@ -232,7 +243,7 @@ def finish(writer: int | None = None) -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Finish at the end of a program that does not. Other ranks may have ended, so no thread waits long for them."""
+    """Finish the last checkpoint at exit, without a long wait for ranks that may have ended."""
     process_fails.set()
     with contextlib.suppress(Exception):
         finish()
@@ -243,19 +254,19 @@ def _forget_threads() -> None:
     _threads.clear()
 
 
-os.register_at_fork(after_in_child=_forget_threads)  # a child has no thread that writes
+os.register_at_fork(after_in_child=_forget_threads)  # the threads do not exist in a forked child
 
 
 def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None:
-    """Wait as `finish` before a save, because one checkpoint at a time is written.
+    """Wait until the previous checkpoint is written, because a rank writes one checkpoint at a time.
 
     Args:
-        what: names the checkpoint that waits, such as "step 20".
-        report: called with one line if training waited; once in a process.
-        writer: the rank that writes.
+        what: name of the next checkpoint, such as "step 20", for the report.
+        report: function that logs one line if training waited, at most once per process.
+        writer: rank that writes the checkpoint.
 
     Raises:
-        NonRetryableError: the checkpoint before could not be written.
+        NonRetryableError: the previous checkpoint could not be written.
     """
     global _is_wait_reported
     begun = time.monotonic()
@@ -272,10 +283,10 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    A kill at any moment leaves complete checkpoints, with or without the newest. Raises OSError.
+    A kill at any time leaves only complete checkpoints, with or without the newest. Raises OSError if a write fails.
 
     Args:
-        folder: final name of the checkpoint.
+        folder: final path of the checkpoint.
         body: content of the manifest.
         keep: number of checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
@@ -286,7 +297,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     temporary = temporary_name(folder)
     name = f"checkpoints/{folder.name}"
     root.sync(temporary)
-    is_exchanged = root.exchange_folders(temporary, name)  # if there is one of the same step
+    is_exchanged = root.exchange_folders(temporary, name)  # True if a checkpoint of this step existed
     if not is_exchanged:
         root.delete_folder(name)
         root.rename(temporary, name)
@@ -302,9 +313,11 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
 
 @contextlib.contextmanager
 def writing(what: object, folder: Path | None = None) -> Iterator[None]:
-    """Turn an OSError of the context into a NonRetryableError.
+    """Convert an OSError in the context to NonRetryableError.
 
-    If it writes the checkpoint ``folder``, delete its half-written files.
+    Args:
+        what: the thing that is written, for the message.
+        folder: final path of the checkpoint that is written, whose incomplete files are then deleted; or None.
     """
     try:
         yield
@@ -316,14 +329,15 @@ def writing(what: object, folder: Path | None = None) -> Iterator[None]:
 
 
 def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
-    """Write and sync a file of the checkpoint ``folder``, under the folder's temporary name.
-
-    Returns its entry in a manifest: size and SHA-256. Raises OSError.
+    """Write and sync a file in the temporary folder of a checkpoint. Raises OSError if the write fails.
 
     Args:
-        folder: final name of the checkpoint.
+        folder: final path of the checkpoint.
         name: name of the file.
-        content: its bytes.
+        content: the bytes to write.
+
+    Returns:
+        The file's entry in the manifest: size and SHA-256.
     """
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)
@@ -331,12 +345,12 @@ def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
 
 
 def tensor_digests(content: Content) -> dict[str, str]:
-    """Return a 64-bit digest of each tensor in a safetensors file: 16 hexadecimal digits of the bytes' SHA-256.
+    """Return a digest of each tensor in a safetensors file by name: the first 16 hexadecimal digits of a SHA-256.
 
-    The digests name the tensor in which two checkpoints differ, or that is damaged.
+    The digests show in which tensors two checkpoints differ, and which tensors are damaged.
 
     Args:
-        content: the file.
+        content: content of the file.
     """
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(bytes(content[8:begin]))
@@ -349,9 +363,13 @@ def tensor_digests(content: Content) -> dict[str, str]:
 
 
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, sync it and rename it. Raises OSError; nothing partial is left.
+    """Write a file under a temporary name, sync it and rename it, so that no incomplete file is left.
 
-    ``content`` may be a function that writes it.
+    Raises OSError if the write fails.
+
+    Args:
+        path: path of the file.
+        content: the bytes to write, or a function that writes to an open file.
     """
     root = Root(path.parent)
     temporary = f".{path.name}.tmp"
@@ -374,7 +392,7 @@ def _write_synced(file: IO[bytes], content: Content | Callable[[IO[bytes]], obje
 
 
 def clear(run_dir: Path) -> None:
-    """Delete folders that a killed process left half-written or half-deleted. Raises OSError."""
+    """Delete the incomplete checkpoints of killed processes. Raises OSError if a deletion fails."""
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
             Root(run_dir).delete(f"checkpoints/{entry}")
@@ -389,17 +407,17 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def temporary_of(folder: Path) -> Path:
-    """Return the folder in which a checkpoint is written before it gets its name."""
+    """Return the temporary folder in which a checkpoint is written."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
 def temporary_name(folder: Path) -> str:
-    """Return `temporary_of`, relative to the run dir."""
+    """Return the path of `temporary_of` relative to the run dir."""
     return f"checkpoints/{temporary_of(folder).name}"
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first; half-written ones have other names. Raises ConfigError."""
+    """Return the folders of complete checkpoints, newest first. Raises ConfigError if they cannot be listed."""
     names = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if manifest.STEP_FOLDER.fullmatch(entry)]
     return sorted(names, key=_step_of, reverse=True)
 
@@ -416,20 +434,20 @@ def newest(
     groups: GroupNames = (),
     remedy: str = "",
 ) -> Checkpoint | None:
-    """Return the newest good checkpoint, or None if the run dir has none at all.
+    """Return the newest valid checkpoint; None if the run dir has no checkpoints.
 
     Args:
-        run_dir: the run's folder.
-        warn: called with one line for each corrupt checkpoint that is newer.
-        verify: False checks manifests alone.
-        reader: takes the place of `read`, such as one that shares the work among ranks.
-        groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
+        run_dir: folder of the run.
+        warn: function that is called with one line for each newer, corrupt checkpoint.
+        verify: whether to verify the files; False checks manifests and sizes.
+        reader: function that replaces `read`, such as a function that distributes the work over ranks.
+        groups: required groups. A checkpoint counts as corrupt if a group is missing, because a resume would start this
             group from its initial values.
-        remedy: the advice of an error, other than to restore a checkpoint.
+        remedy: advice for the errors, beside the advice to restore a checkpoint; "" for the default.
 
     Raises:
-        NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
-        ConfigError: another version of this package wrote one.
+        NonRetryableError: all checkpoints are corrupt. A new run would silently replace the existing run.
+        ConfigError: another version of this package wrote a checkpoint.
     """
     corrupt = []
     if not remedy:
@@ -438,7 +456,7 @@ def newest(
         try:
             candidate = (reader or read)(folder, verify)
             _check_groups(candidate, groups)
-        except UnsupportedFormat as error:  # an older one would repeat its steps, and rename it
+        except UnsupportedFormat as error:  # a resume from an older checkpoint would rename this one
             raise ConfigError(
                 f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
             ) from error
@@ -463,9 +481,9 @@ def _check_groups(candidate: Checkpoint, groups: GroupNames) -> None:
 
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
-    """Read and verify one checkpoint; without ``verify`` only its manifest and the files' sizes.
+    """Read and verify a checkpoint. Without ``verify``, check only the manifest and the files' sizes.
 
-    Raises CorruptCheckpoint.
+    Raises CorruptCheckpoint if the checkpoint cannot be used.
     """
     try:
         body = _read_manifest(folder)
@@ -525,7 +543,7 @@ def _read_verified(path: Path, sha256: str) -> bytes:
 
 
 def quarantine(folder: Path, why: str) -> None:
-    """Rename a checkpoint to "damaged-..." or "unequal-...", so that it is kept but no longer counted."""
+    """Rename a checkpoint to ``<why>-step-...``, such as "damaged-step-00000469", so that resumes ignore it."""
     root = Root(folder.parents[1])
     kept = f"checkpoints/{why}-{folder.name}"
     root.delete(kept)
@@ -536,7 +554,7 @@ def quarantine(folder: Path, why: str) -> None:
 
 
 def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
-    """Return the SHA-256 over names, dtypes, shapes and little-endian bytes of all arrays, in sorted name order."""
+    """Return the SHA-256 of the names, dtypes, shapes and little-endian bytes of all arrays, sorted by name."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         array = np.asarray(weights[name], order="C")
@@ -547,24 +565,27 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 
 
 def digest_line(name: str, array: Any) -> bytes:
-    """Return the prefix that `weights_sha256` hashes before an array's bytes."""
+    """Return the line that `weights_sha256` hashes before an array's bytes: name, dtype and shape."""
     return f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
 
 
 def weights_file(group: str) -> str:
-    """Return the name of a group's file of final weights."""
+    """Return the file name of a group's final weights."""
     return "model.safetensors" if group == "model" else f"model-{group}.safetensors"
 
 
 def save_weights(path: Path, weights: Arrays) -> None:
-    """Write a safetensors file atomically, after the last checkpoint. Raises NonRetryableError."""
+    """Wait for the last checkpoint, then write a safetensors file atomically.
+
+    Raises NonRetryableError if a write fails.
+    """
     finish()
     with writing(path):
         write_atomic(path, serialize(weights))
 
 
 def load_weights(path: Path) -> Arrays:
-    """Read a safetensors file of weights. Raises ConfigError if it is missing or not one."""
+    """Read the safetensors file of --init-from. Raises ConfigError if the file is missing or invalid."""
     try:
         return safetensors.numpy.load(untrusted.read_bytes(path))
     except OSError as error:
@@ -575,7 +596,15 @@ def load_weights(path: Path) -> Arrays:
 
 
 def state_dict_diff(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Return the first difference of arrays in names, shapes or dtypes; None if ``given`` fits ``wanted``."""
+    """Describe the first difference between two groups of arrays in names, shapes or dtypes.
+
+    Args:
+        given: arrays by name.
+        wanted: arrays by name to compare with.
+
+    Returns:
+        The difference; None if names, shapes and dtypes are equal.
+    """
     for name in sorted({*given, *wanted}):
         what = shown(name)
         if name not in given:
@@ -603,7 +632,7 @@ def _sha256(content: Content) -> str:
 
 
 def os_error_message(error: OSError) -> str:
-    """Describe an OSError with its path; for a full disk also the remedy."""
+    """Describe an OSError with its path. For a full disk, describe the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     if isinstance(error, LinkError):

@@ -1,14 +1,13 @@
 """Keep the child processes of a rank alive when a stop signal reaches the whole process group.
 
-Slurm, a terminal and ``kill -- -PGID`` signal the rank and all its children. A data loader's worker that ended would
-make the rank fail before the ranks have saved a step. So each child that a rank forks, or that `multiprocessing` starts
-by any method, blocks the stop signals, and a thread of the child receives them with their sender. The child obeys the
-signals of its parent, such as `multiprocessing.Process.terminate`, and its own. It obeys any other when its parent has
-ended.
+Slurm, a terminal and ``kill -- -PGID`` signal the rank and all its children. If a data loader's worker ended, the rank
+would fail before the ranks have saved a step. Therefore each child that a rank forks, or that `multiprocessing` starts
+by any method, blocks the stop signals. A thread of the child receives the signals with their sender. Signals from the
+child's parent, such as by `multiprocessing.Process.terminate`, and from the child itself take effect. Signals from
+other processes take effect once the parent has ended.
 
-A program inherits its signal mask from the process that executes it. So this module replaces Python's functions that
-execute programs: they restore the mask, and such a program receives signals as usual. This module uses the standard
-library only.
+A program inherits its signal mask from the process that executes it. Therefore this module wraps Python's functions
+that execute programs, so that such programs start with the original mask. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ORPHAN_SECONDS = 1.0  # between checks whether the parent has ended, once a signal was not obeyed
+ORPHAN_SECONDS = 1.0  # seconds between checks whether the parent has ended, while a signal is pending
 FOREVER = 1e6  # seconds
-PENDING_SECONDS = 1.0  # for a child to receive a signal, before its parent sends the same one
-_CONFIG_NAME = "samestep_signals"  # in the configuration that multiprocessing sends to each child
+PENDING_SECONDS = 1.0  # maximum seconds that a parent waits for a pending signal before it sends the same signal
+_CONFIG_NAME = "samestep_signals"  # key in the configuration that multiprocessing sends to each child
 
-# Module state, because the signal mask that it describes is process state.
+# These variables are global because the signal mask that they describe belongs to the process.
 _is_installed = False
 _blocks = False  # whether this process is a child that blocks the stop signals
-_thread = threading.local()  # mask and pid before a fork, and whether the thread executes a program
+_thread = threading.local()  # attributes: mask and pid before a fork, and whether the thread executes a program
 
 
 def install() -> None:
@@ -61,7 +60,7 @@ def install() -> None:
 
 
 def unblock() -> None:
-    """Receive stop signals as usual in this process, although it may be a child of a rank."""
+    """Unblock the stop signals in this process, which may be a child of a rank."""
     global _blocks
     _blocks = False
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -79,8 +78,12 @@ def _protect(*parents: int) -> None:
 
 
 def _receive_signals(*parents: int) -> None:
-    """Deliver the stop signals that the child obeys. ``parents`` are process ids, and `os.getppid` is the first."""
-    waiting = 0  # a signal that was not obeyed, or 0
+    """Receive stop signals, and deliver them if they come from a parent or the parent has ended.
+
+    Args:
+        *parents: ids of the processes whose signals take effect; the first is the value of `os.getppid`.
+    """
+    waiting = 0  # a signal that has not been delivered, or 0
     while True:
         received = signal.sigtimedwait(STOP_SIGNALS, ORPHAN_SECONDS if waiting else FOREVER)
         number = received.si_signo if received else waiting
@@ -93,28 +96,34 @@ def _receive_signals(*parents: int) -> None:
 
 
 def _deliver(number: int) -> None:
-    """Let a signal have its effect on this process: only the calling thread does not block it."""
+    """Send a signal to this process, and let the calling thread receive it."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
 
 class _StartedChild:
-    """Protects a child that multiprocessing starts by spawn or forkserver: the child receives a copy of this object."""
+    """An object that protects a child which multiprocessing starts by spawn or forkserver.
+
+    The child unpickles a copy of the object, and thereby calls `_protect_started`.
+    """
 
     def __reduce__(self) -> tuple[Callable[[int], _StartedChild], tuple[int]]:
         return _protect_started, (os.getpid(),)
 
 
 def _protect_started(creator: int) -> _StartedChild:
-    """Protect this process, which inherited blocked signals. A fork server is its parent, but not its ``creator``."""
+    """Protect this process, which inherited blocked signals. Its parent may be a fork server instead of ``creator``."""
     install()
     _protect(os.getppid(), creator)
     return _StartedChild()
 
 
 def _waiting_for_pending(call: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that signals a child: one that is pending, from another sender, would replace the parent's."""
+    """Return a function that signals a child after the same signal of another sender is no longer pending.
+
+    The system would drop the parent's signal while the same signal is pending.
+    """
 
     def send_signal(popen: Any, number: int) -> None:
         deadline = time.monotonic() + PENDING_SECONDS
@@ -126,7 +135,7 @@ def _waiting_for_pending(call: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_pending(pid: int, number: int) -> bool:
-    """Return whether a process has not received a signal that was sent to it."""
+    """Return whether a signal to a process is pending: sent, but not received."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         pending = next((line.split()[1] for line in file if line.startswith("ShdPnd:")), "0")
         return bool(int(pending, 16) >> (number - 1) & 1)
@@ -149,7 +158,7 @@ def _after_fork_in_child() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if getattr(_thread, "executes", False):  # by subprocess, with a preexec_fn
+    if getattr(_thread, "executes", False):  # subprocess forks in Python if it has a preexec_fn
         signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
     else:
         _protect(_thread.pid)
@@ -159,7 +168,7 @@ def _after_fork_in_child() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of Python, if this version of Python has it."""
+    """Replace the function ``name`` of ``owner`` by its wrapped version, if this version of Python has the function."""
     call = getattr(owner, name, None)
     if call:
         setattr(owner, name, functools.wraps(call)(wrapper(call)))
@@ -175,7 +184,7 @@ def _mask(how: int, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 
 def _blocking(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that starts an interpreter of multiprocessing, which blocks the stop signals from its start."""
+    """Wrap a function that starts an interpreter, so that the interpreter starts with blocked stop signals."""
 
     def start(*arguments: Any) -> Any:
         with _mask(signal.SIG_BLOCK, STOP_SIGNALS):
@@ -185,7 +194,7 @@ def _blocking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_mask(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function after which the mask is as before: Python's own unblocks TERM and INT."""
+    """Wrap a function so that it restores the signal mask, because Python's version unblocks TERM and INT."""
 
     def keep(*arguments: Any) -> Any:
         with _mask(signal.SIG_BLOCK, ()):
@@ -195,7 +204,7 @@ def _keeping_mask(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _executing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that executes a program without the mask of this module."""
+    """Wrap a function that executes a program, so that the program does not inherit blocked signals."""
 
     def execute(*arguments: Any, **keywords: Any) -> Any:
         _thread.executes = True
@@ -209,7 +218,7 @@ def _executing(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calling_shell(call: Callable[..., int]) -> Callable[..., int]:
-    """Return `os.system`; in a child it waits with blocked signals."""
+    """Wrap `os.system`, so that a child keeps the stop signals blocked while it waits for the command."""
 
     def system(command: str | bytes) -> int:
         if not _blocks:

@@ -1,18 +1,19 @@
 """Detect this process's place in the job (rank, world size, launcher) from environment variables.
 
-Several launchers may have left variables at the same time: torchrun under srun, mpirun in a Slurm job, a Kubernetes pod
-around them. `detect` reads all variables of one launcher and never mixes two. `_LAUNCHERS` is the only table of these
-variables, in order of precedence:
+The variables of several launchers may be set at the same time, such as with torchrun under srun, or mpirun in a Slurm
+job. `detect` reads the variables of one launcher and never mixes two. The table `_LAUNCHERS` lists all variables, in
+order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.
-2. Launchers that placed it on a node: Open MPI, MVAPICH2, jsrun and MPICH, which must agree too, and a Slurm step.
+2. Launchers that placed this process on a node: Open MPI, MVAPICH2, jsrun and MPICH, which must agree, and Slurm.
 3. Variables that a person or a platform exported: an Ascend rank table, RANK and WORLD_SIZE.
-4. Launchers that give an index but no size: PMIx, a Kubernetes Indexed Job. The process is refused.
+4. Launchers that give an index but no size: PMIx, a Kubernetes Indexed Job. With these, `detect` raises EnvError.
 
-Without any of these, the process trains alone, as rank 0 of 1. It never does so in silence beside other ranks:
+Without any of these, the process trains alone, as rank 0 of 1. To prevent several processes from training alone,
+`detect` raises EnvError in two cases:
 
-- One launcher gives the size 1 and another one a larger size: refused.
-- A variable without a launcher of the table gives a place, such as FLUX_TASK_RANK=3: refused.
+- One launcher gives the size 1 and another launcher gives a larger size.
+- A variable of an unknown launcher gives a rank, such as FLUX_TASK_RANK=3.
 
 An empty variable counts as unset. This module uses the standard library only.
 """
@@ -31,22 +32,25 @@ from samestep import ConfigError
 
 
 class EnvError(ConfigError, ValueError):
-    """Report incomplete, malformed or contradictory variables in one line, with names, values and the remedy."""
+    """Environment variables are incomplete, malformed or contradictory. The message has their values and the remedy."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Hold this process's place in the job. A field that the launcher does not set is None.
+    """This process's place in the job. A field is None if the launcher does not set it.
 
     Attributes:
-        rank: index of this process in [0, world_size). It is -1 for msrun's scheduler, which does not train.
+        rank: index of this process in [0, world_size); -1 for msrun's scheduler, which does not train.
         world_size: number of ranks.
-        local_rank, local_world_size: index of this rank among the ranks of its node, and their number.
-        node_rank, node_count: index of this node, and the number of nodes.
-        launcher: name of the launcher: "none" for a process that trains alone, "env" for plain RANK and WORLD_SIZE.
+        local_rank: index of this rank among the ranks on its node.
+        local_world_size: number of ranks on this node.
+        node_rank: index of this node.
+        node_count: number of nodes.
+        launcher: name of the launcher; "none" for a process that trains alone, "env" for plain RANK and WORLD_SIZE.
         role: "scheduler" for the process that msrun starts beside its workers, else "worker".
-        master_addr, master_port: address of the launcher's rendezvous.
-        restart_count: how many times torchrun or Slurm has restarted the job.
+        master_addr: host of the launcher's rendezvous.
+        master_port: port of the launcher's rendezvous.
+        restart_count: number of times that torchrun or Slurm has restarted the job.
     """
 
     rank: int
@@ -64,30 +68,33 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher: the variables by which its ranks recognize it, and how to start it.
+    """The environment variables of a launcher, and the command that starts it.
 
-    A string of variables holds names, separated by spaces. `A|B` means the first of them that is set, and `-` for
-    no variable. The launcher is present if any of ``markers`` (default: ``rank``) is set. If any of ``unless`` is set
-    too, the launcher is present only if any of ``proof`` (default: ``local``) is.
+    A string of variables contains names, separated by spaces. `A|B` means the first of these variables that is set, and
+    `-` means no variable. The launcher is present if any of ``markers`` (default: ``rank``) is set. If any of
+    ``unless`` is also set, the launcher is present only if any of ``proof`` (default: ``local``) is set.
 
     Attributes:
         name: the value of `World.launcher`.
-        kind: all present launchers of a kind of `_PEERS` must agree; an "index" comes without a size.
-        rank: rank and world size in the job.
-        local: the same on the node.
-        node: the node's rank, and the number of nodes.
-        tasks: Slurm's compressed list of tasks per node.
-        address: host and port of the rendezvous.
-        restarts: number of restarts.
+        kind: all present launchers of the same kind in `_PEERS` must agree; an "index" launcher sets no world size.
+        rank: variables of the rank and the world size.
+        local: variables of the local rank and the local world size.
+        node: variables of the node's rank and the number of nodes.
+        tasks: variable of Slurm's compressed list of tasks per node.
+        address: variables of the rendezvous's host and port.
+        restarts: variable of the number of restarts.
+        markers: variables that show that the launcher is present.
+        unless: variables of other launchers that may also have set ``markers``.
+        proof: variables that show that the launcher is present although ``unless`` is set.
         others: variables that `detect` does not read. A launch script removes them from its ranks' environment.
-        allocation: variables that describe an allocation of machines. A launch script leaves them to its ranks.
-        batch: variables that are 0 in a batch script, which no launcher placed.
-        command: its command up to the program, a template for `samestep_launch.job.Job.command`; "" if `samestep run`
-            cannot start it.
-        module: the Python module that the command needs; "" if it starts with ``program``.
-        program: the program on PATH that the command starts with.
-        line_prefix: a regular expression for its prefix of each line of a rank's stderr.
-        equal_ranks: whether it needs as many ranks on each machine.
+        allocation: variables of an allocation of machines. A launch script keeps them in its ranks' environment.
+        batch: variables that are 0 in a Slurm batch script, although no launcher has placed the script.
+        command: command line before the program, a template for `samestep_launch.job.Job.command`; "" if `samestep run`
+            cannot start the launcher.
+        module: Python module that the command needs; "" if the command starts with ``program``.
+        program: executable on PATH with which the command starts.
+        line_prefix: regular expression for the launcher's prefix of each line of a rank's stderr.
+        equal_ranks: whether the launcher requires the same number of ranks on each machine.
     """
 
     name: str
@@ -112,27 +119,28 @@ class Launcher:
 
 
 _SLURM_STEP = "SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS"
-# Kubeflow's defaults for torchrun's command line. They start no process themselves.
+# Kubeflow sets these variables as defaults for torchrun's command line. They do not give this process a rank.
 _PET = "PET_NODE_RANK PET_NNODES PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT"
 # fmt: off
 _LAUNCHERS = (
-    # MindSpore 2.10. RANK_ID is not read: msrun exports RANK_ID=0 for its scheduler before it starts workers, and on
-    # several machines without --node_rank they inherit that 0. MS_NODE_ID is set only if msrun knows the rank.
+    # MindSpore 2.10. RANK_ID is not read, because msrun exports RANK_ID=0 for its scheduler before it starts workers.
+    # Without --node_rank, workers on several machines inherit RANK_ID=0. msrun sets MS_NODE_ID only if the rank is
+    # known.
     Launcher("msrun", "starter", "MS_NODE_ID MS_WORKER_NUM", address="MS_SCHED_HOST MS_SCHED_PORT",
              markers="MS_ROLE",
              command="{python} -m mindspore.parallel.cluster.run --join=True --tail_worker_log={nproc} "
                      "--worker_num={world_size} --local_worker_num={nproc} --node_rank={node_rank} "
                      "--master_addr={master_addr} --master_port={master_port} --log_dir={log_dir}",
              module="mindspore", equal_ranks=True),
-    # Horovod 0.28 with gloo. With MPI, horovodrun sets no ranks, and `detect` reads the variables of the MPI.
-    # "Cross" counts the hosts that have this local rank.
+    # Horovod 0.28 with gloo. With MPI, horovodrun sets no ranks, so `detect` reads the MPI launcher's variables.
+    # HOROVOD_CROSS_SIZE is the number of hosts that have this local rank.
     Launcher("horovodrun", "starter", "HOROVOD_RANK HOROVOD_SIZE", "HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
              "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE",
              address="HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT",
              others="HOROVOD_HOSTNAME HOROVOD_ELASTIC",
              command="{python} -m horovod.runner.launch --gloo -np {nproc} --disable-cache {python}",
              module="horovod", line_prefix=r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"),
-    # torch 2.13. With a leftover TORCHELASTIC_USE_AGENT_STORE, rank 0 would wait for a store that nobody serves.
+    # torch 2.13. If TORCHELASTIC_USE_AGENT_STORE is left over, rank 0 waits for a store that no process serves.
     Launcher("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
              "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
              others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
@@ -142,8 +150,8 @@ _LAUNCHERS = (
                      "--nproc-per-node={nproc} --master-addr={master_addr} --master-port={master_port} "
                      "--max-restarts=0",
              module="torch"),
-    # paddle.distributed.launch and paddle.distributed.spawn of Paddle 3.3. Neither sets the index of the node.
-    # In Paddle's launcher, PADDLE_NNODES and other variables have priority over its command line.
+    # paddle.distributed.launch and paddle.distributed.spawn of Paddle 3.3 do not set the index of the node.
+    # In Paddle's launcher, PADDLE_NNODES and other variables override the command line.
     Launcher("paddle", "starter", "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM",
              "PADDLE_RANK_IN_NODE|PADDLE_LOCAL_RANK PADDLE_LOCAL_SIZE|-", "- PADDLE_NNODES", address="- -",
              others="PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_RANK PADDLE_GLOBAL_SIZE PADDLE_IPS PADDLE_JOB_ID "
@@ -154,52 +162,56 @@ _LAUNCHERS = (
                      "--nproc_per_node={nproc} --master={master_addr}:{master_port} --host={host} "
                      "--log_dir={log_dir}",
              module="paddle"),
-    # Open MPI 5. OMPI_COMM_WORLD_NODE_RANK is a second local rank, not the index of the node.
+    # Open MPI 5. OMPI_COMM_WORLD_NODE_RANK is another local rank, not the index of the node.
     Launcher("openmpi", "mpi", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
              others="OMPI_COMM_WORLD_NODE_RANK OMPI_UNIVERSE_SIZE",
              command="mpirun -np {nproc} {python}", program="mpirun"),
-    # mpirun_rsh of MVAPICH2 2.3
+    # MVAPICH2 2.3, started by mpirun_rsh.
     Launcher("mvapich2", "mpi", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE",
              "MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),
-    # IBM's jsrun, which sets Open MPI's variables too if the program is one of Spectrum MPI
+    # IBM's jsrun also sets Open MPI's variables if the program uses Spectrum MPI.
     Launcher("jsrun", "mpi", "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE",
              "JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE|-"),
-    # Hydra, the mpiexec of MPICH. `srun --mpi=pmi2` sets PMI_* too, but Slurm's own variables hold more.
+    # Hydra, the mpiexec of MPICH. `srun --mpi=pmi2` also sets PMI_*, but Slurm's own variables give more values.
     Launcher("mpich", "mpi", "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS", unless=_SLURM_STEP,
              others="PMI_FD"),
-    # srun. A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but no step: it is one process.
+    # srun. A batch script also has SLURM_PROCID=0 and SLURM_NTASKS. But it is a single process without a step.
     Launcher("slurm", "slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS", "SLURM_LOCALID -",
              "SLURM_NODEID SLURM_STEP_NUM_NODES|SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE",
              restarts="SLURM_RESTART_COUNT", markers=_SLURM_STEP,
              allocation="SLURM_NTASKS SLURM_NNODES SLURM_TASKS_PER_NODE SLURM_RESTART_COUNT",
              batch="SLURM_PROCID SLURM_LOCALID SLURM_NODEID"),
-    # Exported on Ascend without a launcher. DEVICE_ID is the number of a card there, not a local rank.
+    # These variables are exported on Ascend without a launcher. There, DEVICE_ID is the index of a card, not a local
+    # rank.
     Launcher("rank table", "exported", "RANK_ID RANK_SIZE", address="- -", unless=f"RANK WORLD_SIZE {_PET}",
              proof="RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH"),
-    # Exported by hand, by Alibaba DLC, by Kubeflow's PyTorchJob. torch's env:// reads the same variables.
+    # A user, Alibaba DLC or Kubeflow's PyTorchJob exports these variables. torch's env:// reads the same variables.
     Launcher("env", "exported", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
              markers=f"RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE {_PET}"),
-    # prun of PRRTE. Open MPI's mpirun sets PMIX_RANK too.
+    # prun of PRRTE. Open MPI's mpirun also sets PMIX_RANK.
     Launcher("pmix", "index", "PMIX_RANK -", others="PMIX_NAMESPACE"),
     Launcher("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
 )
 # fmt: on
-_PEERS = ("starter", "mpi")  # all present launchers of such a kind must agree
+_PEERS = ("starter", "mpi")  # all present launchers of the same one of these kinds must agree
 
-# The machines of a job: what a launch script reads. Variables that count processes elsewhere count machines here.
+# A launch script reads the machines of a job from these variables. WORLD_SIZE and RANK count machines here.
 MACHINE_COUNT = "NNODES|PET_NNODES|WORLD_SIZE"
 MACHINE_INDEX = "NODE_RANK|PET_NODE_RANK|RANK|JOB_COMPLETION_INDEX"
 MACHINE_ADDRESS = "MASTER_ADDR|PET_MASTER_ADDR"
 MACHINE_PORT = "MASTER_PORT|PET_MASTER_PORT"
 RANKS_PER_MACHINE = "NPROC_PER_NODE|PET_NPROC_PER_NODE"
 
-# An unknown launcher's index of a process. A size alone, such as BATCH_SIZE, is none.
+# Names of variables by which an unknown launcher may give a process its index.
 _INDEX_NAME = re.compile("[A-Z][A-Z0-9_]*_(RANK|RANKID|PROCID|TASKID|PE)")
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """Return the World that ``environ`` describes, by default the environment of this process. Read nothing else.
+    """Return this process's place in the job from environment variables alone.
+
+    Args:
+        environ: the variables; by default the environment of this process.
 
     Raises:
         EnvError: variables are incomplete, malformed or contradictory, or an unknown launcher started this process.
@@ -218,17 +230,17 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def startable_launchers() -> dict[str, Launcher]:
-    """Return the launchers that `samestep run` can start, by program; torchrun, its default, is the first."""
+    """Return the launchers that `samestep run` can start, by program or name. The first is torchrun, the default."""
     startable = [launcher for launcher in _LAUNCHERS if launcher.command]
     startable.sort(key=lambda launcher: launcher.name != "torchrun")
     return {launcher.program or launcher.name: launcher for launcher in startable}
 
 
 def launcher_variables() -> frozenset[str]:
-    """Return the names of the variables by which any launcher gives a process its place.
+    """Return the names of all variables by which launchers give a process its place.
 
-    A launch script removes them from the environment of the launcher that it starts. MASTER_ADDR and MASTER_PORT,
-    a rank table and the variables of an allocation stay.
+    A launch script removes these variables from the environment of the launcher that it starts. It keeps MASTER_ADDR,
+    MASTER_PORT, a rank table and the variables of an allocation.
     """
     names: set[str] = set()
     kept: set[str] = set()
@@ -242,7 +254,7 @@ def launcher_variables() -> frozenset[str]:
 
 
 def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
-    """Return name and value of the first variable of `A|B` that is set, else the first name and an empty value."""
+    """Return (name, value) of the first variable in ``names``, such as "A|B", that is set; else ("A", "")."""
     choices = names.split("|")
     for name in choices:
         if environ.get(name):
@@ -251,9 +263,9 @@ def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
 
 
 def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without RANK and WORLD_SIZE if they count another job's processes, not machines.
+    """Return the environment without RANK and WORLD_SIZE if they count the processes of another job.
 
-    torchrun sets its store's MASTER_PORT too, which is in use as long as the other job runs.
+    torchrun also sets MASTER_PORT, a port that is in use until the other job ends.
     """
     if not environ.get("LOCAL_RANK"):
         return environ
@@ -264,12 +276,12 @@ def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def machine_count(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the variable that counts a job's machines, and its value; the value is empty if none is set."""
+    """Return (name, value) of the variable that counts a job's machines; the value is "" if no variable is set."""
     return first_set(without_other_ranks(environ), MACHINE_COUNT)
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher whose variables `detect` reads, without a check of their values; None without any."""
+    """Return the launcher whose variables `detect` reads, without checking their values; None without a launcher."""
     env = {name: value for name, value in environ.items() if value}
     for spec in _LAUNCHERS:
         if _is_present(env, spec):
@@ -278,7 +290,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return what a launcher calls this job, or "" if it has no name; and whether the launcher has restarted it."""
+    """Return (the launcher's name for this job or "", whether the launcher has restarted the job)."""
     name = environ.get("TORCHELASTIC_RUN_ID", "none")
     if name == "none":
         slurm = environ.get("SLURM_JOB_ID")
@@ -288,7 +300,7 @@ def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def processor() -> str:
-    """Return the CPU's name, or "cpu" if the system does not give one."""
+    """Return the name of the CPU, or "cpu" if the name is unknown."""
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text() if cpus.exists() else ""
     match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
@@ -297,12 +309,12 @@ def processor() -> str:
     return platform.processor() or "cpu"
 
 
-# Checks across launchers. ``env`` holds the variables that are set, without surrounding blanks.
+# Checks across launchers. ``env`` contains the variables that are set, without surrounding blanks.
 
 
 def _check_agreement(env: dict[str, str], chosen: Launcher, world: World, other: Launcher) -> None:
     """Raise EnvError if another launcher's variables show that ``world`` is wrong."""
-    if other.proof and not _set(env, other.proof):  # without a rank table, RANK_ID and RANK_SIZE may be msrun's own
+    if other.proof and not _set(env, other.proof):  # without a rank table, msrun may have set RANK_ID and RANK_SIZE
         return
     are_peers = chosen.kind == other.kind and chosen.kind in _PEERS
     if are_peers and other.kind == "starter":
@@ -321,9 +333,10 @@ def _check_agreement(env: dict[str, str], chosen: Launcher, world: World, other:
 
 
 def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
-    """Return rank and world size of a launcher, and (0, 0) if they are incomplete or malformed.
+    """Return (rank, world size) of a launcher; (0, 0) if they are incomplete or malformed.
 
-    A process that has an index but no size is one of at least index + 1. In an Indexed Job, pods may train alone.
+    If the launcher sets an index but no size, the size is at least index + 1. The pods of an Indexed Job may train
+    alone, so their index does not count.
     """
     try:
         rank, size = _pair(env, spec.rank)
@@ -335,9 +348,9 @@ def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
 
 
 def _check_alone(env: dict[str, str]) -> None:
-    """Raise EnvError if a process without a launcher has a variable that some launcher gives to its processes.
+    """Raise EnvError if a process without a known launcher has a variable that numbers processes or machines.
 
-    The process would train alone, and so would each of its other ranks.
+    Otherwise each rank of the job would train alone.
     """
     if env.get("NNODES", "1") != "1":
         remedy = "run scripts/run_<app>.sh on each machine, which reads it, or unset NNODES to train alone"
@@ -357,14 +370,14 @@ def _check_alone(env: dict[str, str]) -> None:
 
 
 def _is_index(env: dict[str, str], name: str, known: set[str]) -> bool:
-    """Return whether a variable numbers a process or a node: a known one, or one with such a name."""
+    """Return whether a variable has the index of a process or node, and is known or named like such a variable."""
     if not re.fullmatch("[0-9]{1,10}", env[name]):
         return False
     return name in known or _INDEX_NAME.fullmatch(name) is not None
 
 
 def _index_names() -> set[str]:
-    """Return the variables of the table that number a process or a node."""
+    """Return the variables in `_LAUNCHERS` that have the index of a process or node."""
     indexes: set[str] = set()
     for spec in _LAUNCHERS:
         for pair in (spec.rank, spec.local, spec.node):
@@ -373,7 +386,7 @@ def _index_names() -> set[str]:
     return indexes
 
 
-# The special cases of single launchers
+# Special cases of launchers
 
 
 def _world(env: dict[str, str], spec: Launcher) -> World:
@@ -391,7 +404,7 @@ def _msrun(env: dict[str, str], spec: Launcher) -> World:
         return replace(_read({**env, "MS_NODE_ID": "0"}, spec), rank=-1, role="scheduler")
     if "MS_NODE_ID" not in env:
         raise EnvError(f"{shown} but MS_NODE_ID is unset, so the rank is unknown: give msrun --node_rank")
-    # msrun sets DEVICE_ID to the local rank. For workers that were started by hand it is the number of any card.
+    # msrun sets DEVICE_ID to the local rank. If workers are started by hand, DEVICE_ID is the index of any card.
     world = _read(env, spec)
     device = _number(env, "DEVICE_ID")
     if device is None or device >= size:
@@ -401,8 +414,8 @@ def _msrun(env: dict[str, str], spec: Launcher) -> World:
 
 def _horovodrun(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
-    # The cross size is the number of nodes if all hosts run equally many processes, which no variable states. The
-    # product misleads only for hosts as uneven as 1, 3 and 4 slots.
+    # The cross size is the number of nodes if all hosts run the same number of processes. No variable states whether
+    # they do. The product is misleading only for rare combinations of hosts, such as 1, 3 and 4 slots.
     is_even = (world.local_world_size or 0) * (world.node_count or 0) == world.world_size
     if is_even:
         return world
@@ -411,7 +424,7 @@ def _horovodrun(env: dict[str, str], spec: Launcher) -> World:
 
 def _paddle(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
-    # spawn sets neither a local rank nor a number of nodes, but lists the endpoints of all ranks.
+    # paddle.distributed.spawn sets no local rank and no number of nodes, but lists the endpoints of all ranks.
     hosts = [each.rpartition(":")[0] for each in env.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
     lists_one_host = len(hosts) == world.world_size and len(set(hosts)) == 1
     if lists_one_host and world.node_count is None and world.local_rank is None:
@@ -445,7 +458,7 @@ def _slurm(env: dict[str, str], spec: Launcher) -> World:
         world_size += repeat * tasks
     if (node_count, world_size) == (world.node_count, world.world_size):
         return replace(world, local_world_size=here)
-    if lists == ["SLURM_TASKS_PER_NODE"]:  # may be the job's list, and longer than this step's
+    if lists == ["SLURM_TASKS_PER_NODE"]:  # the list may describe the whole job instead of this step
         return world
     shown = _show(env, f"{spec.rank} {spec.node} {spec.tasks}")
     raise EnvError(f"slurm's variables contradict each other: {shown}: leave them to srun")
@@ -461,13 +474,14 @@ def _rank_table(env: dict[str, str], spec: Launcher) -> World:
 def _plain(env: dict[str, str], spec: Launcher) -> World:
     if "LOCAL_RANK" in env:
         return _read(env, spec)
-    # Without LOCAL_RANK they count processes, one on each node. With a number of processes per node they count nodes.
-    per_node = env.get("NPROC_PER_NODE", "1")  # may be a word such as "auto"
+    # Without LOCAL_RANK, RANK and WORLD_SIZE count processes, one per node. If a number of processes per node is set,
+    # they count nodes.
+    per_node = env.get("NPROC_PER_NODE", "1")  # the value may be a word such as "auto"
     if _set(env, _PET) or (per_node != "1" and _set(env, spec.rank)):
         shown = _show(env, f"{spec.rank} NPROC_PER_NODE {_PET}")
         raise EnvError(f"{shown} count nodes, not processes: run scripts/run_<app>.sh on each node, which reads them")
     world = _read(env, spec)
-    if re.fullmatch(r"localhost|127\.[\d.]+|::1", world.master_addr or ""):  # no other machine reaches it
+    if re.fullmatch(r"localhost|127\.[\d.]+|::1", world.master_addr or ""):  # all ranks are on this machine
         return replace(world, local_rank=world.rank, local_world_size=world.world_size, node_rank=0, node_count=1)
     return replace(world, local_rank=0, local_world_size=1, node_rank=world.rank, node_count=world.world_size)
 
@@ -494,7 +508,7 @@ def _is_present(env: dict[str, str], spec: Launcher) -> bool:
 
 
 def _read(env: dict[str, str], spec: Launcher) -> World:
-    """Return the World by the variables of ``spec``, as far as they are set."""
+    """Return the World that the variables of ``spec`` describe. A field is None if its variable is not set."""
     rank, world_size = cast("tuple[int, int]", _pair(env, spec.rank, spec.markers))
     local_rank, local_world_size = _pair(env, spec.local)
     node_rank, node_count = _pair(env, spec.node)
@@ -514,7 +528,7 @@ def _read(env: dict[str, str], spec: Launcher) -> World:
 
 
 def _complete(env: dict[str, str], spec: Launcher, world: World) -> World:
-    """Return ``world`` with the fields that follow from the others. Raise EnvError if they contradict each other."""
+    """Return ``world`` with all fields that follow from other fields. Raise EnvError if they contradict each other."""
     if world.role == "worker" and _is_on_one_node(world):
         world = _fill_single_node(world)
     if not _is_consistent(world):
@@ -529,7 +543,7 @@ def _is_on_one_node(world: World) -> bool:
 
 
 def _fill_single_node(world: World) -> World:
-    """Return the world with all that is known of ranks on one node, as far as the launcher does not set it."""
+    """Fill the unset fields of a world whose ranks are all on one node."""
     local_rank = world.local_rank
     if local_rank is None and world.world_size == 1:
         local_rank = 0
@@ -553,7 +567,7 @@ def _is_consistent(world: World) -> bool:
 
 
 def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | None, int | None]:
-    """Return (rank, size), with rank < size. Raise EnvError if one is unset although the other or a marker is set."""
+    """Return (rank, size), with rank < size. Raise EnvError if only one is set, or a marker is set without both."""
     rank_name, size_name = _names(env, names)
     unset = [name for name in (rank_name, size_name) if name not in env and name != "-"]
     causes = _set(env, f"{names} {markers}")
@@ -567,22 +581,22 @@ def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | Non
 
 
 def _number(env: dict[str, str], name: str, low: int = 0, high: int = 2**31 - 1) -> int | None:
-    """Return the variable as an int in [low, high], or None if it is unset. The default limit is a C int, as in MPI."""
+    """Return a variable as an int in [low, high]; None if it is unset. The default limit is a C int, as in MPI."""
     if name not in env:
         return None
-    # int() alone accepts "1_0", "+1" and digits of other scripts, and raises an error of its own for 5,000 digits.
+    # int() alone accepts "1_0", "+1" and digits of other scripts, and raises another error for 5,000 digits.
     if not re.fullmatch("[0-9]{1,10}", env[name]) or not low <= int(env[name]) <= high:
         raise EnvError(f"{_show(env, name)} is not a whole number from {low} to {high}: correct or unset it")
     return int(env[name])
 
 
 def _all_names(*texts: str) -> set[str]:
-    """Return every name in texts of a Launcher."""
+    """Return all variable names in ``texts``, which are fields of a Launcher."""
     return set(re.findall("[A-Z0-9_]+", " ".join(texts)))
 
 
 def _names(env: dict[str, str], names: str) -> list[str]:
-    """Return one name for each `A|B` in ``names``: the first that is set or `-`, or else the first."""
+    """Return one name for each `A|B` in ``names``: the first name that is set or is `-`, else the first name."""
     chosen = []
     for text in names.split():
         choices = text.split("|")
@@ -596,7 +610,7 @@ def _set(env: dict[str, str], names: str) -> list[str]:
 
 
 def _show(env: dict[str, str], names: str) -> str:
-    """Return ``A='1', B='2'`` for the variables that are set, on one line, with long values cut."""
+    """Return ``A='1', B='2'`` for the variables that are set, on one line. Long values are cut off."""
     shown = []
     for name in _set(env, names):
         rest = "..." if len(env[name]) > 60 else ""

@@ -1,7 +1,7 @@
 """Record the events of a run in ``<run-dir>/log/events.jsonl``: one JSON object per line, with a kind.
 
-Readers such as `samestep_observe` rely on these kinds and fields, never on the wording of a message. Standard library
-only: a launch script writes events before a framework is installed.
+Readers such as `samestep_observe` rely on these kinds and fields, never on the wording of a message. This module uses
+the standard library only, because a launch script writes events before a framework is installed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 from samestep.root import Root
 
 FILE_NAME = "events.jsonl"
-START = "start"  # steps begin; has the fields step, last_step, ranks
-SIGNAL = "signal"  # stopped as requested
+START = "start"  # the first step begins; the event has the fields step, last_step and ranks
+SIGNAL = "signal"  # the run stopped as requested
 HANG = "hang"
-MEMBERS = "members"  # ranks came or went while the others trained
+MEMBERS = "members"  # ranks joined or left during training
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
-DAMAGE = "damage"  # a corrupt checkpoint is skipped
+DAMAGE = "damage"  # a corrupt checkpoint was skipped
 FAILURE = "failure"  # any other error
 KINDS = (START, SIGNAL, HANG, MEMBERS, ROLLBACK, DAMAGE, FAILURE)
 
 
 def append_event(folder: Path, kind: str, **fields: Any) -> None:
-    """Append one event to the log folder's file. Errors are ignored: the failure that is reported matters more.
+    """Append one event to the file. Errors are ignored, because the reported failure matters more.
 
     Args:
-        folder: ``<run-dir>/log``.
-        kind: one of KINDS.
+        folder: the run dir's ``log`` folder.
+        kind: kind of the event, one of KINDS.
         **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
     """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
     with contextlib.suppress(OSError):
         descriptor = Root(folder.parent).open(f"{folder.name}/{FILE_NAME}", os.O_WRONLY | os.O_APPEND)
         with os.fdopen(descriptor, "a") as file:
-            file.write(f"{line}\n")  # one write, so that the lines of several ranks do not mix
+            file.write(f"{line}\n")  # one call, so that the lines of several ranks do not mix

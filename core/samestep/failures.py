@@ -1,7 +1,7 @@
-"""Record why a start of a job failed, so that the launch script recognizes the same failure at the next start.
+"""Record why a start of a job failed, so that the launch script can detect that the next start fails in the same way.
 
-The file ``log/failure`` holds the exception of the first rank that failed. A rank that has lost its connection to
-another one does not count: its failure is a consequence. This module uses the standard library only.
+The file ``log/failure`` holds the exception of the first rank that failed. A rank that lost its connection to another
+rank does not count, because its failure is a consequence. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from samestep.untrusted import check, integer, read_object, shown, text, write_json
 
-FILE_NAME = "failure"  # in the log folder
-MAX_TEXT = 1000  # characters
-# The errors of gloo, NCCL and Horovod in ranks that have lost another one.
+FILE_NAME = "failure"  # name of the file in the log folder
+MAX_TEXT = 1000  # maximum number of characters of each text
+# Regular expression for the errors of gloo, NCCL and Horovod in ranks that lost the connection to another rank.
 LOST_CONNECTION = r"connection (was )?(closed|reset)|broken pipe|remote process|has been shut down"
-_CHANGING = re.compile(r"0x[0-9a-f]+|\bpid \d+|\bport \d+|:\d{2,5}\b", re.IGNORECASE)  # at each start
+# The parts of a message that differ between two starts with the same failure.
+_CHANGING = re.compile(r"0x[0-9a-f]+|\bpid \d+|\bport \d+|:\d{2,5}\b", re.IGNORECASE)
 _SCHEMA = {"step": integer(0, 2**63), "error": text(MAX_TEXT), "text": text(MAX_TEXT)}
 
 
@@ -25,7 +26,7 @@ class Failure(NamedTuple):
 
     Attributes:
         step: number of updates done.
-        error: class of the exception.
+        error: name of the exception's class, such as "ValueError".
         text: one line, such as "rank 0: ValueError: sample 7 is damaged".
     """
 
@@ -34,7 +35,7 @@ class Failure(NamedTuple):
     text: str
 
     def is_same(self, other: Failure | None) -> bool:
-        """Return whether another start failed at the same step with the same error, apart from addresses and ids."""
+        """Return whether both failed at the same step with the same error. Addresses, ports and ids may differ."""
         return other is not None and self._constant == other._constant
 
     @property
@@ -48,15 +49,15 @@ def is_lost_connection(problem: BaseException) -> bool:
 
 
 def record(folder: Path, job: str, rank: int, step: int, problem: BaseException, line: str) -> None:
-    """Write the file, unless a rank of this job has done so, or the problem follows from another rank's end.
+    """Record a failure, unless a rank of this start has recorded one, or another rank's end caused the failure.
 
     Args:
         folder: the run dir's ``log`` folder.
-        job: the name of this start.
-        rank: this rank.
+        job: the name of this start of the job.
+        rank: rank of this process.
         step: number of updates done.
-        problem: the exception.
-        line: describes it in one line.
+        problem: the exception that ended this rank.
+        line: one line that describes the exception.
     """
     is_first = read_object(folder / FILE_NAME).get("job") != job
     if is_first and not is_lost_connection(problem):
@@ -65,7 +66,7 @@ def record(folder: Path, job: str, rank: int, step: int, problem: BaseException,
 
 
 def read(folder: Path, job: str) -> Failure | None:
-    """Return the failure of this start of the job; None if no rank has recorded one."""
+    """Return the recorded failure of the start ``job``; None if no rank has recorded a failure."""
     values = read_object(folder / FILE_NAME)
     try:
         check(values, {**_SCHEMA, "job": text(MAX_TEXT)})

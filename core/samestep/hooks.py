@@ -1,4 +1,4 @@
-"""Let an app change what its launch script does. This module uses the standard library only."""
+"""Define the hooks by which an app changes its launch script. This module uses the standard library only."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ Kind = TypeVar("Kind", bound=Options)
 
 
 def _accept(options: Any, ranks: int) -> None:
-    """Accept any options."""
+    """Accept all options."""
 
 
 def _no_variables(options: Any) -> dict[str, str]:
-    """Return no variables."""
+    """Return an empty dictionary."""
     return {}
 
 
 def _no_machines(options: Any, ranks: int) -> tuple[int, int] | None:
-    """Return that no file lists the machines."""
+    """Return None, because no file lists the machines."""
     return None
 
 
 def _start(options: Any, dataset: str, step: int) -> None:
-    """Accept any dataset and first step."""
+    """Accept all datasets and first steps."""
 
 
 @dataclass(frozen=True)
 class AppHooks(Generic[Kind]):
-    """The properties of an app that its launch script uses. Each has a default.
+    """The properties and functions of an app that its launch script uses. All of them have defaults.
 
     An app's options.py ends with ``HOOKS: AppHooks[Options] = AppHooks(...)``. The functions raise ConfigError.
 
     Attributes:
-        commands: descriptions by name, if a call has a command after N.
+        commands: the app's commands, which follow N on the command line: descriptions by name.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
-        equal_ranks: whether the launcher needs as many ranks on each machine.
+        equal_ranks: whether the launcher requires the same number of ranks on each machine.
         may_differ: names of options that may differ between machines.
-        late_machines: whether the launcher continues without a lost machine, which may come back.
-        check_ranks: checks the options against N ranks on a machine.
-        check_installed: checks the installed packages for N ranks, in the environment of the app.
-        setup_environment: returns the variables by which setup.sh builds; other variables make another environment.
-        find_machines: returns the number of machines and the number of this one, from 0, if a file of the launcher
-            lists them; else None.
-        check_start: checks the name of the dataset and the first step, before a start.
+        late_machines: whether the launcher continues without a lost machine, which may rejoin later.
+        check_ranks: function that checks the options for N ranks on a machine.
+        check_installed: function that checks, in the app's environment, the installed packages for N ranks.
+        setup_environment: function that returns the variables for setup.sh. Other values build another environment.
+        find_machines: function that returns (number of machines, index of this machine from 0) if a file of the
+            launcher lists the machines; else None.
+        check_start: function that checks the name of the dataset and the first step before a start.
     """
 
     commands: Mapping[str, str] = field(default_factory=dict)

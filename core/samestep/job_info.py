@@ -1,8 +1,8 @@
-"""Pass values from a launch script to its ranks, in one JSON document: the environment variable SAMESTEP_JOB_INFO.
+"""Pass values from a launch script to its ranks by a JSON document in the environment variable SAMESTEP_JOB_INFO.
 
-`JobInfo` is the document. Two of its fields are plain variables instead, for programs that do not use this package:
-SAMESTEP_RUN_DIR and SAMESTEP_RESTARTS. A process reads the variables when it needs them and keeps no copy, because a
-process that forks ranks gets other values at each start of the job. This module uses the standard library only.
+`JobInfo` is the content of the document. The fields ``run_dir`` and ``restarts`` are separate variables,
+SAMESTEP_RUN_DIR and SAMESTEP_RESTARTS, for programs that do not use this package. Processes must not cache the values,
+because a process that forks ranks gets new values at each start of the job. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -41,25 +41,27 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class JobInfo:
-    """The values that a launch script passes to the processes of one start of a job; all empty without a launch script.
+    """The values that a launch script passes to the processes of one start of a job.
+
+    Without a launch script, all values are empty.
 
     Attributes:
-        job: name of this start, the same on all machines.
-        launcher: process and host of this machine's launch script, as in "123@node-1".
+        job: name of this start, which is the same on all machines.
+        launcher: process id and host of this machine's launch script, such as "123@node-1".
         run_dir: folder of the run.
         restarts: number of starts before this one.
         ranks: requested number of ranks; None on several machines.
         machines: requested number of machines; None on one machine.
-        errors: descriptor of the launch script to which ranks write errors.
-        tmpdir: TMPDIR of the caller; the job has its own.
+        errors: descriptor, in the launch script, to which ranks write errors.
+        tmpdir: TMPDIR of the caller; the job's TMPDIR is a new folder.
         timeout: seconds without progress until a job ends as hung, the default of --timeout.
         grace: seconds from a stop request until the job is killed, the default of --grace.
-        control: descriptor of a fork server's socket to the launch script; its ranks do not get it.
-        room: only makes the environment's memory larger, so that later values fit (`samestep_launch.process_info`).
-        forker: descriptor of a launcher's socket to the process that forks its ranks; these do not get it.
-        members: address and key of the launcher of ranks that come and go.
-        rank: number of such a rank.
-        name: name of such a rank in its group.
+        control: descriptor of a fork server's socket to the launch script; not passed to ranks.
+        room: padding that reserves memory in the environment for later values (`samestep_launch.process_info`).
+        forker: descriptor of a launcher's socket to the process that forks its ranks; not passed to ranks.
+        members: address and key of the launcher in an elastic job, whose ranks may join and leave.
+        rank: number of this rank in an elastic job.
+        name: name of this rank in an elastic job's group.
     """
 
     job: str = ""
@@ -81,7 +83,7 @@ class JobInfo:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> JobInfo:
-        """Return what ``environ`` holds. Raises ConfigError if the document, or the number of restarts, is damaged."""
+        """Read the values from ``environ``. Raises ConfigError if the document or the number of restarts is damaged."""
         restarts = environ.get(RESTARTS) or "0"
         if not (restarts.isdecimal() and restarts.isascii() and len(restarts) < 10):
             raise ConfigError(f"{RESTARTS}={untrusted.shown(restarts)} is not a number of restarts: unset it")
@@ -97,7 +99,7 @@ class JobInfo:
         return cls(run_dir=environ.get(RUN_DIR, ""), restarts=int(restarts), **values)
 
     def to_environ(self) -> dict[str, str]:
-        """Return the variables that hold these values. The document is ASCII without blanks."""
+        """Return these values as environment variables. The document is ASCII without blanks."""
         empty = asdict(JobInfo())
         values = {name: value for name, value in asdict(self).items() if name in _SCHEMA and value != empty[name]}
         environ = {DOCUMENT: json.dumps(values, separators=(",", ":")), RESTARTS: str(self.restarts)}
@@ -106,7 +108,7 @@ class JobInfo:
         return environ
 
     def launch_script(self) -> int | None:
-        """Return the process id of the launch script; None without one, and for one of another machine."""
+        """Return the process id of the launch script; None if no launch script runs on this machine."""
         pid, _, host = self.launcher.partition("@")
         if not pid.isdecimal() or host != socket.gethostname():
             return None
@@ -114,11 +116,11 @@ class JobInfo:
 
 
 def this_launcher() -> str:
-    """Return the field ``launcher`` of the jobs that this process starts."""
+    """Return this process as the field ``launcher`` of the jobs that it starts."""
     return f"{os.getpid()}@{socket.gethostname()}"
 
 
 def leave_job(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables of a job: a program that starts jobs may be part of another one itself."""
+    """Remove a job's variables, because a program that starts jobs may itself run in another job."""
     for name in (DOCUMENT, RUN_DIR, RESTARTS):
         environ.pop(name, None)

@@ -1,7 +1,7 @@
 """Write to the console and the log files, show progress, and set exit codes.
 
-`start` redirects file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``: the output of a framework,
-its C++ or a traceback goes there. Only this module writes to the console.
+`start` redirects file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``. This file gets tracebacks and all output
+of a framework, including its C++ code. Only this module writes to the console.
 """
 
 from __future__ import annotations
@@ -36,33 +36,32 @@ from samestep.monitor import Monitor
 from samestep.root import Root
 from samestep.stop import Stopped
 
-for _name in ("stdin", "stdout", "stderr"):  # the next file that is opened would get a closed one's number
+for _name in ("stdin", "stdout", "stderr"):  # otherwise the next opened file gets a closed stream's descriptor
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(os.devnull, "r+", errors="backslashreplace"))
 
-# Module state, because the file descriptors that it describes are process state.
+# These variables are global because the file descriptors that they describe belong to the process.
 _console: IO[str] = sys.stdout
 _console_errors: IO[str] = sys.stderr
 _folder: Path | None = None
-_file: Path | None = None  # once this process writes to it
+_file: Path | None = None  # the log file; None before `start`
 _rank = 0
 _quiet = False
 places = False  # whether a line of the file is `level|time|path|line| text` instead of `time text`
-remedies: list[Callable[[str], str]] = []  # a framework's own, for the message of an unknown failure; "" if none helps
+remedies: list[Callable[[str], str]] = []  # functions that return a remedy for an exception's message, or ""
 _bar: tqdm[Any] | None = None
 _monitor = Monitor()
 
 
 def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
-    """Open ``log/rank-<r>.log`` and send all further output of this process there, except this module's.
+    """Redirect all further output of this process, except lines for the console, to ``log/rank-<r>.log``.
 
-    Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
-    errors as events, and describes crashes of other ranks.
+    Only the first call in a process has an effect. It may come before or after the rendezvous.
 
     Args:
         run_dir: folder of the run.
         rank: rank of this process.
-        quiet: whether the console shows results and errors only.
+        quiet: whether the console shows only results, warnings and errors.
         monitor: records errors as events, and describes crashes of other ranks.
     """
     global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
@@ -72,8 +71,9 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     _quiet = quiet
     _folder = run_dir.resolve() / "log"
     _monitor = monitor or _monitor
-    # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
-    # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
+    # Launchers put a pipe or a file between the rank and the launch script: horovodrun prefixes each line, and Paddle
+    # and msrun write files. So ranks write to the launch script's own descriptors. Then a terminal is recognized, and
+    # the result is the last line.
     _console = _open_launch_script_file(1, 1)
     _console_errors = _open_launch_script_file(_job_info().errors, 2)
     path = _folder / f"rank-{rank}.log"
@@ -91,9 +91,9 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
 
 
 def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
-    """Open the launch script's file of this number, or this process's ``fallback`` if that is impossible."""
+    """Open the launch script's descriptor ``number``, or duplicate this process's ``fallback`` if that fails."""
     descriptor = None
-    with contextlib.suppress(OSError):  # no launch script, another machine, or not Linux
+    with contextlib.suppress(OSError):  # without Linux, or without a launch script on this machine
         path = f"/proc/{_job_info().launch_script()}/fd/{number}"
         if not os.path.samestat(os.stat(path), os.fstat(fallback)):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
@@ -101,14 +101,14 @@ def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
 
 
 def info(text: str) -> None:
-    """Log a line: every rank to its file, rank 0 also to the console."""
+    """Log a line to this rank's file, and on rank 0 also to the console."""
     _to_file(text)
     if _rank == 0 and not _quiet:
         _to_console(_console, text)
 
 
 def warning(text: str, kind: str = "") -> None:
-    """Log a warning in one line to the file and to the console's standard error; with a ``kind`` also as an event."""
+    """Log a warning in one line to the file and the console's standard error. With ``kind``, record it as an event."""
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     if kind:
         _monitor.record_event(kind, text=line)
@@ -117,33 +117,35 @@ def warning(text: str, kind: str = "") -> None:
 
 
 def error(text: str, kind: str = events.FAILURE, event_text: str = "", **fields: Any) -> None:
-    """Report a failure in one line on the console's standard error, in the file, and as an event of this kind.
+    """Report a failure in one line on the console's standard error, in the file, and as an event.
 
     Args:
-        text: one line.
-        kind: one of `events.KINDS`.
+        text: the message.
+        kind: kind of the event, one of `events.KINDS`.
         event_text: the event's text; by default ``text``.
         **fields: further JSON values of the event.
     """
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
-    _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
+    _to_console(_console_errors, f"error: {line}")  # print to the console first, because the disk may hang
     _to_file(f"error: {line}")
     _monitor.record_event(kind, text=event_text or line, **fields)
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message that is not blank."""
+    """Return the first nonblank line of a message, or ""."""
     return next((line.strip() for line in message.splitlines() if line.strip()), "")
 
 
 def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_line) -> None:
-    """Run a program and exit: 0 done, 2 a mistake of the caller, 128 + a signal, 1 anything else.
+    """Run a program, and exit with 0 (done), 2 (mistake of the caller), 128 + signal, or 1 (any other failure).
 
-    ``summarize_error`` shortens the message of an unknown failure to the console's line; frameworks differ in format.
+    Every process exits by ``os._exit``, because a framework's orderly shutdown would wait for ranks that have ended.
+    Also, gloo's threads sometimes abort a process at its exit. Therefore exit functions do not run, and a program must
+    close its files before it returns.
 
-    Every process exits by ``os._exit``. The orderly shutdown of a framework would wait for ranks that are gone, and
-    threads that a framework leaves behind (gloo's) sometimes abort a finished process. So nothing runs at exit: a
-    program must close its files before it returns.
+    Args:
+        main: the program.
+        summarize_error: function that shortens the message of an unknown exception to one line for the console.
     """
     try:
         try:
@@ -152,7 +154,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             checkpoint.process_fails.set()
             raise
         finally:
-            checkpoint.finish()  # also after a failure
+            checkpoint.finish()  # waits for the last checkpoint, even after a failure
         _flush(sys.stdout, sys.stderr, _console, _console_errors)
         os._exit(0)
     except ConfigError as problem:
@@ -180,7 +182,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
 
 
 def _report_unknown(problem: Exception, summarize_error: Callable[[str], str]) -> None:
-    """Write the traceback to the log file, and report the exception in one line."""
+    """Write the traceback of an exception to the log file, and report the exception in one line."""
     with contextlib.suppress(OSError):
         traceback.print_exc()
     where = f"; more in {_file}" if _file else ""
@@ -201,9 +203,10 @@ def _flush(*streams: IO[str]) -> None:
 
 
 def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
-    """Exit as requested, from any thread. If ``is_final``, the launch script must not restart the job.
+    """Exit with the code of a stop signal, from any thread.
 
-    No write may delay the exit: the main thread may hold a pipe that nobody reads, or wait for a disk that hangs.
+    If ``is_final``, the launch script does not restart the job. Each write has a timeout, because the console may be a
+    pipe that nobody reads, and a disk may hang.
     """
     if is_final:
         call_with_timeout(1.0, no_restart, stopped.exit_code)
@@ -214,12 +217,12 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
 
 
 def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of ``call``, or None if it takes longer or raises, so that a rank can always exit.
+    """Return the result of ``call``, or None if the call raises or exceeds the limit, so that a rank can always exit.
 
     Args:
-        seconds: limit.
-        call: called in a thread.
-        *arguments: of the call.
+        seconds: maximum seconds to wait.
+        call: function to call in a thread.
+        *arguments: arguments of the call.
     """
     results: list[Any] = []
 
@@ -234,7 +237,7 @@ def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any)
 
 
 def no_restart(code: int) -> None:
-    """Write ``log/no-restart``: a restart cannot help, and the launch script must exit with ``code``."""
+    """Write ``log/no-restart``, so that the launch script exits with ``code`` instead of restarting the job."""
     folder = _job_folder()
     if folder:
         job = _job_info().job
@@ -242,7 +245,7 @@ def no_restart(code: int) -> None:
 
 
 def _record_failure(problem: Exception, line: str) -> None:
-    """Note the failure for the launch script, if the monitor knows the step."""
+    """Record the failure for the launch script, if the monitor knows the step."""
     folder = _job_folder()
     job = _job_info().job
     if folder and job and _monitor.step is not None:
@@ -250,7 +253,7 @@ def _record_failure(problem: Exception, line: str) -> None:
 
 
 def _job_folder() -> Path | None:
-    """Return the log folder, also before `start`, if a launch script started this process; else None."""
+    """Return the log folder, or None if it is unknown. With a launch script, the folder is known before `start`."""
     info = _job_info()
     if _folder is None and info.run_dir and info.job:
         return Path(info.run_dir, "log")
@@ -258,14 +261,14 @@ def _job_folder() -> Path | None:
 
 
 def _job_info() -> JobInfo:
-    """Return what the launch script has passed on; a damaged document, which the options report, counts as none."""
+    """Return the launch script's job information; empty if it is missing or damaged (the options report damage)."""
     with contextlib.suppress(ConfigError):
         return JobInfo.from_environ(os.environ)
     return JobInfo()
 
 
 def progress(total: int, done: int) -> tqdm[Any]:
-    """Return a progress bar over steps. Only rank 0 shows it, and only on a terminal."""
+    """Return a progress bar over steps. Only rank 0 shows the bar, and only on a terminal."""
     global _bar
     hide = _rank != 0 or _quiet or not _console.isatty()
     _bar = tqdm(total=total, initial=done, unit="step", file=_console, disable=hide, leave=False, dynamic_ncols=True)
@@ -273,7 +276,7 @@ def progress(total: int, done: int) -> tqdm[Any]:
 
 
 def result(text: str) -> None:
-    """Print ``RESULT <text>``, the last line on stdout, also with --quiet. Only rank 0 calls this."""
+    """Print ``RESULT <text>`` as the last line on stdout, also with --quiet. Only rank 0 calls this function."""
     _to_file(f"RESULT {text}")
     _to_console(_console, f"RESULT {text}")
 
@@ -281,7 +284,7 @@ def result(text: str) -> None:
 def _to_file(text: str) -> None:
     if _file:
         head = time.strftime("%Y-%m-%dT%H:%M:%S")
-        caller = sys._getframe(2)  # outside of this module
+        caller = sys._getframe(2)  # the frame that called this module's function
         if places:
             level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
             head = f"{level}|{head}|{caller.f_code.co_filename}|{caller.f_lineno}|"
@@ -290,9 +293,9 @@ def _to_file(text: str) -> None:
 
 
 def _to_console(stream: IO[str], text: str) -> None:
-    with contextlib.suppress(OSError):  # the console may be gone (`| head` has ended); the log file has the line
+    with contextlib.suppress(OSError):  # the console may be closed (`| head` has ended); the log file has the line
         if _bar is not None and not _bar.disable:
             _bar.clear()
-        # One write, so that the lines of several ranks do not mix.
+        # Write all lines in one call, so that the lines of several ranks do not mix.
         stream.write("".join(f"{untrusted.printable(line)}\n" for line in text.split("\n")))
         stream.flush()

@@ -1,4 +1,4 @@
-"""Refuse losses, evaluations and weights that are NaN or infinite."""
+"""Detect losses, evaluations and weights that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from samestep.monitor import Monitor
 
 
 class LossGuard:
-    """Check the numbers of a run. A flipped bit makes a number NaN or infinite once, a learning rate again."""
+    """Check whether the numbers of a run are finite.
+
+    A flipped bit makes a number NaN or infinite once. A learning rate that is too high does so again after a restart.
+    """
 
     def __init__(self, monitor: Monitor) -> None:
-        """Check losses by ``monitor``, which knows the failures of earlier starts."""
+        """Check losses by ``monitor``, which reads the failures of earlier starts."""
         self._monitor = monitor
-        self._is_overflowed = False  # the last evaluation
+        self._is_overflowed = False  # whether the last evaluation was NaN or infinite
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise as `Monitor.check_losses` if a loss is NaN or infinite."""
+        """Raise the errors of `Monitor.check_losses` if a loss is NaN or infinite."""
         self._monitor.check_losses(losses, step)
 
     def check_evaluation(self, evaluation: Mapping[str, Any], step: int, is_of_update: bool = False) -> dict[str, Any]:
-        """Return the evaluation with None for numbers that are NaN or infinite, and warn of the first.
+        """Return the evaluation with None in place of NaN and infinity. Warn at the first such evaluation.
 
-        Batch normalization hides from the training loss that weights have grown too large; with its running statistics
-        the activations then overflow. A flipped bit has the same effect, but not again at the same step: so after an
-        update, the first such evaluation raises RetryableError.
+        Batch normalization hides from the training loss that weights have grown too large, but activations overflow
+        with its running statistics. A flipped bit has the same effect, but only once. Therefore the first such
+        evaluation after an update raises RetryableError.
 
         Args:
             evaluation: numbers by name.
@@ -58,8 +61,8 @@ class LossGuard:
         """Raise NonRetryableError if the last evaluation overflowed because weights are NaN or infinite.
 
         Args:
-            weights: arrays by name; a shard has its array as ``values``.
-            step: the number of updates done, for the message.
+            weights: arrays by name, or shards, whose attribute ``values`` is an array.
+            step: number of updates done, for the message.
         """
         if not self._is_overflowed:
             return

@@ -1,7 +1,7 @@
-"""Decide which values a checkpoint may hold, by one set of checks for saving and reading.
+"""Check the values in a checkpoint's manifest, with the same checks for saving and reading.
 
-`seal` applies `verify` to a manifest before a save returns; `checkpoint.read` applies it to the file. Therefore each
-accepted save can be read, with the same values.
+`seal` applies `verify` to a manifest before a save returns, and `checkpoint.read` applies `verify` to the file.
+Therefore each accepted save can be read, with the same values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from samestep import NonRetryableError, untrusted
 from samestep.untrusted import shown
 
 FORMAT = 1
-MAX_BYTES = 2**27  # of a manifest; a sharded one names each rank's part of each array
-MAX_DEPTH = 100  # of lists and objects in each other: a decoder's limit depends on its caller
-MAX_BITS = 14_000  # of an integer: Python refuses to read more than 4,300 digits
+MAX_BYTES = 2**27  # maximum size of a manifest, which lists each rank's part of each sharded array
+MAX_DEPTH = 100  # maximum depth of nested lists and objects, because the decoder's own limit varies
+MAX_BITS = 14_000  # maximum size of an integer, because Python does not parse more than 4,300 digits
 STEP = untrusted.integer(0, 2**62)
 STEP_FOLDER = re.compile(r"step-(\d{8,19})")
 _FILE_NAME = re.compile(r"[a-z_]{1,200}(-[0-9]{5,9})?\.safetensors")
@@ -32,7 +32,7 @@ _BODY = {
     "files": MAPPING,
     "pieces": MAPPING,
 }
-# The values of the state that a run relies on.
+# Checks for the values in the state that a run itself uses.
 _STATE: dict[str, untrusted.Check] = {
     "requested_dataset": untrusted.optional(_TEXT),
     "dataset_fingerprint": untrusted.optional(_TEXT),
@@ -45,12 +45,12 @@ _STATE: dict[str, untrusted.Check] = {
     "best": lambda value: untrusted.mapping(_NUMBER)(value) and STEP(value.get("step")),
 }
 _FILE = {"size": untrusted.integer(0, 2**62), "sha256": untrusted.text(64)}
-Path = tuple[Union[str, int], ...]  # of a value: keys and indices
-_NAMES = {"arithmetic": "resume_invariants"}  # as callers know them
+Path = tuple[Union[str, int], ...]  # keys and indices that lead to a value
+_NAMES = {"arithmetic": "resume_invariants"}  # names in a manifest that differ from the parameters' names
 
 
 def verify(body: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the first wrong value, unless ``body`` can be the content of a manifest."""
+    """Raise ValueError, with the path of the first invalid value, unless ``body`` is valid content of a manifest."""
     for name, value in body.items():
         _check_json(value, (_NAMES.get(name, name),), MAX_DEPTH)
     untrusted.check(body, _BODY)
@@ -59,7 +59,7 @@ def verify(body: Mapping[str, Any]) -> None:
         if name in _STATE and not _STATE[name](value):
             raise ValueError(f"state.{name}, which a run uses itself, is {shown(repr(value), limit=60)}")
     for name, entry in body["files"].items():
-        if not _FILE_NAME.fullmatch(name):  # it must not lead out of its folder
+        if not _FILE_NAME.fullmatch(name):  # the name must not lead out of the checkpoint's folder
             allowed = "a group has small letters and _ in its name"
             raise ValueError(f"it names the file {shown(repr(name), limit=60)}: {allowed}")
         if not MAPPING(entry):
@@ -70,16 +70,16 @@ def verify(body: Mapping[str, Any]) -> None:
 def seal(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest's content as a later `checkpoint.read` decodes it.
 
-    The copy shares nothing with ``body``, which may change afterwards.
+    The result is a copy, so ``body`` may change afterwards.
 
     Args:
-        body: app, step, state and arithmetic (the options that a resume must repeat), and, if they are known, the
-            entries of files and pieces. All are JSON values: None, bool, int, float (NaN and infinities too), str,
-            list, and dict with keys of type str. A subclass of these, such as np.float64, an IntEnum or a namedtuple,
-            is none: it would be read as another type.
+        body: app, step, state and arithmetic (the options that a resume must repeat), and optionally the entries of
+            files and pieces. All are JSON values: None, bool, int, float (including NaN and infinities), str, list, and
+            dict with keys of type str. Subclasses of these types, such as np.float64 and IntEnum, are invalid, because
+            they would be read as the base type.
 
     Raises:
-        NonRetryableError: a value cannot be read, or would be read as another one; the message names it.
+        NonRetryableError: a value cannot be read, or would be read as another value; the message names the value.
     """
     body = {"format": FORMAT, "files": {}, "pieces": {}, **body}
     try:
@@ -96,12 +96,12 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode(value: Any) -> bytes:
-    """Return JSON that is the same for the same value."""
+    """Encode a value as JSON with sorted keys, so that equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _check_json(value: Any, path: Path, depth: int) -> None:
-    """Raise ValueError, with the path of the value, unless JSON gives back a value of the same type."""
+    """Raise ValueError, with the path of the value, unless decoding its JSON returns the same value and type."""
     if depth < 0:
         raise ValueError(f"{_text(path)} is nested too deeply: nest at most {MAX_DEPTH} values")
     if type(value) is dict:
@@ -130,13 +130,13 @@ def _check_scalar(value: Any, path: Path) -> None:
 
 
 def _check_text(text: str, path: Path) -> None:
-    """Raise ValueError for a text with surrogates that JSON would join to one character."""
+    """Raise ValueError if a text has surrogates that JSON would join into one character."""
     if not text.isascii() and json.loads(json.dumps(text)) != text:
         raise ValueError(f"{_text(path)} has surrogates, which JSON would change: decode its bytes in another way")
 
 
 def _text(path: Path) -> str:
-    """Return a path as in "state.counts[3]"."""
+    """Return a path as text, such as "state.counts[3]"."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -1,4 +1,4 @@
-"""Write metrics.jsonl and the result. Rank 0 alone imports this."""
+"""Write metrics.jsonl and the result. Only rank 0 imports this module."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from samestep.trace import TraceFile
 
 
 class Metrics:
-    """Append to ``metrics.jsonl``: a header line, then one JSON object a line.
+    """Append JSON objects to ``metrics.jsonl``, one per line after a header line.
 
-    Opening the file cuts it back to ``resumed_from`` updates, so that each step appears once after any number of
-    resumes.
+    Opening the file deletes the lines after step ``resumed_from``, so that each step appears once.
 
     Attributes:
-        losses: the file ``log/losses.bin``, which has the steps between two lines too.
+        losses: the file ``log/losses.bin``, which has the loss of every step.
         trace: the file ``log/trace.jsonl``.
     """
 
@@ -56,7 +55,7 @@ class Metrics:
             log.warning(f"the file system of {run_dir} cannot sync folders: {risk}: copy important ones elsewhere")
 
     def _lines_before(self, resumed_from: int) -> list[bytes]:
-        """Return the header and the lines of at most ``resumed_from`` updates, without lines that are not a run's."""
+        """Return the header and the lines up to step ``resumed_from``, without invalid lines."""
         lines: list[bytes] = []
         if not self._path.exists():
             return lines
@@ -64,7 +63,7 @@ class Metrics:
         for line in untrusted.read_bytes(self._path).splitlines():
             if len(line) > untrusted.MAX_BYTES:
                 continue
-            with contextlib.suppress(ValueError, TypeError, AttributeError):  # cut off, or of no run
+            with contextlib.suppress(ValueError, TypeError, AttributeError):  # the line is invalid, or was cut off
                 values = untrusted.parse_object(line)
                 header = {"step": 0, **values}
                 untrusted.check(values.get("resumed", header), schema)
@@ -72,12 +71,12 @@ class Metrics:
         return lines
 
     def write(self, **values: Any) -> None:
-        """Append one line; the file has it when this returns. Raises NonRetryableError if the disk is full."""
+        """Append one line, and flush it to the file. Raises NonRetryableError if the disk is full."""
         with checkpoint.writing(self._path):
             self._file.write(json.dumps(values) + "\n")
 
     def sync(self) -> None:
-        """Make the lines survive a crash of the machine. A checkpoint relies on them: its thread calls this before."""
+        """Sync the files to the disk. A checkpoint's thread calls this method before it writes the checkpoint."""
         os.fsync(self._file.fileno())
         self.losses.sync()
         self.trace.sync()
@@ -87,10 +86,10 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
     """Return the first line of metrics.jsonl.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        world: place of this process.
-        metadata: facts that decide the numbers, such as versions.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
+        metadata: versions and settings that affect the run's numbers.
     """
     return {
         "app": app,
@@ -106,9 +105,9 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
 
 
 def command() -> dict[str, Any]:
-    """Return how this process was started, for `samestep replay`: program, arguments, folder and threads."""
+    """Return the program, arguments, folder and thread count of this process, for `samestep replay`."""
     folder = None
-    with contextlib.suppress(OSError):  # the working directory is gone
+    with contextlib.suppress(OSError):  # the working directory was deleted
         folder = os.getcwd()
     return {
         "program": os.path.realpath(sys.argv[0]),
@@ -119,12 +118,12 @@ def command() -> dict[str, Any]:
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result. With --evaluate-only the run's own result stays.
+    """Write and print the result. With --evaluate-only, keep the run's result.json and write evaluation.json.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        world: place of this process.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
         values: the app's part of the result.
     """
     restarts = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)

@@ -12,89 +12,99 @@ from numpy.typing import NDArray
 from samestep.env import World
 from samestep.options import Options
 
-AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # as `samestep.run.Collectives.all_gather`
+AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # see `samestep.parts.Collectives.all_gather`
 
 
 class Monitor:
-    """Watch nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
+    """A monitor that watches nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
 
-    A `Run` calls these methods; an app calls `beat`, `expect_compilation` and `collective` itself.
+    A `Run` calls these methods, except `expect_compilation` and `collective`, which an app calls. An app also calls
+    `beat` after each evaluated batch.
 
     Attributes:
-        last_collective: returns the name, number and state of this rank's last collective, if the framework records it.
+        last_collective: function that returns the name, number and state of this rank's last collective; None if the
+            framework does not record collectives.
     """
 
     last_collective: Callable[[], dict[str, Any] | None] | None = None
 
     @property
     def step(self) -> int | None:
-        """Number of updates done; None if it is not known."""
+        """Number of updates done; None if the number is unknown."""
         return None
 
     def start(self, world: World, options: Options) -> None:
-        """Start to watch this rank."""
+        """Start watching this rank."""
 
     def write_to(self, folder: Path) -> None:
-        """Write heartbeats to ``folder``, the ``log`` folder of the run dir, from here on."""
+        """Write heartbeats to ``folder``, the run dir's ``log`` folder, from now on."""
 
     def resume_at(self, step: int) -> None:
-        """Note that earlier processes have done ``step`` updates."""
+        """Set the number of updates that earlier processes have done."""
 
     def expect_compilation(self) -> None:
-        """Allow as much time as for the first step until the next `beat`."""
+        """Apply the time limit of a first step until the next `beat`."""
 
     def beat(self, step: int | None = None) -> None:
-        """Note progress: after each update, with the number of updates done, and after each evaluated batch."""
+        """Record progress after each evaluated batch, and after each update with the number of updates done."""
 
     def collective(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Note, while the context is open, that this rank waits for the others in ``name``."""
+        """Record that this rank waits in the collective ``name`` while the context is open."""
         return contextlib.nullcontext()
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        """Compare all ranks' phase seconds since the last call, on rank 0. Return the stragglers that were found."""
+        """Search for stragglers on rank 0, by all ranks' phase seconds since the last call.
+
+        Args:
+            step: number of updates done.
+            phase_seconds: [world_size * phases], each rank's seconds in the order of `samestep.step_timer.PHASES`.
+
+        Returns:
+            The new stragglers, as `samestep.recovery.straggler.StragglerDetector.update` returns them.
+        """
         return []
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise RetryableError if a loss is NaN or infinite, NonRetryableError if a restart did not help before."""
+        """Raise RetryableError if a loss is NaN or infinite, or NonRetryableError if a restart did not help."""
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Raise RetryableError on every rank unless all ranks hold the same bits in every array of ``groups``.
+        """Raise RetryableError on every rank unless all ranks have the same bits in every array of ``groups``.
 
         Args:
-            all_gather: gathers an array from all ranks.
+            all_gather: function that gathers an array from all ranks.
             groups: arrays by group and name.
             step: number of updates done.
         """
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
-        """Raise RetryableError on every rank unless all have the same ``digest`` of their weights.
+        """Raise RetryableError on every rank unless the final weights of all ranks have the same digest.
 
-        The newest checkpoint of ``run_dir``, which rank 0 passes, is then renamed, so that a resume skips it.
+        If they differ, rank 0 first renames the newest checkpoint of ``run_dir``, so that a resume skips it.
 
         Args:
-            collectives: the app's functions broadcast and all_gather.
-            digest: SHA-256 of the weights, hexadecimal.
-            run_dir: folder of the run on rank 0, None on the others.
+            collectives: the app's `samestep.parts.Collectives`.
+            digest: SHA-256 of this rank's weights, in hexadecimal.
+            run_dir: folder of the run on rank 0; None on all other ranks.
         """
 
     def record_event(self, kind: str, **fields: Any) -> None:
-        """Record an event of the run, with a machine-readable kind, for `samestep_observe`."""
+        """Record an event of the run for `samestep_observe`. ``kind`` is one of `samestep.events.KINDS`."""
 
     def launcher_died(self) -> bool:
-        """Return whether the launcher that started this rank is gone."""
+        """Return whether the launcher that started this rank has ended."""
         return False
 
     def all_ranks_alive(self, count: int) -> bool:
-        """Return whether ``count`` ranks of this job live on this machine."""
+        """Return whether at least ``count`` ranks of this job are alive on this machine, and none has ended."""
         return True
 
     def rank_is_lost(self) -> bool:
-        """Return whether a rank of this job on this machine has ended, without which the others cannot continue."""
+        """Return whether a rank of this job on this machine has ended."""
         return False
 
     def describe_crashes(self) -> str:
-        """Return "; rank 0 (host, pid 7) died ..." for ranks of this job that a signal killed, else ""."""
+        """Return "; rank 0 (host, pid 7) died ..." if signals killed ranks of this job, else ""."""
         return ""
 
     def stop(self) -> None:
-        """Stop to watch: the rank is done."""
+        """Stop watching, because the rank is done."""

@@ -1,6 +1,7 @@
-"""Define and parse the options that every app shares, before anything is installed.
+"""Define and parse the options that all apps share.
 
-The launch script runs this module on the system's Python, so it uses the standard library only.
+The launch script runs this module on the system's Python before it installs packages. Therefore this module uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -31,25 +32,26 @@ LOGGING = "Logging and tracking"
 MODEL = "Model"
 GROUPS = (TRAINING, DATA, CHECKPOINT, FAULT_TOLERANCE, LOGGING, MODEL)
 HELP_WIDTH = 80  # columns
-SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
+SHARED_GPU = "cuda:0"  # device of all ranks with --share-gpu
 FORK = "fork"
 EXEC = "exec"
 START_METHODS = (FORK, EXEC)
-NOTICE_SOURCES = ("aws", "gcp", "azure", "auto")  # of --preemption-notice, beside file:PATH
-# The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
+NOTICE_SOURCES = ("aws", "gcp", "azure", "auto")  # values of --preemption-notice, beside file:PATH
+# Directions of metrics for which --keep-best needs no "min:" or "max:".
 BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
 
 
 class Options(argparse.Namespace):
-    """Hold the parsed options, and settings of the parser as slots.
+    """The parsed options, and settings of the parser as slots.
 
-    ``vars(options)`` omits the slots, and options that the app does not offer. The class has neutral values for these.
+    ``vars(options)`` omits the slots and all options that the app does not offer. Class attributes provide neutral
+    values for options that the app does not offer.
 
     Attributes:
-        RESULT_FIELDS: options that every result repeats.
-        default_dataset: the dataset to use if neither the user nor a checkpoint names one.
-        resolve_dataset: the app's own function in place of `samestep.data.datasets.resolve`, or None.
-        resume_mutable: the app's own options that may change at a resume.
+        RESULT_FIELDS: options that every result contains.
+        default_dataset: the dataset to use if neither the user nor a checkpoint names a dataset.
+        resolve_dataset: the app's function that replaces `samestep.data.datasets.resolve`, or None.
+        resume_mutable: the app's own options that a resume may change.
         resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
     """
 
@@ -58,7 +60,7 @@ class Options(argparse.Namespace):
 
     evaluate_only: bool = False
     first_step_timeout: float | None = None
-    global_batch_size: int = 0  # of programs whose batches have a number of tokens
+    global_batch_size: int = 0  # for programs whose batches are measured in tokens
     grace: float = 10.0  # seconds
     init_from: Path | None = None
     log_format: str = "plain"
@@ -73,7 +75,7 @@ class Options(argparse.Namespace):
     virtual_ranks: int | None = None
 
     def offers(self, name: str) -> bool:
-        """Return whether the app has an option, by its name with underscores."""
+        """Return whether the app has the option ``name``, written with underscores."""
         return name in vars(self)
 
 
@@ -81,32 +83,32 @@ Parsed = TypeVar("Parsed", bound=Options)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse command lines, and raise `ConfigError` with one line for a mistake."""
+    """A parser of command lines that raises `ConfigError`, with one line, for a mistake."""
 
     default_dataset: str | None = None
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
-        """Wrap a description that is one line."""
+        """Create a parser, and wrap ``description`` if it is one line."""
         if description and "\n" not in description:
             description = textwrap.fill(description, HELP_WIDTH - 2)
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=HELP_WIDTH)
         super().__init__(description=description, allow_abbrev=False, formatter_class=formatter, **settings)
 
     def group(self, title: str) -> Any:
-        """Return the option group ``title``, such as one of GROUPS; add it if the parser lacks it."""
+        """Return the option group ``title``, such as one of GROUPS. Add the group if it is missing."""
         for group in self._action_groups:
             if group.title == title:
                 return group
         return self.add_argument_group(title)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the usage and exiting."""
+        """Raise ConfigError, where argparse would print the usage and exit."""
         raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
     def format_help(self) -> str:
-        """Return the text of --help. If the program can resume, it ends with the options that a resume may change."""
+        """Return the text of --help. If the program can resume, list the options that a resume may change."""
         text = super().format_help()
         names = [action.option_strings[0] for action in self._actions if self._may_change(action)]
         if "--resume" not in names:
@@ -115,12 +117,12 @@ class Parser(argparse.ArgumentParser):
         return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
 
     def _may_change(self, action: argparse.Action) -> bool:
-        """Return whether --help shows an option, and a resume may change it."""
+        """Return whether --help shows an option that a resume may change."""
         is_shown_option = action.option_strings and action.help != argparse.SUPPRESS
         return bool(is_shown_option) and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
 
     def commands(self) -> dict[str, argparse.ArgumentParser]:
-        """Return the parsers of the app's commands (``add_subparsers``) by name."""
+        """Return the parsers of the app's commands (``add_subparsers``), by the command's name."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return dict(action.choices)
@@ -130,18 +132,19 @@ class Parser(argparse.ArgumentParser):
         """Return the options of a command line.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
+            ConfigError: an option is unknown, is invalid, or contradicts another option. For an unknown option, the
+                message has the most similar option.
         """
         return self.parse_into(Options(), argv)
 
     def parse_into(self, options: Parsed, argv: Sequence[str]) -> Parsed:
-        """Set the options of a command line as attributes of ``options``, and return it.
+        """Set the options of a command line as attributes of ``options``, and return ``options``.
 
         Raises:
-            ConfigError: as `parse`.
+            ConfigError: as in `parse`.
         """
         parsed, unknown = self.parse_known_args(argv)
-        # Not the namespace of argparse, which would not set the defaults of an object that has neutral values.
+        # ``options`` cannot be argparse's namespace: argparse sets no default if the object already has the attribute.
         for name, value in vars(parsed).items():
             setattr(options, name, value)
         options.default_dataset = self.default_dataset
@@ -149,11 +152,11 @@ class Parser(argparse.ArgumentParser):
         options.resume_mutable = self.resume_mutable
         options.resume_pinned = ()
         _check_paths(options)
-        as_json(options)  # a value that no checkpoint can hold is refused here
+        as_json(options)  # raises ConfigError for a value that no checkpoint can hold
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}: {self._hint(unknown[0].split('=')[0])}")
         if options.virtual_ranks:
-            options.threads = options.threads or 1  # a kernel's threads decide how its sums round
+            options.threads = options.threads or 1  # the rounding of sums depends on the number of threads
         if options.share_gpu:
             if options.device == "cpu":
                 raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
@@ -163,14 +166,14 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _hint(self, name: str) -> str:
-        """Return the remedy for an unknown argument, by the nearest option."""
+        """Return the remedy for an unknown argument, such as the most similar option."""
         known: list[str] = []
         for parser in (self, *self.commands().values()):
             known += parser._option_string_actions
-        if self.usage:  # set by the launch script, which has this option too
+        if self.usage:  # only the launch script, which has the option --dry-run, sets the usage
             known.append("--dry-run")
         near = difflib.get_close_matches(name, known, n=1)
-        if near == [name]:  # an option of a command, before the command's name
+        if near == [name]:  # the user has put a command's option before the command's name
             return "put it after its command (see COMMAND --help)"
         if near:
             return f"did you mean {near[0]}?"
@@ -178,14 +181,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a path that is not UTF-8, which no checkpoint can hold."""
+    """Raise ConfigError for a path that is not valid UTF-8, because no checkpoint can hold it."""
     for name, value in vars(options).items():
         if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):
             raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
 
 
 def _check_evaluate_only(options: Options) -> None:
-    """Raise ConfigError if --evaluate-only has no weights, or would delete them."""
+    """Raise ConfigError if --evaluate-only has no source of weights, or --no-resume would archive them."""
     if not (options.run_dir or options.init_from):
         raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
     if not options.resume:
@@ -207,12 +210,10 @@ def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
 def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> Callable[[str], float]:
     """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above``.
 
-    Larger numbers than the default limit do not fit into float32.
-
     Args:
-        minimum: least value.
-        below: limit that a value must not reach.
-        above: whether ``minimum`` itself is refused.
+        minimum: smallest value.
+        below: upper limit, which a value must not reach. The default is near the limit of float32.
+        above: whether to reject ``minimum`` itself.
     """
     least = f"{'above' if above else 'of at least'} {minimum:g}"
 
@@ -241,7 +242,7 @@ def best_metric(metrics: Sequence[str]) -> Callable[[str], str]:
     return convert
 
 
-seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; larger values overflow clocks
+seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; clocks overflow at larger values
 
 
 # --- options as fields -------------------------------------------------------------------------------------------
@@ -249,13 +250,13 @@ seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts
 
 @dataclass(frozen=True)
 class Option:
-    """Describe a field to `argparse`. `option` makes it.
+    """The argparse settings of a field. The function `option` creates it.
 
     Attributes:
-        help: a noun phrase or an imperative, with its unit. A default is added unless it has one.
-        group: one of GROUPS.
-        may_change: a resume may change the option, because it does not change the arithmetic of a step.
-        argument: more keywords of `argparse.ArgumentParser.add_argument`.
+        help: a noun phrase or an imperative, with the unit. The default is appended unless the text contains it.
+        group: title of the option's group, one of GROUPS.
+        may_change: whether a resume may change the option, because it does not affect the arithmetic of a step.
+        argument: further keywords of `argparse.ArgumentParser.add_argument`.
     """
 
     help: str
@@ -264,12 +265,12 @@ class Option:
     argument: Mapping[str, Any]
 
     def add_to(self, parser: Parser, name: str, default: Any) -> None:
-        """Add the option ``--name`` to its group of a parser.
+        """Add the option ``--name`` to its group in a parser.
 
         Args:
-            parser: gets the option.
-            name: name of the field.
-            default: value without the option.
+            parser: the parser to extend.
+            name: name of the field, with underscores.
+            default: value if the option is not given.
         """
         argument = {"default": default, "help": self.help, **self.argument}
         if default is False and "nargs" not in argument:
@@ -281,35 +282,35 @@ class Option:
 
 
 def option(default: Any, help: str, *, group: str = TRAINING, may_change: bool = False, **argument: Any) -> Any:
-    """Declare a field of `CommonOptions`, or of an app's subclass, that is an option; see `Option`.
+    """Declare a field of `CommonOptions`, or of an app's subclass, as an option.
 
     Args:
-        default: value without the option.
-        help: text of --help.
-        group: title of the option's group.
-        may_change: whether a resume may have another value.
+        default: value if the option is not given.
+        help: text of --help; see `Option`.
+        group: title of the option's group, one of GROUPS.
+        may_change: whether a resume may change the value.
         **argument: further keywords of argparse's ``add_argument``.
     """
     return field(default=default, metadata={"option": Option(help, group, may_change=may_change, argument=argument)})
 
 
 def absent_option(value: Any) -> Any:
-    """Declare that the app does not offer a common option. The field is then ``value``, and no part of the run."""
+    """Declare that the app does not offer a common option. The field has the constant ``value``."""
     return field(default=value, init=False, metadata={"option": None})
 
 
 def lr_option(default: str, value: float | None = None) -> Any:
-    """Declare the learning rate; ``default`` describes its default ``value``, such as "0.1 with sgd"."""
+    """Declare --lr with the default ``value``, which the text ``default`` describes, such as "0.1 with sgd"."""
     return option(value, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
 
 
 def device_option(*names: str) -> Any:
-    """Declare the device, one of ``names``."""
+    """Declare --device, whose value is one of ``names``."""
     return option("auto", "auto: an accelerator if each rank has one", may_change=True, choices=names)
 
 
 def dataset_option(*names: str) -> Any:
-    """Declare the dataset, one of ``names``; the first is the default of a new run."""
+    """Declare --dataset, whose value is one of ``names``. The first name is the default of a new run."""
     help = f"dataset to train on (default: {names[0]}, or the checkpoint's)"
     return option(None, help, group=DATA, choices=names)
 
@@ -325,7 +326,7 @@ def keep_best_option(*metrics: str) -> Any:
 
 
 def start_method_option(default: str | None = None) -> Any:
-    """Declare the way in which torchrun's agent starts ranks; None lets the launcher choose by the machine."""
+    """Declare --start-method, by which torchrun's agent starts ranks. With None, the launcher chooses the method."""
     shown_default = default or "fork; exec on a machine with an NVIDIA driver"
     help = (
         f"fork imports the program once and forks the ranks; exec starts a Python per rank (default: {shown_default})"
@@ -334,7 +335,7 @@ def start_method_option(default: str | None = None) -> Any:
 
 
 def notice_source(text: str) -> str:
-    """Convert the value of --preemption-notice. The launch script checks the path of ``file:PATH``."""
+    """Check the value of --preemption-notice, except the path in ``file:PATH``, which the launch script checks."""
     kind, _, path = text.partition(":")
     is_file = kind == "file" and path != ""
     if text in NOTICE_SOURCES or is_file:
@@ -352,19 +353,19 @@ def preemption_notice_option() -> Any:
 
 
 def virtual_ranks_option(default: int | None = None, refusal: str = "") -> Any:
-    """Declare --virtual-ranks; an app with a ``refusal``, its reason, refuses the option."""
+    """Declare --virtual-ranks. If an app cannot support the option, ``refusal`` is the reason for the error message."""
 
     def convert(text: str) -> int | None:
         if refusal:
             raise argparse.ArgumentTypeError(f"not available, because {refusal}: leave it out")
-        return bounded_int(0)(text) or None  # None is off, as in checkpoints of earlier versions
+        return bounded_int(0)(text) or None  # 0 becomes None, as in checkpoints of earlier versions
 
     help = "sub-shards per global batch, summed in a fixed tree: same bits at any number of ranks (default: off)"
     return option(default, argparse.SUPPRESS if refusal else help, type=convert, metavar="V")
 
 
 def threads_option() -> Any:
-    """Declare the number of threads per rank."""
+    """Declare --threads, the number of threads per rank."""
     help = "threads per rank (default: OMP_NUM_THREADS, or 1 with --virtual-ranks)"
     return option(None, help, may_change=True, type=bounded_int(1), metavar="T")
 
@@ -387,7 +388,7 @@ _positive = bounded_int(1)
 
 @dataclass
 class CommonOptions(Options):
-    """Hold the options that every app has. An app's subclass adds fields, and may declare one of these again."""
+    """The options that all apps share. An app's subclass adds fields, and may redeclare common options."""
 
     epochs: int = option(10, "passes over the training set", may_change=True, type=_count, metavar="E")
     max_steps: int | None = option(
@@ -412,7 +413,7 @@ class CommonOptions(Options):
         may_change=True,
     )
     dataset: str = dataset_option("")
-    # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
+    # The launch script resolves the dataset before the ranks start. This option has the name that the user requested.
     requested_dataset: str | None = option(None, argparse.SUPPRESS, group=DATA, may_change=True)
     data_dir: Path = option(
         Path("data"), "folder to search for datasets first", group=DATA, may_change=True, type=Path, metavar="DIR"
@@ -502,7 +503,7 @@ Kind = TypeVar("Kind", bound=CommonOptions)
 
 
 def options_of(kind: type[CommonOptions]) -> dict[str, Option]:
-    """Return the options of a class by field. A field that only gives another default keeps the option of its base."""
+    """Return the options of a class by field. A field that only changes the default keeps its base class's option."""
     found: dict[str, Option | None] = {}
     for base in reversed(kind.__mro__):
         for each in vars(base).get("__dataclass_fields__", {}).values():
@@ -517,17 +518,17 @@ def make_parser(
     """Return the parser of an app's options.
 
     Args:
-        kind: the class of the options; each field becomes an option.
-        description: what the app does, for --help.
-        prog: the name of the program, for --help.
-        usage: the line of usage, for --help.
+        kind: the class of the options. Each field that is declared as an option becomes an option.
+        description: description of the app, for --help.
+        prog: name of the program, for --help.
+        usage: the usage line, for --help.
     """
     parser = Parser(description, prog=prog, usage=usage)
     for title in GROUPS:
         parser.group(title)
     options = options_of(kind)
     for each in fields(kind):
-        if each.name in options:  # other fields are constants of the app
+        if each.name in options:  # all other fields are constants of the app
             options[each.name].add_to(parser, each.name, default=each.default)
     _set_defaults_of_launcher(parser)
     parser.default_dataset = options["dataset"].argument["choices"][0]
@@ -536,18 +537,18 @@ def make_parser(
 
 
 def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
-    """Return the options of a command line, typed. Raises ConfigError as `Parser.parse`.
+    """Return the options of a command line as a ``kind``. Raises the errors of `Parser.parse`.
 
     Args:
         kind: class of the options.
-        parser: its parser.
-        argv: words of the command line.
+        parser: the parser from `make_parser`.
+        argv: arguments of the command line.
     """
     return parser.parse_into(kind(), argv)
 
 
 def _set_defaults_of_launcher(parser: Parser) -> None:
-    """Take the run dir, timeout and grace that `samestep run` passes to the program that it starts."""
+    """Set the defaults of --run-dir, --timeout and --grace to the values that a launch script passes on."""
     info = JobInfo.from_environ(os.environ)
     parser.set_defaults(
         run_dir=info.run_dir or None,
@@ -556,8 +557,8 @@ def _set_defaults_of_launcher(parser: Parser) -> None:
     )
 
 
-# Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
-# compared with the checkpoint, so an app's own options are protected without being listed anywhere.
+# A resume may change these options, because they do not affect the arithmetic of a step. All other options are compared
+# with the checkpoint, so an app's own options need no list.
 RESUME_MUTABLE = frozenset(
     [
         "share_gpu",
@@ -591,9 +592,9 @@ def add_common(
         lr: text that describes the default learning rate, such as "0.1 with sgd".
         datasets: names that --dataset accepts; the first is the default.
         devices: names that --device accepts.
-        resume_mutable: the app's own options that may change at a resume.
-        resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
-        metrics: names of numbers that the app's evaluation returns, for --keep-best.
+        resume_mutable: the app's own options that a resume may change.
+        resolve: function that finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
+        metrics: names of the numbers that the app's evaluation returns, for --keep-best.
     """
     declared = {
         "lr": lr_option(lr),
@@ -614,12 +615,18 @@ def add_common(
 
 
 def _add(parser: Parser, name: str, declared: Any) -> None:
-    """Add one option, as a function such as `threads_option` declares it."""
+    """Add the option ``name`` to a parser.
+
+    Args:
+        parser: the parser to extend.
+        name: name of the option, with underscores.
+        declared: the result of a function such as `threads_option`.
+    """
     declared.metadata["option"].add_to(parser, name, default=declared.default)
 
 
 def add_start_method(parser: Parser, default: str | None = None) -> None:
-    """Add --start-method, as `start_method_option` declares it."""
+    """Add --start-method, which `start_method_option` declares."""
     _add(parser, "start_method", start_method_option(default))
 
 
@@ -629,7 +636,7 @@ def add_preemption_notice(parser: Parser) -> None:
 
 
 def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
-    """Add --virtual-ranks and --threads, as `virtual_ranks_option` declares them."""
+    """Add --virtual-ranks; without a ``refusal``, also add --threads. See `virtual_ranks_option`."""
     _add(parser, "virtual_ranks", virtual_ranks_option(refusal=refusal))
     if not refusal:
         _add(parser, "threads", threads_option())
@@ -642,19 +649,19 @@ def add_share_gpu(parser: Any) -> None:
 
 
 def check_virtual_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
+    """Raise ConfigError if --virtual-ranks is set and smaller than the number of ranks."""
     if options.virtual_ranks and options.virtual_ranks < ranks:
         raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {ranks} ranks: start fewer")
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:
-    """Return the options that a resume must repeat, because they decide a run's numbers, as JSON values."""
+    """Return, as JSON values, the options that a resume must repeat because they affect a run's numbers."""
     mutable = RESUME_MUTABLE.union(options.resume_mutable).difference(options.resume_pinned)
     return {name: value for name, value in as_json(options).items() if name not in mutable}
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all options as JSON values, sorted by name. Raises ConfigError for a value without a stable text."""
+    """Return all options as JSON values, sorted by name. Raises ConfigError if `json_value` cannot convert a value."""
     values = {}
     for name, value in sorted(vars(options).items()):
         try:
@@ -670,11 +677,11 @@ def as_json(options: argparse.Namespace) -> dict[str, Any]:
 def json_value(value: Any) -> Any:
     """Convert any value to a JSON value that is the same in every process.
 
-    Numbers, texts, lists and dicts of any class become Python's own, and a set a sorted list. Any other value becomes
-    its ``str``.
+    Instances of subclasses of numbers, str, list and dict become instances of the built-in types. A set becomes a
+    sorted list. Any other value becomes its ``str``.
 
     Raises:
-        ValueError: its ``str`` is an address in memory, which differs between processes.
+        ValueError: the ``str`` contains a memory address, which differs between processes.
     """
     if isinstance(value, (list, tuple)):
         return [json_value(each) for each in value]
@@ -701,7 +708,7 @@ def _json_scalar(value: Any) -> Any:
 
 
 class _LocalRank(argparse.Action):
-    """Compare the value with LOCAL_RANK, and store nothing: it does not belong to the run."""
+    """An action that compares --local-rank with LOCAL_RANK, and does not store the value in the run's options."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         expected = os.environ.get("LOCAL_RANK")
@@ -712,9 +719,9 @@ class _LocalRank(argparse.Action):
 
 
 def add_local_rank(parser: argparse.ArgumentParser) -> None:
-    """Add --local-rank, which torch.distributed.launch passes beside LOCAL_RANK; before torch 2.0 as --local_rank.
+    """Add --local-rank, which torch.distributed.launch passes in addition to the variable LOCAL_RANK.
 
-    Parsing raises ConfigError if the two differ.
+    Before torch 2.0 the option was --local_rank. Parsing raises ConfigError if the option and the variable differ.
     """
     hidden = argparse.SUPPRESS
     parser.add_argument("--local-rank", "--local_rank", action=_LocalRank, default=hidden, help=hidden)

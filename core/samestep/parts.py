@@ -1,6 +1,6 @@
-"""Define what an app gives to its `samestep.run.Run`: the arrays of a checkpoint, and collectives.
+"""Define the interfaces between an app and its `samestep.run.Run`: the arrays of a checkpoint, and collectives.
 
-A class that stores a run, such as `samestep.replicas.Replicas`, needs no more of the `Run` than `StoredRun` has.
+Classes that save and restore a run, such as `samestep.replicas.Replicas`, use only the part `StoredRun` of the `Run`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from samestep.metrics import Metrics
     from samestep.trace import Trace
 
-Groups = Mapping[str, Arrays]  # the arrays of a checkpoint, by the name of their part
+Groups = Mapping[str, Arrays]  # the arrays of a checkpoint by group, such as "model" or "optimizer"
 
 
 class Collectives(Protocol):
-    """The functions by which ranks communicate about the run: an app's ``distributed`` module has them."""
+    """The collectives that a run uses. An app's ``distributed`` module implements them."""
 
     def broadcast(self, content: bytes) -> bytes:
         """Return rank 0's ``content`` on every rank."""
@@ -36,16 +36,16 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The model, the optimizer and all else that a checkpoint holds.
+    """The model, the optimizer and everything else that a checkpoint holds.
 
     Attributes:
-        load: takes the `Groups` of a checkpoint, or of --init-from, which has "model" alone, and raises ValueError if
-            an array does not fit. A new run does not call it. With `samestep.sharded.shards.Shards`, it takes
-            `StoredGroups`.
-        groups: returns the `Groups`; with Shards, `ShardGroups`.
-        names: the names of the groups; one is "model". A checkpoint without one of them counts as corrupt.
-        evaluated: the group that is evaluated, and that --keep-best keeps; `Run.restore` sets it.
-        watch: lets a `samestep.trace.Trace` see each update of an optimizer, for --trace-every.
+        load: function that loads the `Groups` of a checkpoint, or only "model" for --init-from. It raises ValueError if
+            an array does not fit. A new run without --init-from does not call it. With
+            `samestep.sharded.shards.Shards`, it takes `StoredGroups`.
+        groups: function that returns the `Groups`; with Shards, it returns `ShardGroups`.
+        names: the names of the groups, including "model". A checkpoint counts as corrupt if a group is missing.
+        evaluated: the group that is evaluated, and that --keep-best keeps. `Run.restore` sets it.
+        watch: function that connects a `samestep.trace.Trace` to the optimizer's updates, for --trace-every.
     """
 
     load: Callable[[Any], None]
@@ -67,7 +67,7 @@ class StoredRun(Protocol):
 
     @property
     def evaluated(self) -> str:
-        """The group that is evaluated."""
+        """The name of the group that is evaluated."""
 
     @property
     def step(self) -> int:
@@ -82,7 +82,7 @@ class StoredRun(Protocol):
         """The groups without which a checkpoint counts as corrupt."""
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
+        """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write the weights of the best evaluation by ``copy(checkpoint, file)``; return the result's fields."""
+        """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""

@@ -12,16 +12,17 @@ from samestep.step_sync import Totals
 
 
 class Progress:
-    """The part of a run's state that every log line changes, and that a checkpoint holds beside arrays.
+    """The counters and losses of a run, which a checkpoint stores beside its arrays.
 
     Attributes:
-        batches: the global batches.
+        batches: the global batches of the run.
         first_step: updates done before this start.
         last_step: updates of the whole run.
         step: updates done.
-        train_loss: the mean loss over the epoch so far, at the last log line; None before the first.
-        train_accuracy: likewise; None if the app does not count correct answers.
-        evaluation: the evaluation of the last log line, or {}.
+        train_loss: the mean loss over the epoch so far, at the last log line; None before the first line.
+        train_accuracy: the accuracy over the epoch so far, at the last log line; None if the app does not count
+            correct answers.
+        evaluation: the evaluation of the last log line; {} without an evaluation.
         best: the best evaluation.
     """
 
@@ -34,14 +35,14 @@ class Progress:
         seconds: float = 0.0,
         keep_best: bool | str = False,
     ) -> None:
-        """Begin at ``first_step``.
+        """Start after ``first_step`` updates.
 
         Args:
-            batches: the global batches.
+            batches: the global batches of the run.
             first_step: updates done before this start.
             last_step: updates of the whole run.
-            state: the state of the checkpoint; {} for a new run.
-            seconds: the duration of earlier starts.
+            state: the checkpoint's `state`; {} for a new run.
+            seconds: the total duration of earlier starts.
             keep_best: the value of --keep-best.
         """
         self.batches = batches
@@ -52,7 +53,7 @@ class Progress:
         self.train_accuracy: float | None = None
         self.evaluation: dict[str, Any] = {}
         self.best = BestEvaluation(state.get("best"), keep_best)
-        self._epoch_loss: float = state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
+        self._epoch_loss: float = state.get("epoch_loss_sum", 0.0)  # sum of the losses of the epoch so far
         self._epoch_correct: float = state.get("epoch_correct", 0.0)
         self._log_time = time.monotonic()
         self._log_samples = batches.samples_seen(first_step)
@@ -60,22 +61,22 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the run, over all its starts."""
+        """The duration of the run in seconds, over all its starts."""
         return time.monotonic() - self._begin
 
     @property
     def num_losses(self) -> int:
-        """The number of losses in the last update's mean: of samples, or of target tokens."""
+        """The number of losses that the last update's mean loss averages: one per sample or target token."""
         return self.batches.num_losses(self.step - 1)
 
     def step_losses(self, totals: Totals) -> list[tuple[int, float]]:
-        """Return the number of each step since the last sync and its mean loss, the last of them this step's."""
+        """Return (step, mean loss) of each step since the last sync, up to the current step."""
         first = self.step - len(totals.step_losses)
         losses = enumerate(totals.step_losses, start=first)
         return [(step + 1, loss_sum / self.batches.num_losses(step)) for step, loss_sum in losses]
 
     def add(self, totals: Totals) -> dict[str, Any]:
-        """Add the totals since the last log line; return the numbers of this line, in the order of metrics.jsonl."""
+        """Add the totals since the last log line; return the fields of the new line, in the order of metrics.jsonl."""
         batches = self.batches
         epoch = batches.epoch(self.step - 1)
         samples = batches.samples_seen(self.step)
@@ -102,7 +103,7 @@ class Progress:
         return line
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, from which a resume begins."""
+        """Return the state for a checkpoint, as JSON values."""
         state: dict[str, Any] = {
             "epoch_loss_sum": self._epoch_loss,
             "epoch_correct": self._epoch_correct,

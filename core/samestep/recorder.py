@@ -1,4 +1,4 @@
-"""Write the records of a run on rank 0: its lines of metrics.jsonl, its progress bar and its result."""
+"""Write a run's records on rank 0: the lines of metrics.jsonl, the losses, the trace and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Write records on rank 0. On other ranks, and with --evaluate-only, only the result and the trace are kept.
+    """Write records on rank 0. Other ranks, and runs with --evaluate-only, write no files.
 
     Attributes:
         metrics: the file metrics.jsonl, or None.
         stragglers: the stragglers since the last line, which the next line reports.
-        result: the fields of the result, once the run is finished.
-        trace: takes digests of weights and gradients; None without --trace-every.
+        result: the fields of the result; {} before `Run.finish`.
+        trace: the trace of weights and gradients; None without --trace-every.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Recorder:
         Args:
             last_step: number of updates of the whole run.
             first_step: number of updates done.
-            metrics: gets the lines and losses.
-            trace: its records go to the file of ``metrics``.
+            metrics: the file for lines and losses, or None.
+            trace: the trace to write, or None.
         """
         self.metrics = metrics
         self.stragglers: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ class Recorder:
         self._bar = log.progress(last_step, first_step)
 
     def count(self, done: int, updates: int) -> None:
-        """Move the progress bar and the trace by ``updates``, after which ``done`` are done."""
+        """Advance the progress bar by ``updates``, and the trace to ``done`` updates."""
         self._bar.update(updates)
         if self.trace is not None:
             self.trace.count_step(done)
@@ -59,7 +59,7 @@ class Recorder:
         self.stragglers = []
 
     def write_losses(self, records: Iterable[tuple[int, float]]) -> None:
-        """Append (step, loss) of the steps since the last sync to log/losses.bin. Raises as `write`."""
+        """Append (step, loss) of each step since the last sync to log/losses.bin. Raises the errors of `write`."""
         if self.metrics is not None:
             self.metrics.losses.write(records)
 
@@ -67,7 +67,7 @@ class Recorder:
         """Append the trace since the last sync to log/trace.jsonl. Collective if the model is sharded.
 
         Args:
-            all_gather: as `samestep.parts.Collectives.all_gather`.
+            all_gather: the function `samestep.parts.Collectives.all_gather`.
         """
         if self.trace is None:
             return
@@ -83,16 +83,16 @@ class Recorder:
 def open_metrics(
     app: str, options: Options, world: World, metadata: Mapping[str, Any], resumed_from: int | None
 ) -> Metrics:
-    """Open metrics.jsonl, log/losses.bin and log/trace.jsonl on rank 0, cut back to ``resumed_from`` updates.
+    """Open metrics.jsonl, log/losses.bin and log/trace.jsonl, and delete all steps after ``resumed_from``.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        world: place of this process.
-        metadata: facts that decide the numbers, such as versions and the dataset's fingerprint.
-        resumed_from: number of updates to keep; None for a new run.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
+        metadata: versions and settings that affect the run's numbers, and the dataset's fingerprint.
+        resumed_from: last step to keep; None for a new run.
     """
-    from samestep import metrics  # the other ranks do not need it
+    from samestep import metrics  # only rank 0 needs this module
 
     header = metrics.header(app, options, world, metadata)
     return metrics.Metrics(options.run_dir, header, resumed_from)

@@ -1,4 +1,4 @@
-"""Store a run whose model has a replica on every rank: rank 0 reads and writes the files."""
+"""Save and restore a run whose model has a replica on every rank. Rank 0 reads and writes the files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from samestep.parts import Groups, StoredRun
 
 
 class Replicas:
-    """The `samestep.run.Storage` of replicas, which must agree to the bit."""
+    """The `samestep.run.Storage` of replicas, whose bits must be equal on all ranks."""
 
     is_sharded = False
 
     def restore(self, run: StoredRun) -> dict[str, Any]:
-        """Resolve the run on rank 0; load the same bytes on all ranks. Raises as `Run.restore`."""
+        """Resolve the run on rank 0, and load the same bytes on all ranks. Raises the errors of `Run.restore`."""
         message: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
         problem: Exception | None = None
@@ -32,7 +32,7 @@ class Replicas:
                 problem = error
                 message = {"exit_code": 1}
         broadcast = run.collectives.broadcast
-        message = json.loads(broadcast(json.dumps(message).encode()))  # collective; JSON, as pickle is never loaded
+        message = json.loads(broadcast(json.dumps(message).encode()))  # collective
         if problem:
             raise problem
         if "exit_code" in message:
@@ -46,20 +46,20 @@ class Replicas:
         return message
 
     def _open(self, run: StoredRun) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return rank 0's message, and the files that its parts have loaded."""
-        from samestep import rundir  # the other ranks do not need it
+        """Load the arrays on rank 0, and return rank 0's message and the files by group."""
+        from samestep import rundir  # only rank 0 needs this module
 
         is_fresh = not run.world.restart_count
         return rundir.open_run(run.app, run.options, is_fresh, load=run.parts.load, required=run.required_groups)
 
     def _check(self, groups: Groups) -> None:
-        """Refuse before the first update what `save` would refuse."""
+        """Raise NonRetryableError, before the first update, if `save` could not save an array."""
         for arrays in groups.values():
             for name, array in arrays.items():
                 checkpoint.check_array(name, array)
 
     def save(self, run: StoredRun, groups: Groups) -> None:
-        """Compare the replicas, and write a checkpoint on rank 0. Raises as `Run.save`."""
+        """Compare the replicas, and save a checkpoint on rank 0. Raises the errors of `Run.save`."""
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
             state = run.checkpoint_state()
@@ -68,12 +68,16 @@ class Replicas:
             checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
 
     def finish(self, run: StoredRun) -> None:
-        """Wait on rank 0 until the last checkpoint is on the disk. Raises NonRetryableError if that fails."""
+        """Wait on rank 0 until the last checkpoint is on the disk. Raises NonRetryableError if the write failed."""
         if run.world.rank == 0:
             checkpoint.finish()
 
     def write_final(self, run: StoredRun, groups: Groups) -> tuple[str, dict[str, Any]]:
-        """Compare the replicas' digests, and write model.safetensors and model-<group>.safetensors on rank 0."""
+        """Compare the replicas' digests, and write the final weights of ``groups`` on rank 0.
+
+        Returns:
+            SHA-256 of the model's weights, and the result's fields of the best evaluation.
+        """
         folder = run.options.run_dir
         digest = checkpoint.weights_sha256(groups["model"])
         run.monitor.check_final_weights(run.collectives, digest, folder if run.metrics else None)  # collective

@@ -1,7 +1,8 @@
-"""Open, make, rename and delete files below a folder that somebody else may have prepared, such as a run dir.
+"""Open, create, rename and delete files below an untrusted folder, such as a run dir.
 
-`Root` follows no link below its folder: a path is walked by descriptors, one folder at a time. So a name in a run dir
-cannot lead to a file outside of it, also if another program replaces a folder meanwhile. Standard library only.
+`Root` follows no link below its folder, because it opens a path one folder at a time, each by its parent's descriptor.
+So a name in a run dir cannot lead to a file outside, even if another program replaces a folder in the meantime. This
+module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-# The operation does not exist on this file system, such as locks without a lock server, or a sync of a folder.
+# Errors of operations that a file system does not support, such as locks without a lock server, or sync of a folder.
 NOT_SUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
-_RENAME_EXCHANGE = 2  # of renameat2(2)
+_RENAME_EXCHANGE = 2  # flag of renameat2(2)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class Root:
-    """A folder and its files. The folder itself may be a link; nothing below it is followed.
+    """A folder and its files. The folder itself may be a link, but links below it are not followed.
 
-    Names are relative, such as "log/rank-0.log". Every method raises OSError, with the path, for a link or a file in
-    place of a folder.
+    Names are relative paths, such as "log/rank-0.log". Every method raises OSError, with the path, if a folder on the
+    path is a link or a file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +36,7 @@ class Root:
 
     @contextlib.contextmanager
     def folder(self, name: str = "") -> Iterator[int]:
-        """Open a folder, by default the root itself, and yield its descriptor."""
+        """Open a folder, by default the root, and yield its descriptor."""
         if ".." in Path(name).parts or os.path.isabs(name):
             raise OSError(errno.EINVAL, "leads out of its folder", name)
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -61,7 +62,7 @@ class Root:
 
     @contextlib.contextmanager
     def _parent(self, name: str) -> Iterator[tuple[int, str]]:
-        """Open the folder of a file; yield its descriptor and the file's name in it."""
+        """Open the folder of a file, and yield (the folder's descriptor, the file's name in the folder)."""
         path = Path(name)
         with self.folder(str(path.parent)) as descriptor:
             try:
@@ -72,15 +73,15 @@ class Root:
                 raise OSError(error.errno, error.strerror, str(self.path / path)) from error
 
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
-        """Open or make a file to write, and return its descriptor; ``flags`` must not truncate.
-
-        Raises OSError unless the file is a regular file with one name: another name (a hard link) may lie outside of
-        the root.
+        """Open or create a file for writing, and return its descriptor.
 
         Args:
             name: path below the root.
-            flags: of `os.open`; they must not truncate.
+            flags: flags for `os.open`, without O_TRUNC.
             mode: permissions of a new file.
+
+        Raises:
+            OSError: the file is not a regular file, or has a second name (a hard link), which may be outside the root.
         """
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
@@ -95,11 +96,11 @@ class Root:
             return file
 
     def append(self, name: str) -> IO[bytes]:
-        """Open or make a file to append to, without a buffer. Raises as `open`."""
+        """Open or create a file for appending, without a buffer. Raises the errors of `open`."""
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
-        """Open a new file to write; a file or a link that has its place is deleted."""
+        """Create a file and open it for writing. An existing file or link of this name is deleted first."""
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=descriptor)
@@ -107,30 +108,34 @@ class Root:
             return os.fdopen(os.open(leaf, flags, mode, dir_fd=descriptor), "wb")
 
     def make_folder(self, name: str, exist_ok: bool = True) -> None:
-        """Make a folder and its parents. Raises FileExistsError if it exists and must not."""
+        """Create a folder and its parents. Raises FileExistsError if the folder exists and not ``exist_ok``."""
         self.path.mkdir(parents=True, exist_ok=True)
         parts = Path(name).parts
         for depth in range(1, len(parts) + 1):
             may_exist = exist_ok or depth < len(parts)
             with _allow_existing(may_exist), self._parent(str(Path(*parts[:depth]))) as (descriptor, leaf):
                 os.mkdir(leaf, dir_fd=descriptor)
-        with self.folder(name):  # raises for a link or a file in its place
+        with self.folder(name):  # raises OSError if the path is a link or a file
             pass
 
     def names(self, name: str = "") -> list[str]:
-        """Return the names in a folder."""
+        """Return the names of the files and folders in a folder."""
         with self.folder(name) as descriptor:
             return os.listdir(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or a folder; a file of the new name is replaced."""
+        """Rename a file or a folder. An existing file with the new name is replaced."""
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
 
     def exchange_folders(self, one: str, other: str) -> bool:
-        """Exchange two folders' names at once, so that a kill leaves both; return False if one is missing or Linux is.
+        """Exchange the names of two folders atomically.
 
-        Raises NotADirectoryError for a file or a link.
+        Returns:
+            False if a folder is missing, or the system cannot exchange names (only Linux can).
+
+        Raises:
+            NotADirectoryError: a name is a file or a link.
         """
         rename = getattr(ctypes.CDLL(None), "renameat2", None)
         if rename is None:
@@ -142,19 +147,19 @@ class Root:
         return result == 0
 
     def unlink(self, name: str) -> None:
-        """Delete a file or a link, if there is one."""
+        """Delete a file or a link, if it exists."""
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
             os.unlink(leaf, dir_fd=descriptor)
 
     def delete(self, name: str) -> None:
-        """Delete a file, a link or a folder with all that it holds, if there is one."""
+        """Delete a file, a link, or a folder with its content, if it exists."""
         try:
             self.delete_folder(name)
         except NotADirectoryError:
             self.unlink(name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with all that it holds, if there is one. Raises NotADirectoryError for a file or a link."""
+        """Delete a folder with its content, if it exists. Raises NotADirectoryError if the name is a file or a link."""
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
             _is_folder(leaf, descriptor)
             if sys.version_info >= (3, 11):
@@ -163,15 +168,15 @@ class Root:
                 shutil.rmtree(self.path / name)
 
     def touch(self, name: str) -> None:
-        """Set the time of a file's last change to now."""
+        """Set a file's modification time to now."""
         with self._parent(name) as (descriptor, leaf):
             os.utime(leaf, dir_fd=descriptor, follow_symlinks=False)
 
     def sync(self, name: str = "") -> bool:
-        """Make a folder's entries survive a crash of the machine.
+        """Sync a folder's entries to the disk, so that they survive a crash of the machine.
 
         Returns:
-            False if this file system cannot sync a folder. Other errors, such as EIO, are raised.
+            False if this file system cannot sync folders. Other errors, such as EIO, are raised.
         """
         with self.folder(name) as descriptor:
             try:
@@ -184,13 +189,15 @@ class Root:
 
 
 def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
-    """Return whether ``fcntl.lockf`` or ``fcntl.flock`` takes a lock; None if the file system has no locks.
+    """Try to take a lock by ``fcntl.lockf`` or ``fcntl.flock``.
 
-    Raises OSError, such as EIO.
+    Returns:
+        Whether the lock was taken; None if the file system does not support locks. Other errors, such as EIO, are
+        raised.
     """
     try:
         lock(*arguments)
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, depending on the system
         return False
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
@@ -200,7 +207,7 @@ def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
 
 
 class LinkError(OSError):
-    """A link has the place of a folder."""
+    """A folder on a path is a link."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.ELOOP, "is a link", str(path))
@@ -216,7 +223,7 @@ def _allow_existing(allowed: bool) -> Iterator[None]:
 
 
 def _is_folder(leaf: str, descriptor: int) -> bool:
-    """Return whether there is a folder of this name. Raises NotADirectoryError for a file or a link."""
+    """Return whether the folder exists. Raises NotADirectoryError if the name is a file or a link."""
     try:
         status = os.stat(leaf, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
@@ -227,7 +234,7 @@ def _is_folder(leaf: str, descriptor: int) -> bool:
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of ``content`` to an open file: one call of the system may write a part."""
+    """Write all of ``content`` to an open file, because a single call of `os.write` may write only a part."""
     while content:
         content = content[os.write(descriptor, content) :]
 

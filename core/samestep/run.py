@@ -1,12 +1,13 @@
-"""Count the steps of one rank's run, from its restore to its result, the same in every framework.
+"""Manage one rank's run, from its restore to its result, in the same way for every framework.
 
-An app trains and reports numbers to its `Run`; the `Run` answers which actions follow. Ranks communicate about the run
+An app trains and reports numbers to its `Run`, which returns the actions that follow. Ranks communicate about the run
 through two functions of the app's ``distributed`` module.
 
-The rule: `Run` sees numbers, JSON and numpy arrays. It calls the functions of the app's `Parts`, and the two of
-`Collectives`; it hands batches on unseen. It raises, and never ends the process.
+`Run` handles only numbers, JSON and numpy arrays. It calls the functions of the app's `Parts` and the two functions of
+`Collectives`, and passes batches on without reading them. Its methods raise exceptions, and do not end the process;
+only its signal handler does.
 
-`Run` only sets the order of calls. Its parts work alone too: `samestep.cadence`, `samestep.step_sync`,
+`Run` only sets the order of calls. Its components also work without it: `samestep.cadence`, `samestep.step_sync`,
 `samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`,
 `samestep.trace`, and `samestep.replicas` or `samestep.sharded.shards`.
 """
@@ -48,44 +49,52 @@ Batch = TypeVar("Batch")
 
 
 class Storage(Protocol):
-    """The way in which arrays are kept: `Replicas`, or `samestep.sharded.shards.Shards`."""
+    """The interface for saving and restoring arrays: `Replicas`, or `samestep.sharded.shards.Shards`."""
 
-    is_sharded: bool  # no rank holds the whole arrays
+    is_sharded: bool  # whether each rank holds only shards of the arrays
 
     def restore(self, run: Run) -> dict[str, Any]:
-        """Load what rank 0 finds into the parts, on all ranks; return rank 0's message about it. Collective."""
+        """Find the checkpoint on rank 0, and load it on all ranks. This call is a collective.
+
+        Returns:
+            Rank 0's message, `samestep.rundir.restore_message`.
+        """
 
     def save(self, run: Run, groups: Any) -> None:
-        """Copy the arrays, and let a thread write the checkpoint. Collective."""
+        """Copy the arrays, and start writing the checkpoint in a thread. This call is a collective."""
 
     def finish(self, run: Run) -> None:
-        """Wait until the last checkpoint is on the disk, at least on rank 0. May be collective."""
+        """Wait until the last checkpoint is on the disk, at least on rank 0. This call may be a collective."""
 
     def write_final(self, run: Run, groups: Any) -> tuple[str, dict[str, Any]]:
-        """Write the files of weights; return the digest and the result's fields of the best evaluation. Collective."""
+        """Write the final weights. This call is a collective.
+
+        Returns:
+            SHA-256 of the weights in hexadecimal, and the result's fields of the best evaluation.
+        """
 
 
 class Loader(Protocol[Batch]):  # type: ignore[misc]
     """A loader of batches with a position, such as `samestep.torch.DataLoader`."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches from the position to the end of its epoch."""
+        """Yield the batches from the current position to the end of the epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: ``step`` and ``epoch``, beside others."""
+        """Return the position, including ``step`` and ``epoch``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
+        """Set the position."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The run that `Run.restore` found.
+    """The checkpoint and the dataset that `Run.restore` found.
 
     Attributes:
-        step: the updates of its checkpoint; None for a new run.
-        state: the state of its checkpoint, and the names and the fingerprint of the dataset.
-        dataset_folder: the folder of the dataset.
+        step: updates done in the checkpoint; None for a new run.
+        state: the checkpoint's state, with the dataset's requested name and fingerprint.
+        dataset_folder: path of the dataset's folder.
     """
 
     step: int | None
@@ -94,12 +103,11 @@ class Restored:
 
 
 class Run:
-    """Manage the life of a run.
+    """Manage a run from its restore to its result.
 
     Call `restore` and `start` first, `after_step` after each update, and `finish` and `report` last.
 
-    After `restore` the options have the run dir and the dataset. After `start` the steps to train are those from
-    ``first_step`` to before ``last_step``. ``eval_metrics`` is the evaluation of the last log line, or {}.
+    `restore` sets the options' run dir and dataset. After `start`, train the steps in [``first_step``, ``last_step``).
     """
 
     collectives: Collectives
@@ -121,15 +129,15 @@ class Run:
         """Start the monitor and install the signal handlers.
 
         Args:
-            app: the app's name, which checkpoints hold.
+            app: the app's name, which each checkpoint contains.
             options: the parsed options; `restore` completes them.
-            world: this rank's place in the job.
+            world: rank, world size and launcher of this process.
             monitor: watches the run, such as `samestep.recovery.watchdog.Watchdog`.
-            resolve_dataset: finds a dataset by name, as `samestep.data.datasets.resolve` does.
-            storage: the way in which arrays are kept. By default every rank has a replica of the model.
+            resolve_dataset: function that finds a dataset by name, such as `samestep.data.datasets.resolve`.
+            storage: saves and restores arrays. By default every rank has a replica of the model.
 
         Raises:
-            ConfigError: the number of ranks or machines differs from the launch script's, or exceeds --virtual-ranks.
+            ConfigError: as in `check_launch`, or the number of ranks exceeds --virtual-ranks.
         """
         self.app = app
         self.options = options
@@ -141,23 +149,23 @@ class Run:
         stop_request = stop.StopRequest(options.grace, self._exit, self.monitor.rank_is_lost)
         self.step_sync = StepSync(stop_request, StepTimer(), grace=options.grace)
         self.monitor.start(world, options)
-        stop_request.install()  # before the heartbeat by which the launch script finds the ranks
+        stop_request.install()  # must come before the first heartbeat, from which the launch script gets the rank's pid
         if JobInfo.from_environ(os.environ).launcher and options.run_dir:  # the launch script holds the run dir's lock
             self._open_logs()
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
         if options.threads:
-            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for frameworks that read it later than this
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # some frameworks read the variable later
         check_launch(world)
 
     def _open_logs(self) -> None:
-        """Write into the run dir from here on: rank-<r>.log and heartbeats."""
+        """Start writing ``rank-<r>.log`` and heartbeats into the run dir."""
         log.places = self.options.log_format == "full"
         log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor)
         self.monitor.write_to(self.options.run_dir / "log")
 
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
-        """End this rank, from any thread. If other ranks are gone, the signal was a launcher's after a failure."""
+        """Exit this rank, from any thread. If another rank has ended, a launcher sent the signal after a failure."""
         ranks = self.world.local_world_size or self.world.world_size
         log.exit_process(stopped, stopped.is_final or self.monitor.all_ranks_alive(ranks))
 
@@ -185,7 +193,7 @@ class Run:
 
     @property
     def evaluated(self) -> str:
-        """The group that is evaluated."""
+        """The name of the group that is evaluated."""
         return self.parts.evaluated
 
     @property
@@ -200,7 +208,7 @@ class Run:
 
     @property
     def eval_metrics(self) -> dict[str, Any]:
-        """The evaluation of the last log line, or {}."""
+        """The evaluation of the last log line; {} without an evaluation."""
         return self.progress.evaluation
 
     @property
@@ -224,18 +232,19 @@ class Run:
     # --- where to start ------------------------------------------------------------------------------------------
 
     def restore(self, collectives: Collectives, parts: Parts, evaluated: str = "model") -> None:
-        """Resolve run dir, dataset and checkpoint or --init-from on rank 0; load the same bytes on all ranks.
+        """Find the run dir, the dataset and the checkpoint (or --init-from), and load the same bytes on all ranks.
 
         Args:
-            collectives: the app's functions by which ranks communicate; later calls use them too.
-            parts: what a checkpoint holds; `save` and `finish` ask it for arrays.
-            evaluated: the group that is evaluated, and that --keep-best keeps. If it is not "model", `finish` also
-                writes model-<evaluated>.safetensors.
+            collectives: the app's collectives, which later calls use too.
+            parts: functions that load and return a checkpoint's arrays.
+            evaluated: the group that is evaluated, and that --keep-best keeps. If the group is not "model", `finish`
+                also writes model-<evaluated>.safetensors.
 
         Raises:
-            ConfigError, NonRetryableError: on rank 0, which reports the reason.
-            NonRetryableError: on every rank, for arrays that no checkpoint can hold, such as bfloat16.
-            RemoteRankError: on all other ranks.
+            ConfigError: raised on rank 0 for a mistake of the caller.
+            NonRetryableError: raised on rank 0 for a failure, or on every rank for arrays that a checkpoint cannot
+                hold, such as bfloat16.
+            RemoteRankError: raised on all other ranks if rank 0 failed.
         """
         self.collectives = collectives
         self.parts = replace(parts, evaluated=evaluated)
@@ -264,12 +273,12 @@ class Run:
         """Log model and dataset, and open metrics.jsonl.
 
         Args:
-            batches: the global batches.
+            batches: the run's global batches, for this rank.
             test_examples: number of examples of the test set.
-            model: its name, for the log.
-            device: its name, for the log.
-            metadata: versions and settings that decide the run's numbers, for the header of metrics.jsonl and for
-                checkpoints. A program with dropout by `samestep.torch.exact` has RANDOM_NUMBERS in it.
+            model: name of the model, for the log.
+            device: name of the device, for the log.
+            metadata: versions and settings that affect the run's numbers, for the header of metrics.jsonl and for
+                checkpoints. A program with dropout by `samestep.torch.exact` must include RANDOM_NUMBERS.
         """
         is_writer = self.world.rank == 0 and not self.options.evaluate_only
         state = self.restored.state
@@ -294,17 +303,21 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
+        if self.world.rank == 0:  # must come before the log's first line; readers omit the log's lines after this event
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
-        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})  # or fail before the first update
+        # Check the state now, so that an invalid value is reported before the first update.
+        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})
         self.step_sync.start(self.first_step)
         self.stop_request.install()
         self.stop_request.in_training = True
         self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=self._start_trace())
 
     def _start_trace(self) -> Trace | None:
-        """Let the app's optimizer report to a trace, on the ranks whose digests count. Raises ConfigError."""
+        """Connect a trace to the app's optimizer on all ranks of a sharded model, else on rank 0.
+
+        Raises ConfigError if the app does not support --trace-every.
+        """
         options = self.options
         if not options.trace_every or options.evaluate_only:
             return None
@@ -332,7 +345,7 @@ class Run:
         )
 
     def _warn_of_changes(self) -> None:
-        """Warn if a resumed run has other threads, libraries or random numbers than before."""
+        """Warn if the threads, libraries or random numbers of a resumed run have changed."""
         state = self.restored.state
         options = self.options
         name = "--threads" if options.threads else "OMP_NUM_THREADS"
@@ -348,7 +361,7 @@ class Run:
     # --- after an update -----------------------------------------------------------------------------------------
 
     def batches(self, loader: Loader[Batch]) -> Iterator[Batch]:
-        """Yield the loader's batches from ``first_step`` to before ``last_step``, and time the input phase."""
+        """Yield the loader's batches for the steps in [``first_step``, ``last_step``), and time the input phase."""
         epoch = self.first_step // self.progress.batches.steps_per_epoch
         loader.load_state_dict({**loader.state_dict(), "step": self.first_step, "epoch": epoch})
         while self.step < self.last_step:
@@ -362,13 +375,13 @@ class Run:
                 yield batch
 
     def after_step(self, loss_sum: SupportsFloat | None = None, **counts: SupportsFloat) -> StepActions:
-        """Count an update, send a heartbeat, and return the actions that follow. It does not communicate.
+        """Count an update, record progress, and return the actions that follow, without communication.
 
         Args:
-            loss_sum: the summed loss of this rank's samples of the step: a number, or a detached tensor without
-                dimensions, which is not read before `sync`. A program that adds up its losses elsewhere passes None.
-            counts: other sums over these samples. ``correct=`` becomes ``accuracy`` in a log line, ``correct_top2=``
-                becomes ``accuracy_top2``.
+            loss_sum: the summed loss of this rank's samples of the step: a number, or a detached scalar tensor, which
+                is not read before `sync`. Pass None if the program itself adds up its losses.
+            **counts: other sums over these samples. ``correct=`` becomes ``accuracy`` in a log line, and
+                ``correct_top2=`` becomes ``accuracy_top2``.
         """
         if loss_sum is not None:
             self.step_sync.add(loss_sum, counts)
@@ -376,25 +389,27 @@ class Run:
         return self.actions(self.step - 1)
 
     def count_step(self, step: int) -> None:
-        """Count the update ``step``, from 0, and send a heartbeat."""
+        """Count the update ``step``, from 0, and record progress."""
         done = step + 1
         self.recorder.count(done, done - self.step)
         self.progress.step = done
         self.monitor.beat(done)
 
     def actions(self, step: int) -> StepActions:
-        """Return the actions after the update ``step``. It has no side effect."""
+        """Return the actions after the update ``step``, counted from 0, without side effects."""
         done = step + 1
         return self.cadence.after(done, self.step_sync.is_due(done))
 
     def sync(self, loss_sum: SupportsFloat | None = None, running_loss: SupportsFloat | None = None) -> StepActions:
-        """Add up losses, counts and stop requests over all ranks; return the actions again. Collective.
+        """Reduce losses, counts and stop requests over all ranks, and return the actions. This call is a collective.
 
-        A stop request adds a log line and a checkpoint to the actions. Call it once at each `StepActions.sync`.
+        Call `sync` once after each update whose actions have ``sync``. A stop request adds a log line and a checkpoint
+        to the actions.
 
         Args:
-            loss_sum: the summed loss of this rank's samples of the last step, if `after_step` did not get it.
-            running_loss: the summed loss of all its samples since the last log line, likewise.
+            loss_sum: the summed loss of this rank's samples of the last step, if `after_step` did not get the loss.
+            running_loss: the summed loss of this rank's samples since the last log line, if `after_step` did not get
+                the losses.
         """
         totals = self.step_sync.reduce(
             self.step,
@@ -412,11 +427,18 @@ class Run:
         return actions
 
     def log_metrics(self, evaluation: dict[str, Any], **extra: float) -> dict[str, Any]:
-        """Append a line to metrics.jsonl on rank 0; return it on every rank.
+        """Append a line to metrics.jsonl on rank 0, with the losses of the last `sync`.
 
-        The losses come from the last `sync`. ``evaluation`` is {} or has ``test_loss`` and so on; ``extra`` are numbers
-        for this line alone. Raises as `Monitor.check_losses`; but a test loss that is NaN or infinite again after a
-        restart becomes None.
+        Args:
+            evaluation: numbers such as ``test_loss``; {} without an evaluation.
+            **extra: numbers for this line only.
+
+        Returns:
+            The line, on every rank. A test loss that is NaN or infinite again after a restart is None.
+
+        Raises:
+            RetryableError: a loss is NaN or infinite.
+            NonRetryableError: the training loss is NaN or infinite again after a restart.
         """
         progress = self.progress
         totals = self.step_sync.totals
@@ -435,7 +457,7 @@ class Run:
         return line
 
     def _describe_evaluation(self, line: Mapping[str, Any]) -> str:
-        """Return the line of the log for the evaluation of a line of metrics.jsonl."""
+        """Return the log's line for the evaluation in a line of metrics.jsonl."""
         progress = self.progress
         values = {"train_loss": progress.train_loss, "train_accuracy": progress.train_accuracy, **progress.evaluation}
         epoch = line["epoch"] + 1
@@ -446,14 +468,13 @@ class Run:
         return "  ".join(texts)
 
     def save(self) -> None:
-        """Save the last logged updates, after all ranks have compared their arrays. Collective.
+        """Compare the arrays of all ranks, and save a checkpoint of the last logged update. This call is a collective.
 
         Training continues while a thread writes the checkpoint. The next save reports a failure of this thread.
 
         Raises:
-            RetryableError: an array's bits differ between ranks, or a shard's from those after its update; nothing is
-                saved.
-            NonRetryableError: weights are NaN or infinite, or the checkpoint before could not be written.
+            RetryableError: an array differs between ranks, or a shard has changed since its update; nothing is saved.
+            NonRetryableError: weights are NaN or infinite, or the previous checkpoint could not be written.
             Stopped: a rank received a stop signal.
         """
         groups = self.parts.groups()
@@ -468,7 +489,8 @@ class Run:
         if not totals.stop_signal:
             return
         self.storage.finish(self)
-        # collective: a rank that ends makes the launcher end the others, so rank 0 must write first
+        # collective: no rank may exit before rank 0 has written the checkpoint, because the launcher then ends all
+        # ranks
         self.collectives.broadcast(b"")
         name = signal.Signals(totals.stop_signal).name
         raise stop.Stopped(
@@ -478,7 +500,7 @@ class Run:
         )
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
+        """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
         values = self._state_to_save()
         return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
 
@@ -492,7 +514,10 @@ class Run:
     # --- the result ----------------------------------------------------------------------------------------------
 
     def finish(self, evaluation: Mapping[str, Any]) -> None:
-        """Check that all ranks hold the same weights, and write them on rank 0. Collective. Raises as `save`."""
+        """Compare the weights of all ranks, and write them on rank 0.
+
+        This call is a collective. Raises the errors of `save`.
+        """
         self.recorder.close()
         has_trained = self.first_step < self.last_step
         evaluation = self.guard.check_evaluation(evaluation, self.step, is_of_update=has_trained)
@@ -514,25 +539,25 @@ class Run:
         }
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write the weights of the best evaluation by ``copy(checkpoint, file)``; return the result's fields."""
+        """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""
         if self.metrics is None or not self.options.keep_best:
             return {}
         return self.progress.best.write(self.options.run_dir, copy)
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
-        """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0.
+        """Write result.json on rank 0, and print ``RESULT {json}`` as the last line on stdout.
 
         Args:
             framework: name of the framework.
-            framework_version: its version.
-            backend: backend of the collectives.
-            device: kind of device.
+            framework_version: version of the framework.
+            backend: backend of the collectives, such as "gloo".
+            device: type of the device, such as "cpu".
             **fields: further fields of the result.
         """
         self.monitor.stop()
         if self.world.rank != 0:
             return
-        from samestep import metrics  # the other ranks do not need it
+        from samestep import metrics  # only rank 0 needs this module
 
         values = {
             "framework": framework,
@@ -546,14 +571,14 @@ class Run:
 
 
 def check_result_fields(app: str, options: Options) -> None:
-    """Raise NonRetryableError if the options lack one that every result repeats."""
+    """Raise NonRetryableError if the app does not offer an option that every result contains."""
     missing = [name for name in options.RESULT_FIELDS if not options.offers(name)]
     if missing:
         raise NonRetryableError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
 
 
 def check_launch(world: World) -> None:
-    """Raise ConfigError if more or fewer ranks or machines joined than the launch script was asked for."""
+    """Raise ConfigError if the number of ranks or machines differs from the number that the launch script requested."""
     info = JobInfo.from_environ(os.environ)
     for things, requested, count in (
         ("ranks", info.ranks, world.world_size),
@@ -565,11 +590,11 @@ def check_launch(world: World) -> None:
 
 
 def last_step_of(options: Options, steps_per_epoch: int, first_step: int) -> int:
-    """Return the number of updates of the whole run, at least those that are done.
+    """Return the number of updates of the whole run, which is at least the number of updates done.
 
     Args:
-        options: options of the run.
-        steps_per_epoch: number of global batches of an epoch.
+        options: the run's parsed command-line options.
+        steps_per_epoch: number of global batches per epoch.
         first_step: number of updates done.
     """
     if options.evaluate_only:

@@ -1,7 +1,7 @@
-"""Own a run's folder: its name, its locks, and the checkpoint and dataset that a run in it starts from.
+"""Manage a run's folder: its name, its locks, and the checkpoint and dataset from which a run starts.
 
-A launch script resolves this before it starts a rank, by the checkpoints' manifests alone; rank 0 does so again and
-verifies the checkpoints. Under a bare launcher rank 0 is the first.
+A launch script calls `resolve` before it starts ranks, and reads only the checkpoints' manifests. Rank 0 calls
+`resolve` again and verifies the checkpoints. Without a launch script, only rank 0 calls it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,31 @@ from samestep.options import Options, resume_invariants
 from samestep.root import LinkError, Root, try_lock
 from samestep.untrusted import shown
 
-# A run dir's .lock has two bytes to lock. The launch script holds the first, rank 0 the second: so a new launch script
-# also waits for a rank 0 that outlived its launch script. A rank 0 without a launch script holds both.
+# The file .lock of a run dir has two bytes to lock. The launch script locks both and releases the second to rank 0.
+# Therefore a new launch script also waits for a rank 0 that is still running after its launch script has ended. Without
+# a launch script, rank 0 locks both bytes.
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
-    """Take a dataset as it is; the result is like `samestep.data.datasets.resolve`'s.
+    """Accept any name of a dataset without a check.
 
     Args:
         name: name of the dataset.
-        data_dir: folder of data.
+        data_dir: folder of the dataset.
         fallback: ignored.
+
+    Returns:
+        An object with the attributes of the result of `samestep.data.datasets.resolve`.
     """
     return SimpleNamespace(name=name, folder=data_dir, notice=None, fingerprint=None)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The decisions before training: run dir, dataset, and checkpoint (None for a new run)."""
+    """The run dir, the dataset and the checkpoint (None for a new run) from which a run starts."""
 
     run_dir: Path
     lock: Lock
@@ -59,19 +63,20 @@ class Resolved:
 def resolve(
     app: str, options: Options, fresh: bool = True, verify: bool = True, reader: Reader = None, groups: GroupNames = ()
 ) -> Resolved:
-    """Decide run dir, dataset and checkpoint, and lock the run dir.
+    """Find the run dir, the dataset and the checkpoint, and lock the run dir.
 
     Args:
-        app: the app's name, which its checkpoints hold.
-        options: the parsed options; their ``resolve_dataset`` finds a dataset, or is None to take it as it is.
-        fresh: False in a process that a launcher restarted; --no-resume then no longer applies.
-        verify: False checks manifests alone, and neither renames nor warns: rank 0 will do so.
+        app: the app's name, which its checkpoints contain.
+        options: the parsed options. Their function ``resolve_dataset`` finds the dataset; if it is None, the dataset
+            is not checked.
+        fresh: False in a process that a launcher restarted, to which --no-resume no longer applies.
+        verify: whether to verify checkpoints, and to warn of corrupt ones and rename them. False reads only manifests.
         reader: passed to `checkpoint.newest`.
         groups: passed to `checkpoint.newest`.
 
     Raises:
-        ConfigError: the run dir holds another run or other data.
-        NonRetryableError: none of its checkpoints is good.
+        ConfigError: the run dir contains another run, or a run with other data.
+        NonRetryableError: all checkpoints of the run dir are corrupt.
     """
     _check_evaluate_only(options)
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
@@ -104,9 +109,9 @@ def _no_warning(text: str) -> None:
 
 
 def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: bool) -> tuple[Any, str]:
-    """Return the dataset and the name under which it was requested. A resumed run keeps its dataset."""
+    """Return (dataset, the name under which it was requested). A resumed run keeps its dataset."""
     resolve_dataset = options.resolve_dataset or no_dataset
-    requested = options.requested_dataset or options.dataset  # None: the user named none
+    requested = options.requested_dataset or options.dataset  # None if the user named no dataset
     if saved is None:
         name = options.dataset or str(options.default_dataset)
         dataset = resolve_dataset(name, options.data_dir, fallback=options.dataset is None)
@@ -127,18 +132,21 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
 def open_run(
     app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None], required: GroupNames
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the message to all ranks and the files of arrays, which are loaded here: rank 0's part of `Run.restore`.
-
-    A checkpoint without the ``required`` groups counts as corrupt.
-
-    Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
+    """Resolve the run and load its arrays on rank 0, for `Run.restore`.
 
     Args:
-        app: name of the app.
-        options: options of the run.
-        fresh: whether the run dir is new.
-        load: loads the arrays by group and name into the model.
-        required: groups that a checkpoint must have.
+        app: name of the app, such as "cifar_ddp".
+        options: the run's parsed command-line options.
+        fresh: False in a process that a launcher restarted.
+        load: function that loads arrays by group and name into the model.
+        required: groups without which a checkpoint counts as corrupt.
+
+    Returns:
+        The message to all ranks, and the contents of the safetensors files by group.
+
+    Raises:
+        ConfigError: as in `resolve`, or the arrays of --init-from do not fit the model.
+        NonRetryableError: as in `resolve`, or the arrays of the checkpoint do not fit the model.
     """
     resolved = resolve(app, options, fresh, groups=required)
     saved = resolved.checkpoint
@@ -163,12 +171,12 @@ def open_run(
 
 
 def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -> ConfigError | NonRetryableError:
-    """Return the error for arrays of the checkpoint ``folder``, or else of --init-from, that do not fit the model.
+    """Return the error for arrays that do not fit the model.
 
     Args:
-        folder: the checkpoint, or None.
+        folder: the checkpoint that the arrays come from; None if they come from --init-from.
         init_from: value of --init-from.
-        error: the error of the load.
+        error: the exception that the app's load function raised.
     """
     if folder:
         return NonRetryableError(f"checkpoint {folder} does not fit the model: {error}")
@@ -176,7 +184,7 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
-    """Return rank 0's broadcast of the resolved run."""
+    """Return the resolved run as JSON values, which rank 0 broadcasts."""
     saved = resolved.checkpoint
     dataset = resolved.dataset
     state = dict(saved.state) if saved else {}
@@ -192,12 +200,12 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
 
 
 def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before.
+    """Raise ConfigError, with old and new values, if the checkpoint belongs to another app or another run.
 
     Args:
-        saved: the checkpoint.
-        app: name of the app.
-        invariants: options that must be equal.
+        saved: the checkpoint to resume from.
+        app: name of the app, such as "cifar_ddp".
+        invariants: the options that a resume must repeat, with their values now.
     """
     run_dir = saved.folder.parents[1]
     recorded = saved.resume_invariants
@@ -221,14 +229,14 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def quarantine_newer(used: Checkpoint) -> None:
-    """Rename the corrupt checkpoints newer than ``used``, so that they are kept but no longer counted."""
+    """Rename the corrupt checkpoints newer than ``used``, so that later resumes ignore them."""
     for folder in checkpoint.folders(used.folder.parents[1]):
         if int(folder.name[5:]) > used.step:
             checkpoint.quarantine(folder, "damaged")
 
 
 def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
-    """Raise ConfigError if ``saved`` was trained on other data, as far as it records them."""
+    """Raise ConfigError if the checkpoint records another fingerprint of the dataset."""
     recorded = saved.state.get("dataset_fingerprint")
     if recorded is None and warn:
         log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")
@@ -245,7 +253,7 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
 
 
 def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
-    """Make and lock the run dir; return its absolute path and the lock. Raises ConfigError if that is impossible."""
+    """Create and lock the run dir, and return (absolute path, lock). Raises ConfigError if the run dir is unusable."""
     run_dir = Path(os.path.realpath(run_dir))  # Path.resolve() raises RuntimeError for a loop of links
     make_log_folder(run_dir)
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
@@ -256,7 +264,7 @@ def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
 
 
 def make_log_folder(run_dir: Path) -> None:
-    """Make ``log/`` of a run dir. Raises ConfigError if that is impossible, or if one of its folders is a link."""
+    """Create the run dir's folder ``log``. Raises ConfigError if it cannot be created, or a subfolder is a link."""
     try:
         Root(run_dir).make_folder("log")
     except LinkError as error:
@@ -269,15 +277,15 @@ def make_log_folder(run_dir: Path) -> None:
 
 
 def new(app: str, suffix: str = "") -> Path:
-    """Make a new run dir, ``runs/<app>/<UTC time><suffix>``."""
+    """Create a new run dir, ``runs/<app>/<UTC time><suffix>``, and return its path."""
     folder = Path("runs", app, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + suffix)
     return make_folder(folder, unique=True)
 
 
 def _run_dir_of_job(app: str) -> Path:
-    """Return, under a bare launcher, a new run dir, or the job's earlier one after the launcher restarted it.
+    """Return the run dir of a job without --run-dir: a new folder, or the existing folder after a restart.
 
-    The folder's name has a key: the launcher's own id of the job, or the launcher's process.
+    The folder's name contains a hash of the launcher's name for the job, or else of the launcher's process id.
     """
     key, is_restarted = env.job_key(os.environ)
     key = key or f"{socket.gethostname()}-{os.getppid()}"
@@ -292,7 +300,7 @@ def archive_previous_run(run_dir: Path) -> None:
     """Move an earlier run's checkpoints and results to ``earlier-<UTC time>/``, for --no-resume."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     root = Root(run_dir)
-    # "model-" begins the names of the best weights and of an average.
+    # Files of the best weights and of an average have names that begin with "model-".
     names = [name for name in root.names() if name in left or re.fullmatch(r"model-.*\.safetensors", name)]
     if names:
         aside = make_folder(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()), unique=True)
@@ -301,9 +309,9 @@ def archive_previous_run(run_dir: Path) -> None:
 
 
 def make_folder(path: Path, unique: bool = False) -> Path:
-    """Make a folder and its parents, with ``unique`` as ``path-2``, ``path-3``... if it exists; return its path.
+    """Create a folder and its parents, and return its path. Raises ConfigError if it cannot be created.
 
-    Raises ConfigError if that is impossible.
+    If ``unique`` and the folder exists, the new folder is ``path-2``, ``path-3``...
     """
     candidate = path
     count = 1
@@ -324,25 +332,30 @@ def make_folder(path: Path, unique: bool = False) -> Path:
 
 
 class Lock:
-    """Hold bytes of ``<run-dir>/.lock`` until this process ends or releases them.
+    """A lock on bytes of ``<run-dir>/.lock``, which this process holds until it ends or releases them.
 
-    POSIX record locks: the kernel drops them when the process ends, however it ends, and they also work on NFS. Closing
-    any file descriptor of the file would drop them all, so there is one.
+    The lock is a POSIX record lock, which the kernel releases when the process ends, and which also works on NFS. To
+    close any descriptor of the file would release all locks, so a Lock keeps its only descriptor open.
     """
 
     def __init__(self, run_dir: Path, who: str) -> None:
-        """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
+        """Open the lock file. Raises ConfigError if the file cannot be opened.
+
+        Args:
+            run_dir: folder of the run.
+            who: description of this process for the messages of other jobs.
+        """
         self._run_dir = run_dir
         self._who = who
-        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # the launch script has warned
+        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # a launch script has already warned
         try:
-            # A user who can read a file can lock it, too.
+            # Only the owner may read the file, because any user who can read a file can lock it.
             self._descriptor = Root(run_dir).open(".lock", os.O_RDWR, mode=0o600)
         except OSError as error:
             raise ConfigError(f"cannot use --run-dir {run_dir}: {checkpoint.os_error_message(error)}") from error
 
     def acquire(self, byte: int, wait: float | None = None) -> None:
-        """Lock a byte, within ``wait`` seconds (default: LOCK_SECONDS). Raises ConfigError that names the holder."""
+        """Lock a byte within ``wait`` seconds (default: LOCK_SECONDS). Otherwise raise ConfigError with the holder."""
         if wait is None:
             wait = LOCK_SECONDS
         deadline = time.monotonic() + wait
@@ -359,7 +372,10 @@ class Lock:
         os.pwrite(self._descriptor, holder.encode(errors="replace"), 0)
 
     def _holder(self) -> str:
-        """Return the holder that the file names, or "another process": a user who can only read it can lock it, too."""
+        """Return the lock's holder according to the file; "another process" if this description is outdated.
+
+        A process that can only read the file can hold the lock, but cannot write its description.
+        """
         text = shown(os.pread(self._descriptor, 200, 0).decode(errors="replace"), limit=200)
         found = re.search(r"\(host (.+), pid ([0-9]{1,7}), since", text)
         if not found:
@@ -370,7 +386,7 @@ class Lock:
         return "another process"
 
     def _try(self, byte: int) -> bool:
-        """Return whether the byte is locked now. Without locks in the file system, it counts as locked."""
+        """Try to lock a byte, and return whether the byte is locked. Return True if the file system has no locks."""
         taken = try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         if taken is None and not self._warned:
             risk = "two jobs can write to it at the same time: start only one"

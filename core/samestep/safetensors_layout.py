@@ -1,6 +1,6 @@
-"""Lay out a safetensors file, so that its arrays can be written one block at a time.
+"""Compute the layout of a safetensors file, so that its arrays can be written one block at a time.
 
-The safetensors library writes whole arrays alone.
+The safetensors library itself can only write whole arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# numpy's dtypes (without their byte order) under safetensors' names, in the order in which its own writer sorts arrays.
+# numpy's dtypes (without byte order) and their names in safetensors, in the order in which safetensors sorts arrays.
 DTYPES = {
     "u8": "U64",
     "i8": "I64",
@@ -29,12 +29,20 @@ DTYPES = {
 
 
 def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
-    """Return the beginning of a file, and the byte at which each array begins, in their order.
+    """Compute the header of a safetensors file and the positions of its arrays.
 
-    Only dtype and shape of the arrays matter. Raises TypeError for a dtype that no safetensors file can hold.
+    A file begins with the header's length in 8 bytes, little-endian. The header follows in JSON, padded with spaces to
+    a multiple of 8 bytes. The arrays come last, in C order, little-endian. This format is described in
+    https://huggingface.co/docs/safetensors, "Format".
 
-    Format: the header's length in 8 bytes, little-endian. The header follows in JSON, padded with spaces to a multiple
-    of 8, and then the arrays in C order, little-endian. Source: https://huggingface.co/docs/safetensors, "Format".
+    Args:
+        arrays: objects with ``dtype`` and ``shape``, by name.
+
+    Returns:
+        The bytes before the first array, and the position of each array's first byte, by name in the file's order.
+
+    Raises:
+        TypeError: no safetensors file can hold a dtype.
     """
     dtypes = {name: array.dtype.str[1:] for name, array in arrays.items()}
     for name, dtype in dtypes.items():

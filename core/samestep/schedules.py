@@ -1,9 +1,9 @@
-"""Compute learning rates as functions of the step: the factor for --lr at one update.
+"""Compute learning-rate schedules: functions of the step that return a factor for --lr.
 
-``step`` counts the updates done before this one, from 0. ``steps`` is the horizon: the number of updates in all. A
-factor depends on them alone, so no checkpoint holds it, and it is the same to the bit on every rank and after a resume.
-If you take the horizon from --epochs, a resume must not change them: see `Options.resume_pinned`. After its horizon a
-schedule keeps its last value.
+``step`` is the number of updates done, from 0. ``steps`` is the schedule's length: the number of updates in the whole
+run. A factor depends only on its arguments. Therefore checkpoints do not store it, and its bits are the same on every
+rank and after a resume. If the length depends on --epochs, a resume must not change --epochs (see
+`Options.resume_pinned`). After its length a schedule keeps its last value.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 
 def constant(step: int) -> float:
-    """Return 1 at every update."""
+    """Return 1.0 for every step."""
     return 1.0
 
 
 def warmup(step: int, warmup_steps: int) -> float:
     """Return a factor that grows linearly from 1 / warmup_steps at the first update to 1, and stays at 1.
 
-    It reaches 1 at the last of ``warmup_steps`` updates, and no update uses 0. Multiply another schedule by it. Source:
-    Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
+    The factor is 1 from the update number ``warmup_steps`` on. Multiply another schedule by this factor. Source: Goyal
+    et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
     """
     if not warmup_steps:
         return 1.0
@@ -29,9 +29,9 @@ def warmup(step: int, warmup_steps: int) -> float:
 
 
 def linear(step: int, steps: int, final: float = 0.0) -> float:
-    """Return a factor that falls on a straight line from 1 at step 0 to ``final`` at ``steps``.
+    """Return a factor that falls linearly from 1 at step 0 to ``final`` at ``steps``.
 
-    Source: Devlin et al., "BERT", NAACL 2019, appendix A.2, after a warm-up.
+    Devlin et al., "BERT", NAACL 2019, appendix A.2, use this schedule after a warm-up.
 
     Args:
         step: number of the update, from 0.
@@ -56,13 +56,13 @@ def cosine(step: int, steps: int, final: float = 0.0) -> float:
 
 
 def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> float:
-    """Return ``gamma`` to the power of the number of ``milestones`` (steps) reached so far.
+    """Return ``gamma`` to the power of the number of milestones that ``step`` has reached.
 
     Source: He et al., "Deep residual learning for image recognition", CVPR 2016, section 4.2 (1/10 at two milestones).
 
     Args:
         step: number of the update, from 0.
-        milestones: updates from which the factor is multiplied once more.
+        milestones: steps at which the factor is multiplied by ``gamma`` once more.
         gamma: factor of each milestone.
     """
     reached = [milestone for milestone in milestones if step >= milestone]
@@ -70,10 +70,10 @@ def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> floa
 
 
 def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25, final: float = 1 / 250_000) -> float:
-    """Return a factor that rises along half a cosine from ``start`` to 1, then falls along another to ``final``.
+    """Return a factor that rises along half a cosine from ``start`` to 1, then falls along half a cosine to ``final``.
 
-    It rises during the fraction ``rising`` of the steps. Source: Smith & Topin, "Super-convergence", 2018, in the form
-    and with the numbers of fast.ai and of torch's OneCycleLR, which uses ``final`` for its last update, steps - 1.
+    Source: Smith & Topin, "Super-convergence", 2018. fast.ai and torch's OneCycleLR use the same form and default
+    values. The factor reaches ``final`` at the last update, steps - 1.
 
     Args:
         step: number of the update, from 0.
@@ -90,7 +90,7 @@ def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25,
 
 
 def _rise(progress: float) -> float:
-    """Return half a cosine that rises from 0 to 1 while ``progress`` does."""
+    """Return half a cosine that rises from 0 to 1 while ``progress`` rises from 0 to 1."""
     return 0.5 * (1.0 - math.cos(math.pi * progress))
 
 
@@ -100,7 +100,7 @@ def _fall(progress: float) -> float:
 
 
 def _progress(step: float, steps: float) -> float:
-    """Return the fraction of ``steps`` that is done, in [0, 1]."""
+    """Return the fraction ``step / steps``, at most 1."""
     if not steps:
         return 1.0
     return min(1.0, step / steps)

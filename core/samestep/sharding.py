@@ -1,21 +1,21 @@
-"""Compute which samples a rank takes at a step: one global order per epoch, cut by step, then by rank.
+"""Compute which samples a rank takes at a step. Each epoch has one global order, divided by step and then by rank.
 
-The order of an epoch is a pseudo-random permutation of [0, n) that is never stored: `permute` computes any part of it
-from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
-batch size. Each rank takes one contiguous shard of them. It follows that:
+The order of an epoch is a pseudo-random permutation of [0, n) that is never stored. `permute` computes any part of the
+order from (n, seed, epoch). Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
+batch size. Each rank takes one contiguous shard of these positions. Therefore:
 
-* The global batches are the same at any world size: the ranks' shards, in rank order, form the batch of one rank.
-* A resume is a seek with the cost of any step. At another world size it repeats no sample and misses none.
+* The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
+* A resume computes its first step as fast as any other step. At another world size, it does not repeat or omit samples.
 * The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
 
-Checkpoints rely on the order, so it is part of the contract: for given (n, seed, epoch) it must never change, on any
-platform or NumPy version. Therefore all arithmetic is on integers modulo 2**64, without `numpy.random`.
+Checkpoints rely on the order: for given (n, seed, epoch) it must never change, on any platform or NumPy version.
+Therefore all arithmetic is on integers modulo 2**64, without `numpy.random`.
 
-Method: a Feistel network (Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
-SIAM J. Comput. 17(2), 1988) in its generalized form over pairs (left, right) in Z_a x Z_b, with a * b just above n.
-Cycle walking handles the few values that land in [n, a * b). Both are from Black & Rogaway, "Ciphers with arbitrary
-finite domains", CT-RSA 2002. A power-of-two domain may be twice as large as n. Here a * b - n is below sqrt(n) + 1, so
-almost no value has to walk. The order is a good shuffle, not encryption.
+The permutation is a Feistel network (Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom
+functions", SIAM J. Comput. 17(2), 1988). Its generalized form works on pairs (left, right) in Z_a x Z_b, with a * b
+just above n. Cycle walking moves the few results in [n, a * b) into [0, n). The generalized form and cycle walking are
+from Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. Because a * b - n is below sqrt(n) + 1, few
+values need cycle walking. The order is a good shuffle, not encryption.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# A test must read almost the whole table of a Feistel network of 6 rounds to distinguish it from a random permutation;
-# 8 rounds leave a margin. Tiny datasets need more: at n = 4 a round picks one of 4 functions, and the product of 8 of
-# them is visibly uneven over the 24 permutations.
+# A statistical test must read almost the whole table of a 6-round Feistel network to recognize it, and 8 rounds add a
+# margin. Tiny datasets need more rounds. At n = 4 a round chooses one of 4 functions, so 8 rounds produce the 24
+# permutations with visibly unequal frequencies.
 ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
-RANDOM_NUMBERS = "random_numbers"  # the field of a run's metadata for the way its dropout draws, from 0.3 on
-PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead: 2048 take hardly longer than 128
-_BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) stay in a core's cache
+RANDOM_NUMBERS = "random_numbers"  # field of a run's metadata: the method of dropout's random numbers, since 0.3
+PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead; 2048 take hardly longer than 128
+_BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) fit into a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # SplitMix64's first multiplier
@@ -45,10 +45,10 @@ _SHIFT = np.uint64(32)
 
 
 def splitmix64(z: Any) -> Any:
-    """Return SplitMix64's output function of ``z``, an int or a uint64 array: a bijection on [0, 2**64).
+    """Apply SplitMix64's output function to ``z``, an int or a uint64 array. It is a bijection on [0, 2**64).
 
-    Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. The constants are
-    its reference implementation's, https://prng.di.unimi.it/splitmix64.c.
+    The function is from Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. The
+    constants are from the reference implementation, https://prng.di.unimi.it/splitmix64.c.
     """
     z = z ^ (z >> 30)
     z = z * 0xBF58476D1CE4E5B9 & _MASK
@@ -61,8 +61,8 @@ def splitmix64(z: Any) -> Any:
 def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint64], ...]:
     """Return (odd multiplier, offset) for each round, from a SplitMix64 stream.
 
-    The stream starts at mix(mix(seed + gamma) + epoch): at different states for different epochs of one seed, and for
-    one epoch of different seeds.
+    The stream starts at the state mix(mix(seed + gamma) + epoch). This state differs between the epochs of one seed,
+    and between the seeds at one epoch.
     """
     if not 0 <= seed <= _MASK:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
@@ -79,10 +79,11 @@ def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint6
 
 
 def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) -> NDArray[np.uint64]:
-    """Apply a keyed bijection on [0, a * b) to uint64 [m]. a and b are at most 2**32.
+    """Apply a keyed bijection on [0, a * b) to ``values``, uint64 [m]. a and b are at most 2**32.
 
-    A round adds a hash of one half to the other, modulo its size. The hash multiplies, folds, multiplies again, keeps
-    the high 32 bits and scales them to the size (Lemire, "Fast random integer generation in an interval", 2019).
+    A round hashes one half and adds the hash to the other half, modulo that half's size. The hash multiplies, folds,
+    multiplies again, keeps the high 32 bits and scales them to the size (Lemire, "Fast random integer generation in an
+    interval", 2019).
     """
     half, other = np.divmod(values, np.uint64(b))
     size = np.uint64(a)
@@ -93,14 +94,14 @@ def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) 
         mixed = (mixed * _MULTIPLIER) >> _SHIFT
         moved = half + ((mixed * size) >> _SHIFT)
         half = other
-        # moved - size wraps to a huge value if moved < size: the minimum is moved modulo size.
+        # If moved < size, then moved - size wraps to a huge value. So the minimum is moved modulo size.
         other = np.minimum(moved, moved - size)
         size, other_size = other_size, size
-    return half * np.uint64(b) + other  # the number of rounds is even
+    return half * np.uint64(b) + other  # after an even number of rounds, the halves have their original sizes
 
 
 def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Map positions in an epoch's order to sample indices. Random access: nothing is stored, each value is computed.
+    """Map positions in an epoch's order to sample indices, without storing the order.
 
     Args:
         positions: integers in [0, n), of any shape, in any order, repeats allowed.
@@ -109,7 +110,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
         epoch: integer in [0, 2**64). Different pairs of seed and epoch give unrelated orders.
 
     Returns:
-        int64 array of the shape of ``positions`` with values in [0, n): a permutation for positions = arange(n).
+        int64 array of the shape of ``positions``, with values in [0, n). The result for arange(n) is a permutation.
 
     Raises:
         ValueError: n, seed, epoch or a position is out of range.
@@ -120,7 +121,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     rounds = ROUNDS if n >= TINY else ROUNDS_TINY
     keys = _keys(seed, epoch, rounds)
     array = np.asarray(positions)
-    flat = array.astype(np.int64, casting="same_kind").view(np.uint64).reshape(-1)  # negative becomes huge
+    flat = array.astype(np.int64, casting="same_kind").view(np.uint64).reshape(-1)  # a negative value becomes huge
     if flat.size and int(flat.max()) >= n:
         raise ValueError(f"positions must be in [0, {n})")
     a = math.isqrt(n - 1) + 1
@@ -128,8 +129,8 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     for start in range(0, flat.size, _BLOCK):
         block = flat[start : start + _BLOCK]
         block[...] = _feistel(block, a, b, keys)
-    # Cycle walking: apply the bijection again to values outside [0, n) until they are inside. This ends, because the
-    # cycle of a value leads back to the position it came from, which is inside.
+    # Cycle walking: apply the bijection again to each value outside [0, n) until its result is inside. The loop ends,
+    # because the cycle of such a value contains the position that it started from, which is inside.
     outside = np.flatnonzero(flat >= np.uint64(n))
     while outside.size:
         flat[outside] = _feistel(flat[outside], a, b, keys)
@@ -138,14 +139,14 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
 
 
 def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return [start, stop) of this rank's contiguous shard of ``length`` items.
+    """Return [start, stop) of a rank's contiguous shard of ``length`` items.
 
-    The sizes of shards differ by at most one: the first length % world_size ranks take one more item, as
-    `numpy.array_split` does. A shard may be empty.
+    The sizes of shards differ by at most one: the first length % world_size ranks take one more item, as in
+    `numpy.array_split`. A shard may be empty.
 
     Args:
         length: number of items.
-        rank: in [0, world_size).
+        rank: index of the shard, in [0, world_size).
         world_size: number of shards.
 
     Raises:
@@ -163,18 +164,26 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def eval_batches(length: int, batch_size: int, parts: int) -> list[NDArray[np.int64]]:
-    """Cut ``length`` examples into at least ``parts`` batches, of at most ``batch_size`` examples.
+    """Divide ``length`` examples into batches for evaluation.
 
     Args:
         length: number of examples.
-        batch_size: most examples of a batch.
-        parts: least number of batches.
+        batch_size: maximum number of examples per batch.
+        parts: minimum number of batches.
+
+    Returns:
+        The examples' indices, int64 [m] for each batch. The sizes differ by at most one, and may be 0.
     """
     return np.array_split(np.arange(length), max(parts, -(-length // batch_size)))
 
 
 class BatchSlice(NamedTuple):
-    """Locate a rank's rows in a global batch: they begin at ``first``, of ``global_size`` rows over all ranks."""
+    """The rows of a global batch that a rank computes.
+
+    Attributes:
+        first: index of the rank's first row.
+        global_size: rows of the global batch, over all ranks.
+    """
 
     first: int
     global_size: int
@@ -182,23 +191,24 @@ class BatchSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """Cut the samples of every training step into one rank's shards.
+    """Compute one rank's shard of every global batch.
 
-    ``step`` counts the updates done before this one, from 0, through all epochs. The last batch of an epoch holds the
-    remaining samples and may be smaller; it counts as a step. With ``drop_last`` an epoch leaves those samples out.
+    A ``step`` is the number of updates done before it, counted from 0 through all epochs. The last batch of an epoch
+    holds the remaining samples and may be smaller. With ``drop_last`` an epoch omits a smaller batch.
 
     Args:
         n: number of samples in the dataset, in [1, 2**63).
         global_batch_size: samples per step, over all ranks; at least 1.
-        seed: integer in [0, 2**64) that decides the order together with the epoch.
-        rank, world_size: the shard of each batch that `indices` returns.
-        virtual_ranks: None, or the number of sub-shards per global batch, ``accumulate`` times. A rank takes whole
-            sub-shards, which are micro-batches of their own: the same ones at any number of ranks.
-        accumulate: micro-batches per global batch, which are cut before ranks are; at least 1.
-        drop_last: leave out an epoch's last batch if it is smaller.
+        seed: integer in [0, 2**64). The order of an epoch depends on the seed and the epoch.
+        rank: index of the shard that `indices` returns.
+        world_size: number of shards per batch.
+        virtual_ranks: None, or the number of sub-shards in each of the ``accumulate`` parts of a global batch. Each
+            sub-shard is a micro-batch that one rank computes whole. It has the same samples at any world size.
+        accumulate: micro-batches per global batch, at least 1. Each micro-batch is then divided by rank.
+        drop_last: whether to omit an epoch's last batch if it is smaller.
 
     Raises:
-        ValueError: an argument is out of range, or no batch remains. Every method raises it for step < 0.
+        ValueError: an argument is out of range, or no batch remains. Every method raises ValueError for step < 0.
     """
 
     n: int
@@ -209,7 +219,7 @@ class GlobalBatches:
     virtual_ranks: int | None = None
     accumulate: int = 1
     drop_last: bool = field(default=False, kw_only=True)
-    # The indices that `indices` has computed, by step.
+    # The indices that `_cached_indices` has computed, by step.
     _index_cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -219,18 +229,18 @@ class GlobalBatches:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.drop_last and size > self.n:
             raise ValueError(f"global_batch_size must be at most {self.n} to leave a batch, got {size}")
-        shard(0, self.rank, self.world_size)  # checks rank and world_size
-        permute(np.empty(0, np.int64), self.n, self.seed, 0)  # checks n and seed
+        shard(0, self.rank, self.world_size)  # raises ValueError for an invalid rank or world_size
+        permute(np.empty(0, np.int64), self.n, self.seed, 0)  # raises ValueError for an invalid n or seed
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of updates in an epoch: ceil(n / global_batch_size), or the floor of it with ``drop_last``."""
+        """Number of updates in an epoch: n / global_batch_size, rounded up, or down with ``drop_last``."""
         if self.drop_last:
             return self.n // self.global_batch_size
         return -(-self.n // self.global_batch_size)
 
     def _locate(self, step: int) -> tuple[int, int, int]:
-        """Return the epoch of this step, and [start, stop) of its global batch in that epoch's order."""
+        """Return (epoch, start, stop): the step's epoch and its global batch's positions [start, stop) in the order."""
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
         epoch, batch = divmod(step, self.steps_per_epoch)
@@ -238,7 +248,7 @@ class GlobalBatches:
         return epoch, start, min(start + self.global_batch_size, self.n)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch that this step belongs to, from 0."""
+        """Return the epoch of this step, counted from 0."""
         return self._locate(step)[0]
 
     def size(self, step: int) -> int:
@@ -247,13 +257,13 @@ class GlobalBatches:
         return stop - start
 
     def samples_seen(self, step: int) -> int:
-        """Return the number of samples that the steps 0 to step - 1 took, over all ranks."""
+        """Return the number of samples in the steps 0 to step - 1, over all ranks."""
         epoch, start, _ = self._locate(step)
         samples_per_epoch = min(self.n, self.steps_per_epoch * self.global_batch_size)
         return epoch * samples_per_epoch + start
 
     def num_losses(self, step: int) -> int:
-        """Return the number of losses that this step's loss is the mean of: one for each sample."""
+        """Return the number of losses that this step's mean loss averages: one for each sample."""
         return self.size(step)
 
     def num_losses_before(self, step: int) -> int:
@@ -261,13 +271,13 @@ class GlobalBatches:
         return self.samples_seen(step)
 
     def num_micro_batches(self, step: int) -> int:
-        """Return the number of this step's micro-batches, over all ranks. None of them is empty on all ranks."""
+        """Return the number of this step's micro-batches, over all ranks. Each micro-batch has at least one sample."""
         return min(self.accumulate * (self.virtual_ranks or 1), self.size(step))
 
     def micro_batches(self, step: int) -> list[tuple[int, int]]:
-        """Return (k, count) of each micro-batch that this rank computes, in order, for `rows` and `indices`.
+        """Return (k, count) of each micro-batch that this rank computes, for `rows` and `indices`.
 
-        A rank takes a shard of every micro-batch; with ``virtual_ranks`` it takes some micro-batches, each whole.
+        A rank takes a shard of every micro-batch. With ``virtual_ranks``, each micro-batch is on one rank.
         """
         count = self.num_micro_batches(step)
         own = range(count)
@@ -276,26 +286,26 @@ class GlobalBatches:
         return [(k, count) for k in own]
 
     def rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> BatchSlice:
-        """Return the rows of this step's global batch whose samples `indices` returns."""
+        """Return the place, in this step's global batch, of the samples that `indices` returns."""
         first, _ = self._shard(step, *micro_batch)
         return BatchSlice(first, self.size(step))
 
     def local_rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> range:
-        """Return the places, in this step's global batch, of the samples that `indices` returns."""
+        """Return the row numbers, in this step's global batch, of the samples that `indices` returns."""
         return range(*self._shard(step, *micro_batch))
 
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
-        """Return the sample indices of this rank's shard of this step's global batch.
+        """Return the sample indices of this rank's shard of a global batch.
 
-        Consecutive steps are computed in blocks of up to PREFETCH_SAMPLES indices. A seek computes one step.
+        Consecutive steps are computed in blocks of up to PREFETCH_SAMPLES indices. After a jump, one step is computed.
 
         Args:
             step: number of updates done before this one.
-            micro_batch: (k, count) to return the shard of the k-th of ``count`` micro-batches, from 0; see
-                `micro_batches`. They hold the same samples at any world size.
+            micro_batch: (k, count) for the shard of the k-th of ``count`` micro-batches, from 0; see `micro_batches`.
+                A micro-batch has the same samples at any world size.
 
         Returns:
-            int64 [m]; m is 0 for a rank that gets no sample because there are fewer samples than ranks.
+            int64 [m]. If there are fewer samples than ranks, m is 0 on some ranks.
         """
         if micro_batch == (0, 1):
             return self._cached_indices(step)
@@ -305,7 +315,7 @@ class GlobalBatches:
         return self._compute_indices(range(step, step + 1), *micro_batch)[0]
 
     def _cached_indices(self, step: int) -> NDArray[np.int64]:
-        """Return this rank's indices at ``step``; with ``virtual_ranks``, the whole global batch."""
+        """Return this rank's indices at ``step``, or with ``virtual_ranks`` the indices of the whole global batch."""
         cached = self._index_cache.get(step)
         if cached is not None:
             return cached
@@ -341,24 +351,25 @@ class GlobalBatches:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed, in [0, 2**64), of one step's random numbers such as dropout, the same on every rank.
+    """Return the seed, in [0, 2**64), of one step's random numbers such as dropout. It is the same on every rank.
 
-    The seed is derived, so it is never saved. A rank that draws for the whole global batch and takes its own rows drops
-    the same units at any world size.
+    The seed is computed from the run's seed and the step, so it is never saved. If each rank draws for the whole global
+    batch and takes its own rows, dropout drops the same units at any world size.
     """
     state = splitmix64((seed + _GAMMA) & _MASK)
     return int(splitmix64((state ^ step) & _MASK))
 
 
 def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return 64 random bits, uint64 [m], for each of the samples ``indices`` [m] in an epoch.
-
-    The bits of a sample do not depend on its rank or batch.
+    """Return 64 random bits for each sample in an epoch. They do not depend on the sample's rank or batch.
 
     Args:
         seed: seed of the run.
         epoch: number of the epoch, from 0.
         indices: int64 [m], the samples' indices.
+
+    Returns:
+        uint64 [m].
     """
     counters = indices.astype(np.uint64) + np.uint64(1)
     states = counters * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))

@@ -1,6 +1,6 @@
-"""Copy arrays into memory that is reused, as the contents of safetensors files.
+"""Copy arrays into reused memory, in the format of safetensors files.
 
-A save copies within the step. A thread hashes and writes the copy, while training changes the arrays.
+A save copies the arrays before the next step. While training changes the arrays, a thread hashes and writes the copy.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from samestep.safetensors_layout import layout
 
 Arrays = Mapping[str, NDArray[Any]]
 _ALIGNMENT = 64  # bytes
-_free: list[NDArray[np.uint8]] = []  # memory that a later snapshot takes: a copy into new pages takes longer
+_free: list[NDArray[np.uint8]] = []  # memory for later snapshots, because a copy into new pages takes longer
 
 
 class Snapshot:
-    """A copy of arrays, as the contents of safetensors files.
+    """A copy of arrays in the format of safetensors files.
 
     Attributes:
-        sizes: bytes of each file, by its name.
-        contents: bytes of each file, by its name, from `copy` to `close`.
-        arrays: the copied arrays by file and name, as views of the contents, also from `copy` to `close`.
+        sizes: number of bytes of each file, by file name.
+        contents: bytes of each file, by file name; empty before `copy` and after `close`.
+        arrays: the copied arrays by file name and array name, as views of ``contents``.
     """
 
     def __init__(self, files: Mapping[str, Arrays]) -> None:
-        """Lay out the files. The bytes are those that ``safetensors.numpy.save`` returns.
+        """Compute the layout of the files. The content will have the same bytes as ``safetensors.numpy.save`` returns.
 
         Args:
-            files: the arrays of each file, by its name, which `samestep.checkpoint.check_array` accepts.
+            files: arrays by file name and array name. `samestep.checkpoint.check_array` must accept them.
         """
         self.sizes: dict[str, int] = {}
         self.contents: dict[str, memoryview] = {}
@@ -44,7 +44,7 @@ class Snapshot:
             self.sizes[name] = len(header) + sum(array.nbytes for array in arrays.values())
 
     def copy(self) -> None:
-        """Copy the arrays, which may change afterwards."""
+        """Copy the arrays, so that they may change afterwards."""
         self._memory = _take(sum(size + _ALIGNMENT for size in self.sizes.values()))
         begin = 0
         for name, size in self.sizes.items():
@@ -54,7 +54,7 @@ class Snapshot:
             begin += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def _fill(self, name: str, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Write the header and the arrays of a file; return the copied arrays."""
+        """Write the header and the arrays of a file to ``content``, and return the copied arrays by name."""
         header, places = self._layouts[name]
         content[: len(header)] = np.frombuffer(header, np.uint8)
         copies = {}
@@ -67,7 +67,7 @@ class Snapshot:
         return copies
 
     def close(self) -> None:
-        """Let a later snapshot take the memory. ``contents`` and ``arrays`` are then empty."""
+        """Release the memory for later snapshots, and empty ``contents`` and ``arrays``."""
         self.contents.clear()
         self.arrays.clear()
         if self._memory is not None:
@@ -79,7 +79,7 @@ def _take(size: int) -> NDArray[np.uint8]:
     """Return memory of at least ``size`` bytes that no other snapshot uses."""
     try:
         memory = _free.pop()
-    except IndexError:  # the first, or another thread's save uses it
+    except IndexError:  # this is the first snapshot, or another thread's save uses the memory
         return np.empty(size, np.uint8)
     if len(memory) < size:
         return np.empty(size, np.uint8)

@@ -1,7 +1,8 @@
-"""Write and read ``log/losses.bin``: the loss of every step, also of those between two lines of metrics.jsonl.
+"""Write and read ``log/losses.bin``: the loss of every step, also between two lines of metrics.jsonl.
 
 A record has 16 bytes: the step (int64, updates done) and the loss (float64), both little-endian. The loss is the mean
-over the whole global batch before the update, with the bits of ``loss`` in metrics.jsonl. Rank 0 alone writes the file.
+over the whole global batch before the update. It has the same bits as ``loss`` in metrics.jsonl. Only rank 0 writes the
+file.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from numpy.typing import NDArray
 from samestep import checkpoint, untrusted
 from samestep.root import Root, write_all
 
-NAME = "log/losses.bin"  # in a run dir
+NAME = "log/losses.bin"  # path in a run dir
 RECORD = np.dtype([("step", "<i8"), ("loss", "<f8")])
 
 
 class StepLosses:
     """Append to ``log/losses.bin``.
 
-    Opening the file cuts it back to ``resumed_from`` updates, as metrics.jsonl is, so that each step appears once.
+    Opening the file deletes the records after step ``resumed_from``, so that each step appears once.
     """
 
     def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
-        """Open the file of a run. Raises NonRetryableError if it cannot be written.
+        """Open the file of a run. Raises NonRetryableError if the file cannot be written.
 
         Args:
-            run_dir: the run's folder.
-            resumed_from: number of updates to keep; None for a new run.
+            run_dir: folder of the run.
+            resumed_from: last step to keep; None for a new run.
         """
         self._path = run_dir / NAME
         with checkpoint.writing(self._path):
@@ -41,20 +42,20 @@ class StepLosses:
             self._file.truncate(size)
 
     def write(self, records: Iterable[tuple[int, float]]) -> None:
-        """Append (step, loss) of some steps, in order. Raises NonRetryableError if the disk is full."""
+        """Append records (step, loss), in the order of steps. Raises NonRetryableError if the disk is full."""
         content = np.array(list(records), RECORD).tobytes()
         with checkpoint.writing(self._path):
             write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
-        """Make the records survive a crash of the machine. A checkpoint relies on them, so call this before it."""
+        """Sync the file to the disk. Call this method before a checkpoint, which relies on the records."""
         os.fsync(self._file.fileno())
 
 
 def read(run_dir: Path) -> NDArray[np.void]:
-    """Return the records of a run, [m] of RECORD, in the order of the file; none if it is missing.
+    """Return the records of a run, [m] of dtype RECORD, in the order of the file; m is 0 if the file is missing.
 
-    A record that a crash cut off is left out. Raises OSError if the file cannot be read.
+    A record that a crash cut off is omitted. Raises OSError if the file cannot be read.
     """
     try:
         content = untrusted.read_bytes(run_dir / NAME)
@@ -64,7 +65,7 @@ def read(run_dir: Path) -> NDArray[np.void]:
 
 
 def count_until(records: NDArray[np.void], last_step: int) -> int:
-    """Return how many records, from the first on, are of rising steps from 1 to ``last_step``."""
+    """Return the number of leading records whose steps rise and are at most ``last_step``."""
     steps = records["step"]
     before = np.concatenate([np.zeros(1, np.int64), steps[:-1]])
     is_good = (steps > before[: len(steps)]) & (steps <= last_step)

@@ -1,4 +1,4 @@
-"""Synchronize the ranks of a run: add up their losses, agree on stop requests, and decide when to do so again."""
+"""Synchronize the ranks of a run: reduce losses and stop requests, and choose the step of the next sync."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from samestep import stop
 from samestep.step_timer import PHASES, StepTimer
 
-SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
-MIN_SECONDS = 1e-6  # per step, of a clock that did not move
+SYNCS_PER_GRACE = 6  # number of syncs within --grace seconds
+MIN_SECONDS = 1e-6  # minimum seconds per step to assume, because the clock may not have advanced
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Totals:
     """The numbers of all ranks at a sync.
 
     Attributes:
-        loss: the summed loss of the last step's samples, before its update.
-        running_loss: the summed loss of all samples since the last log line.
+        loss: summed loss of the last step's samples, before its update.
+        running_loss: summed loss of all samples since the last log line.
         counts: other sums over the samples since the last log line, by name, such as ``correct``.
         stop_signal: the stop signal that a rank received, or 0.
-        launcher_died: a rank's launcher is gone, so that the stop is a failure.
+        launcher_died: whether a rank's launcher has ended, so that the stop is a failure.
         seconds_per_step: rank 0's seconds per step since the last sync.
-        phase_seconds: [world_size x phases]: each rank's seconds in its own slots, in the order of PHASES.
-        step_losses: the summed loss of each step since the last sync, in order; the last of them is ``loss``.
+        phase_seconds: [world_size * phases], each rank's seconds in the order of PHASES.
+        step_losses: summed loss of each step since the last sync, in order; the last value equals ``loss``.
     """
 
     loss: float = 0.0
@@ -43,38 +43,38 @@ class Totals:
 
 
 class StepSync:
-    """Keep this rank's numbers between two syncs, and the `Totals` of the last one.
+    """Collect this rank's numbers between two syncs, and reduce them at a sync.
 
     Attributes:
-        stop_request: the signal that this rank received.
+        stop_request: the stop signal that this rank received.
         timer: this rank's seconds per phase.
-        totals: of all ranks, at the last sync.
+        totals: the totals of all ranks at the last sync.
     """
 
     def __init__(self, stop_request: stop.StopRequest, timer: StepTimer, grace: float) -> None:
-        """Synchronize several times within ``grace`` seconds."""
+        """Plan SYNCS_PER_GRACE syncs within ``grace`` seconds."""
         self.stop_request = stop_request
         self.timer = timer
         self.totals = Totals()
         self._grace = grace
         self._unread: list[dict[str, SupportsFloat]] = []  # this rank's sums of each step since the last sync
-        self._sums: dict[str, float] = {}  # this rank's sums of the steps before, since the last log line
+        self._sums: dict[str, float] = {}  # this rank's sums since the last log line, up to the last sync
         self._last_step = 0
         self._last_time = 0.0
         self._next_step = 0
 
     def start(self, step: int) -> None:
-        """Begin at ``step`` updates: the first sync follows the next update."""
+        """Start after ``step`` updates. The first sync follows the next update."""
         self._last_step = step
         self._last_time = time.monotonic()
         self._next_step = step + 1
 
     def is_due(self, step: int) -> bool:
-        """Return whether ranks must synchronize after ``step`` updates, to notice a stop request in time."""
+        """Return whether ranks must synchronize after ``step`` updates, to detect a stop request in time."""
         return step >= self._next_step
 
     def add(self, loss_sum: SupportsFloat, counts: Mapping[str, SupportsFloat]) -> None:
-        """Take this rank's sums of a step. They may be tensors, which are not read before `reduce`."""
+        """Store this rank's sums of a step. They may be tensors, which are not read before `reduce`."""
         self._unread.append({"loss": loss_sum, **counts})
 
     def reduce(
@@ -85,14 +85,14 @@ class StepSync:
         loss_sum: SupportsFloat | None = None,
         running_loss: SupportsFloat | None = None,
     ) -> Totals:
-        """Return the totals of all ranks after ``step`` updates. Collective.
+        """Return the totals of all ranks after ``step`` updates. This call is a collective.
 
         Args:
-            step: the number of updates done.
-            all_gather: as `samestep.parts.Collectives.all_gather`.
-            launcher_died: the launcher of this rank is gone.
-            loss_sum: the summed loss of this rank's samples of the last step, if `add` did not get it.
-            running_loss: the summed loss of all its samples since the last log line, likewise.
+            step: number of updates done.
+            all_gather: the function `samestep.parts.Collectives.all_gather`.
+            launcher_died: whether the launcher of this rank has ended.
+            loss_sum: summed loss of this rank's samples of the last step, if `add` did not get the loss.
+            running_loss: summed loss of this rank's samples since the last log line, if `add` did not get the losses.
         """
         step_losses = self._read()
         last_loss = step_losses[-1] if step_losses else 0.0
@@ -114,13 +114,13 @@ class StepSync:
             *own.values(),
             *step_losses,
         ]
-        table = all_gather(np.array(row))  # collective; [world_size, numbers]
+        table = all_gather(np.array(row))  # collective; float64 [world_size, numbers]
         totals = _totals(table, list(own))
         self.apply(step, totals)
         return totals
 
     def apply(self, step: int, totals: Totals) -> None:
-        """Take totals after ``step`` updates, and set the next sync: several fit into ``grace`` seconds."""
+        """Set the totals after ``step`` updates, and choose the step of the next sync."""
         self.totals = totals
         seconds_per_step = max(totals.seconds_per_step, MIN_SECONDS)
         steps = int(self._grace / SYNCS_PER_GRACE / seconds_per_step)
@@ -129,11 +129,11 @@ class StepSync:
         self._next_step = step + max(1, steps)
 
     def end_log_line(self) -> None:
-        """Start new sums: a log line has reported those before."""
+        """Reset the sums, because a log line has reported them."""
         self._sums = {}
 
     def _read(self) -> list[float]:
-        """Add the steps since the last sync to the sums; return the loss of each of them."""
+        """Add the steps since the last sync to the sums, and return the summed loss of each step."""
         losses = []
         for sums in self._unread:
             losses.append(_number(sums["loss"]))
@@ -144,7 +144,12 @@ class StepSync:
 
 
 def _totals(table: NDArray[Any], names: list[str]) -> Totals:
-    """Add up the rows of all ranks, [world_size, numbers]. The counts ``names`` and the steps' losses are the last."""
+    """Add up the rows of all ranks.
+
+    Args:
+        table: float64 [world_size, numbers], in the order of `StepSync.reduce`.
+        names: names of the counts, such as "correct".
+    """
     first_phase = 3 + len(stop.STOP_SIGNALS) + 1
     first_count = first_phase + len(PHASES)
     first_loss = first_count + len(names)
@@ -163,7 +168,7 @@ def _totals(table: NDArray[Any], names: list[str]) -> Totals:
 
 
 def _number(value: SupportsFloat) -> float:
-    """Return a loss as a float. torch's ``float`` warns of a tensor that requires a gradient, and ``item`` does not."""
+    """Return a loss as a float. Prefer ``item``, because ``float`` of a tensor that requires gradients warns."""
     item = getattr(value, "item", None)
     if item is None:
         return float(value)

@@ -1,4 +1,4 @@
-"""Measure where the seconds of a step go."""
+"""Measure the seconds of each phase of a step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-# The values are names in metrics.jsonl.
+# The values of these constants are field names in metrics.jsonl.
 INPUT = "input"
-COMPUTE = "computing"  # it ends with the last gradient
+COMPUTE = "computing"  # until the last gradient
 COMMUNICATION = "waiting"
 OPTIMIZER = "optimizer"
 PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:
-    """Add up the seconds of this rank's phases. Time between a step's last phase and the next `phase` is not counted.
+    """Add up the seconds of this rank's phases, except the time from a step's last phase to the next `phase`.
 
-    The seconds are the host's. Work that the host only queued on a GPU counts in the phase that waits for it.
+    The host measures the seconds. Work that the host queues on a GPU counts in the phase that waits for the GPU.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class StepTimer:
         self.mark(name)
 
     def mark(self, phase: str) -> None:
-        """Count the seconds since the last mark as ``phase``. Repeated marks add up, so each gradient may set one."""
+        """Count the seconds since the last mark as ``phase``. Several marks of a phase add up."""
         now = time.perf_counter()
         self._seconds[phase] += now - self._mark
         self._mark = now

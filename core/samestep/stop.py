@@ -1,9 +1,13 @@
 """Turn signals into stop requests on which all ranks agree.
 
-TERM, USR1 (Slurm's ``--signal``) and the first Ctrl-C request the same: all ranks agree on a step, save it and exit
-with 128 + the signal. A rank exits at once at a second signal, at a signal before its first step, and if the ranks have
-not agreed within ``grace`` seconds. A rank also exits if another rank has ended: a launcher then sends TERM, and under
-NCCL the others would wait for the ended rank. A thread does all that, because the main thread may wait in C code.
+After TERM, USR1 (Slurm's ``--signal``) or the first Ctrl-C, all ranks agree on a step, save it and exit with 128 + the
+signal. A rank exits at once, without saving, in these cases:
+
+* The rank receives a second signal, or a signal before its first step.
+* The ranks do not agree within ``grace`` seconds.
+* Another rank has ended. A launcher then sends TERM, and with NCCL the remaining ranks would wait for the ended rank.
+
+A thread handles the signals, because the main thread may wait in C code.
 """
 
 from __future__ import annotations
@@ -18,17 +22,21 @@ from collections.abc import Callable, Sequence
 from samestep import child_signals
 
 STOP_SIGNALS = child_signals.STOP_SIGNALS
-LOST_SECONDS = 2.0  # from a stop signal until a rank exits if another has ended: ranks that save exit together
-REPEAT_SECONDS = 1.0  # launchers repeat a signal, and a terminal sends it to a whole group: count those as one
+LOST_SECONDS = 2.0  # seconds from a stop signal to the check for ended ranks; ranks that save end at the same time
+REPEAT_SECONDS = 1.0  # seconds within which repeated signals count as one, because launchers repeat signals
 
 
 class Stopped(BaseException):
-    """End the job as requested. It is not an Exception, so that a program's ``except`` clauses do not catch it."""
+    """A request to end the job. It is a BaseException, so that a program's ``except Exception`` does not catch it."""
 
     def __init__(self, number: int, text: str, is_final: bool = True) -> None:
-        """``is_final``: the launch script exits with this signal's code.
+        """Describe a stop.
 
-        Otherwise the signal may be a launcher's reaction to a failure, after which a restart helps.
+        Args:
+            number: the signal.
+            text: message for the log.
+            is_final: whether the launch script exits with this signal's code. Otherwise the signal may be a launcher's
+                reaction to a failure, and a restart may help.
         """
         super().__init__(text)
         self.exit_code = 128 + number
@@ -36,28 +44,28 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Hold the stop signal that this rank received."""
+    """Receive stop signals on this rank, and exit if the ranks cannot save a step in time."""
 
     def __init__(
         self, grace: float, exit_now: Callable[[Stopped], None], rank_is_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        """Prepare to receive a signal.
+        """Store the settings. `install` installs the signal handlers.
 
         Args:
             grace: seconds in which the ranks must agree on a step.
-            exit_now: ends the process at once, from any thread.
-            rank_is_lost: returns whether another rank of this machine has ended.
+            exit_now: function that ends the process at once, from any thread.
+            rank_is_lost: function that returns whether another rank on this machine has ended.
         """
-        self.number = 0  # the signal, or 0
-        self.in_training = False  # after a step, ranks synchronize
+        self.number = 0  # the signal that this rank received, or 0
+        self.in_training = False  # whether this rank has begun its first step; ranks synchronize after steps
         self._grace = grace
         self._exit_now = exit_now
         self._rank_is_lost = rank_is_lost
         self._read_end = self._write_end = -1
 
     def install(self) -> None:
-        """Install the signal handlers. Call it again if a framework has installed handlers of its own."""
-        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread
+        """Install the signal handlers. Call this method again after a framework has installed its own handlers."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
             return
         if self._read_end < 0:
             self._read_end, self._write_end = os.pipe()
@@ -65,10 +73,10 @@ class StopRequest:
             threading.Thread(target=self._signal_thread, name="signals", daemon=True).start()
             child_signals.install()
         child_signals.unblock()
-        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # gets each signal's number at once
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # Python writes each signal's number to it
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: None)
-            signal.siginterrupt(number, False)  # some frameworks' C++ treats an interrupted call as an error
+            signal.siginterrupt(number, False)  # the C++ code of some frameworks fails if a system call is interrupted
 
     def _signal_thread(self) -> None:
         self.number = first = self._next_signal(None)
@@ -79,7 +87,11 @@ class StopRequest:
         self._exit_now(Stopped(first, f"stopped by {name}, unsaved: {why}", is_final=False))
 
     def _wait_until_hopeless(self, begun: float) -> str:
-        """Return why no step can be saved. The first signal came at ``begun``; a rank that saves ends meanwhile."""
+        """Wait until no step can be saved, and return the reason. A rank that saves a step exits during the wait.
+
+        Args:
+            begun: time of the first signal, on the clock `time.monotonic`.
+        """
         repeats_end = begun + min(REPEAT_SECONDS, self._grace)
         for deadline in (begun + min(LOST_SECONDS, self._grace), begun + self._grace):
             while self._next_signal(deadline):
@@ -98,10 +110,14 @@ class StopRequest:
         return 0
 
     def encode(self, launcher_died: bool = False) -> tuple[float, ...]:
-        """Return this rank's part of the sum over ranks: one slot for each signal, one for a dead launcher."""
+        """Return this rank's votes to sum over ranks: one for each stop signal, and one for an ended launcher."""
         return (*(float(self.number == number) for number in STOP_SIGNALS), float(launcher_died))
 
 
 def decode(sums: Sequence[float]) -> tuple[int, bool]:
-    """Return the signal that any rank received (0 for none), and whether any rank's launcher died."""
+    """Return (signal, launcher_died) from the summed votes: a signal that a rank received, or 0.
+
+    Args:
+        sums: the sums of all ranks' `StopRequest.encode`.
+    """
     return next((int(number) for number, votes in zip(STOP_SIGNALS, sums) if votes), 0), sums[-1] > 0

@@ -1,11 +1,11 @@
 """Digest weights and gradients (--trace-every K), and write and read ``log/trace.jsonl``.
 
-A line is of every K-th step: its number, a digest of each weight at its start, and one of each gradient, as 16
-hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to the digest of the whole
-array, which does not depend on the number of ranks.
+Each line describes one K-th step: its number, the digests of the weights before the step, and the digests of the
+gradients. A digest has 16 hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to
+the digest of the whole array, which does not depend on the world size.
 
-A sharded model has no second copy of a weight. Its digests are also compared over time: nothing may change a weight
-between two updates, so a change is a flipped bit.
+A sharded model has no second copy of a weight. Therefore its digests after an update are compared with its digests
+before the next update. A difference means that a bit flipped, or that the program changed a weight.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from samestep import RetryableError, checkpoint, untrusted
 from samestep.root import Root, write_all
 from samestep.sharding import splitmix64
 
-NAME = "log/trace.jsonl"  # in a run dir
-Digests = Mapping[str, int]  # 64 bits by a tensor's name
-_ROWS = 1  # salts of keys
-_COLUMNS = 2
+NAME = "log/trace.jsonl"  # path in a run dir
+Digests = Mapping[str, int]  # 64-bit digests by the tensor's name
+_ROWS = 1  # salt for the keys of rows
+_COLUMNS = 2  # salt for the keys of columns
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _DIGESTS = untrusted.mapping(untrusted.text(16), size=10**6)
 _SCHEMA = {"step": untrusted.integer(1, 2**62), "weights": _DIGESTS, "gradients": _DIGESTS}
 
 
 class Record(NamedTuple):
-    """The digests of a step, counted from 1: of the weights at its start, and of their gradients."""
+    """The digests of one step.
+
+    Attributes:
+        step: number of the step, from 1.
+        weights: digests of the weights before the step.
+        gradients: digests of the gradients.
+    """
 
     step: int
     weights: Digests
@@ -46,16 +52,16 @@ class Record(NamedTuple):
 
 
 def digest(values: NDArray[Any], offset: Sequence[int] = (), shape: Sequence[int] | None = None) -> int:
-    """Return 64 bits that depend on each bit of an array and on its place, but not on the array's dtype.
+    """Return a 64-bit digest of the bits of an array and their places.
 
-    It is a sum modulo 2**64 of the array's words of at most 32 bits, each times an odd key of its row and an odd key of
-    its column. So a single word that differs always changes it. The digests of the parts of an array add up to the
-    digest of the whole.
+    The digest is a sum modulo 2**64 over the array's words of at most 32 bits. Each word is multiplied by an odd key of
+    its row and an odd key of its column. Therefore a change of a single word always changes the digest. The digests of
+    an array's parts add up to the digest of the whole array.
 
     Args:
         values: the array, or a part of it.
-        offset: where the part begins in the whole array.
-        shape: of the whole array.
+        offset: index of the part's first element in the whole array; () for the whole array.
+        shape: shape of the whole array; None if ``values`` is the whole array.
     """
     if not values.size:
         return 0
@@ -72,7 +78,7 @@ def digest(values: NDArray[Any], offset: Sequence[int] = (), shape: Sequence[int
 
 @functools.lru_cache(maxsize=256)
 def _keys(salt: int, first: int, end: int) -> NDArray[np.uint64]:
-    """Return the odd keys of the places [first, end), which SplitMix64 makes."""
+    """Return odd keys for the places [first, end), uint64 [end - first], by SplitMix64."""
     places = np.arange(first, end, dtype=np.uint64) + np.uint64(salt << 48)
     mixed: NDArray[np.uint64] = splitmix64(places * np.uint64(0x9E3779B97F4A7C15))
     return mixed | np.uint64(1)
@@ -82,13 +88,13 @@ def _keys(salt: int, first: int, end: int) -> NDArray[np.uint64]:
 def _column_keys(
     offset: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...], words: int
 ) -> NDArray[np.uint64]:
-    """Return the key of each word of a row: of ``words`` for each of its elements.
+    """Return the keys of a row's words, uint64 [elements of the part's row * words].
 
     Args:
-        offset: where the part begins, without the rows.
-        part: its shape, without the rows.
-        whole: shape of the whole array, without the rows.
-        words: number of words of an element.
+        offset: index of the part's first element, without the first dimension.
+        part: shape of the part, without the first dimension.
+        whole: shape of the whole array, without the first dimension.
+        words: number of words per element.
     """
     slices = tuple(slice(begin, begin + length) for begin, length in zip(offset, part))
     keys = _keys(_COLUMNS, 0, math.prod(whole) * words).reshape(*whole, words)
@@ -99,15 +105,15 @@ def _column_keys(
 
 
 class Trace:
-    """Take the digests of this rank's weights and gradients around the updates of an optimizer.
+    """Collect digests of this rank's weights and gradients at every K-th step.
 
-    The function ``watch`` of an app's `samestep.parts.Parts` sets the first three attributes, and arranges the calls
-    of `begin_update` and `end_update`.
+    The function ``watch`` of an app's `samestep.parts.Parts` sets the attributes, and hooks `begin_update` and
+    `end_update` into the optimizer.
 
     Attributes:
-        weights: returns the digests of the weights, or of this rank's shards.
-        gradients: returns the digests of their gradients, which are 0 for a weight without one.
-        copies: names of the shards that an earlier rank holds too.
+        weights: function that returns the digests of the weights, or of this rank's shards.
+        gradients: function that returns the digests of their gradients; 0 for a weight without a gradient.
+        copies: names of the shards that a lower rank holds too.
     """
 
     weights: Callable[[], Digests]
@@ -115,21 +121,21 @@ class Trace:
     copies: frozenset[str] = frozenset()
 
     def __init__(self, every: int, step: int, *, rank: int = 0, is_sharded: bool = False) -> None:
-        """Begin at ``step`` updates.
+        """Start after ``step`` updates.
 
         Args:
             every: steps from one record to the next.
             step: number of updates done.
-            rank: this rank.
-            is_sharded: each rank has shards, which are compared between updates.
+            rank: rank of this process.
+            is_sharded: whether each rank holds shards, which are then compared between updates.
         """
         self.is_sharded = is_sharded
         self._every = every
         self._step = step
         self._rank = rank
-        self._before: Digests = {}  # weights at the start of this step
+        self._before: Digests = {}  # digests of the weights before this step
         self._gradients: Digests = {}
-        self._after: Digests = {}  # weights after the last update that was traced
+        self._after: Digests = {}  # digests of the weights after the last traced update
         self._records: list[Record] = []
 
     @property
@@ -137,7 +143,7 @@ class Trace:
         return (self._step + 1) % self._every == 0
 
     def begin_update(self) -> None:
-        """Take the weights before the first update of a step. Raises as `check`."""
+        """Digest the weights before a step's first update. Raises the errors of `check`."""
         is_taken = bool(self._before)
         if is_taken or not (self._is_due or self._after):
             return
@@ -148,7 +154,7 @@ class Trace:
             self._before = weights
 
     def end_update(self) -> None:
-        """Take the gradients, which a closure or a wrapper of the optimizer may compute within its update."""
+        """Digest the gradients after an update, because an optimizer's closure may compute them during the update."""
         if not self._is_due:
             return
         self._gradients = self.gradients()
@@ -156,7 +162,7 @@ class Trace:
             self._after = self.weights()
 
     def count_step(self, step: int) -> None:
-        """Begin the step after ``step`` updates."""
+        """Complete the record of step ``step``, and begin the next step."""
         if self._before:
             self._records.append(Record(step, self._before, self._gradients))
         self._before = {}
@@ -164,10 +170,10 @@ class Trace:
         self._step = step
 
     def check(self) -> None:
-        """Compare the shards with those after the last update, if it was traced, such as before a checkpoint.
+        """Compare the shards with their digests after the last update, if that update was traced.
 
         Raises:
-            RetryableError: a shard has changed since.
+            RetryableError: a shard has changed since that update.
         """
         if self._after:
             self._compare(self.weights())
@@ -184,10 +190,10 @@ class Trace:
             )
 
     def take(self, all_gather: Callable[[NDArray[Any]], NDArray[Any]]) -> list[Record]:
-        """Return the records since the last call. If the model is sharded, it is collective.
+        """Return the records since the last call. For a sharded model this is a collective.
 
         Args:
-            all_gather: as `samestep.parts.Collectives.all_gather`.
+            all_gather: the function `samestep.parts.Collectives.all_gather`.
         """
         records = self._records
         self._records = []
@@ -203,7 +209,7 @@ class Trace:
         ]
 
     def _owned(self, digests: Digests) -> list[int]:
-        """Return the digests in the order of names, with 0 for a shard that an earlier rank adds."""
+        """Return the digests in order, with 0 for each shard that a lower rank adds."""
         return [0 if name in self.copies else value for name, value in digests.items()]
 
 
@@ -211,17 +217,17 @@ class Trace:
 
 
 class TraceFile:
-    """Append to ``log/trace.jsonl``, which a run without --trace-every does not make.
+    """Append to ``log/trace.jsonl``. A run without --trace-every does not create the file.
 
-    Opening it cuts it back to ``resumed_from`` updates, as metrics.jsonl is, so that each step appears once.
+    Opening the file deletes the lines after step ``resumed_from``, so that each step appears once.
     """
 
     def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
-        """Cut back the file, if there is one. Raises OSError if it cannot be written.
+        """Truncate the file, if it exists. Raises OSError if the file cannot be written.
 
         Args:
-            run_dir: the run's folder.
-            resumed_from: number of updates to keep; None for a new run.
+            run_dir: folder of the run.
+            resumed_from: last step to keep; None for a new run.
         """
         self._root = Root(run_dir)
         self._path = run_dir / NAME
@@ -242,7 +248,7 @@ class TraceFile:
             write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
-        """Make the lines survive a crash of the machine."""
+        """Sync the file to the disk, so that its lines survive a crash of the machine."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -257,7 +263,7 @@ def _texts(digests: Digests) -> dict[str, str]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the values of a line; None if it is of another form, such as one that a crash cut off."""
+    """Return the values of a line; None if the line is invalid, such as a line that a crash cut off."""
     try:
         values = untrusted.parse_object(line)
         untrusted.check(values, _SCHEMA)
@@ -267,11 +273,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def length_until(content: bytes, last_step: int) -> int:
-    """Return the length of the lines, from the first on, that are of rising steps from 1 to ``last_step``.
+    """Return the length, in bytes, of the leading valid lines whose steps rise and are at most ``last_step``.
 
     Args:
-        content: of the file.
-        last_step: the largest step to count.
+        content: content of the file.
+        last_step: the largest step to include.
     """
     length = 0
     step = 0
@@ -285,9 +291,9 @@ def length_until(content: bytes, last_step: int) -> int:
 
 
 def read(run_dir: Path) -> dict[int, dict[str, dict[str, str]]]:
-    """Return the digests of a run by step, kind ("weights" or "gradients") and name, as in the file.
+    """Return the digests of a run, in hexadecimal, by step, kind ("weights" or "gradients") and tensor name.
 
-    Lines of another form are left out. Raises OSError if the file cannot be read.
+    Invalid lines are omitted. Raises OSError if the file cannot be read.
     """
     try:
         content = untrusted.read_bytes(run_dir / NAME)

@@ -1,7 +1,7 @@
-"""Read files and JSON that another program, another user or a crash may have written, and show their text.
+"""Read and validate untrusted files and JSON, and print their text safely.
 
-Nothing here blocks on a FIFO, follows a link to write, or raises anything but OSError and ValueError. `samestep.root`
-has the functions that write beside such files. Standard library only.
+Another program, another user or a crash may have written such a file. The functions here do not block on a FIFO, and
+follow no link when they write. They raise only OSError and ValueError. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, Callable
 
 from samestep.root import Root
 
-MAX_BYTES = 2**20  # that are read of any file
+MAX_BYTES = 2**20  # bytes of a file that `read_text` reads by default
 MAX_LINE = 4000  # characters of a line on the console
-Check = Callable[[Any], bool]  # whether a JSON value is one of a kind
+Check = Callable[[Any], bool]  # returns whether a JSON value is valid
 
 
 class IrregularFileError(OSError):
-    """A folder, a FIFO, a socket or a device has the place of a file."""
+    """The path of a file leads to a folder, a FIFO, a socket or a device."""
 
 
 def open_to_read(path: Path) -> BufferedReader:
-    """Open a file to read. Raises OSError, for anything but a regular file IrregularFileError."""
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # without blocking on a FIFO
+    """Open a regular file for reading in binary. Raises IrregularFileError if the path leads to something else."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # O_NONBLOCK: a FIFO must not block
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise IrregularFileError(errno.EINVAL, "not a file", str(path))
@@ -38,7 +38,10 @@ def open_to_read(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
-    """Return the first ``max_bytes`` (all for -1) of a regular file; b"" for anything else. Raises OSError."""
+    """Return the first ``max_bytes`` bytes of a regular file (-1: all), or b"" if the path leads to something else.
+
+    Raises OSError if the file cannot be read.
+    """
     try:
         with open_to_read(path) as file:
             return file.read(max_bytes)
@@ -47,16 +50,19 @@ def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a regular file; "" for anything else. Raises OSError if it cannot be read."""
+    """Return the text of a regular file, or "" if the path leads to something else.
+
+    Raises OSError if the file cannot be read.
+    """
     return read_bytes(path, max_bytes).decode(errors="replace")
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open or make a file to write, in a folder that is trusted; return its descriptor. Raises as `Root.open`.
+    """Open or create a file in a trusted folder, and return its descriptor. Raises the errors of `Root.open`.
 
     Args:
         path: path of the file.
-        flags: of `os.open`.
+        flags: flags for `os.open`, without O_TRUNC.
         mode: permissions of a new file.
     """
     path = Path(path)
@@ -64,9 +70,10 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
 
 
 def own_folder(path: Path) -> os.stat_result | None:
-    """Return the status of a folder in a place that others write to, made with mode 700 if it is missing.
+    """Return the status of this user's folder in a shared place such as /tmp; create it with mode 700 if missing.
 
-    It is None if the folder cannot be made, is another user's, or is a link.
+    Returns:
+        The folder's status; None if the path is a link, belongs to another user, or cannot be created.
     """
     try:
         path.mkdir(0o700, exist_ok=True)
@@ -78,24 +85,22 @@ def own_folder(path: Path) -> os.stat_result | None:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of each closed standard stream, because a file opened next would get its number."""
+    """Open /dev/null in place of each closed standard stream, so that no other file takes its descriptor."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # os.open takes the lowest free descriptor
             setattr(sys, name, open(number, mode))
 
 
 def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> None:
-    """Write a file of ``folder``, a folder of a run dir, atomically. Errors are ignored.
-
-    ``writer`` is the rank that writes it.
+    """Write a JSON file atomically. Errors are ignored.
 
     Args:
-        folder: a folder of a run dir.
-        name: name of the file.
-        values: content.
+        folder: a folder directly below the run dir.
+        name: name of the file in ``folder``.
+        values: the JSON object to write.
         writer: rank that writes the file.
     """
     root = Root(folder.parent)
@@ -104,20 +109,20 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
         root.rename(temporary, f"{folder.name}/{name}")
-    except OSError:  # a full disk must not stop the training; the checkpoint will report it
+    except OSError:  # a full disk must not stop the training; the next checkpoint reports the full disk
         with contextlib.suppress(OSError):
-            root.touch(f"{folder.name}/{name}")  # the launch script takes an unchanged heartbeat for a stopped rank
+            root.touch(f"{folder.name}/{name}")  # an old heartbeat would look to the launch script like a stopped rank
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is none, or a crash left it damaged."""
+    """Return the object in a JSON file; {} if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         return parse_object(read_text(path))
     return {}
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for other text, another JSON value, and nesting too deep to parse."""
+    """Parse a JSON object. Raises ValueError if the text is not a JSON object, or is nested too deeply to parse."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -128,24 +133,24 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def check(values: Mapping[str, Any], schema: Mapping[str, Check]) -> None:
-    """Raise ValueError that names the first field of ``schema`` that ``values`` lacks, or that is of another kind."""
+    """Raise ValueError with the name of the first field of ``schema`` that is missing or fails its check."""
     for name, is_valid in schema.items():
         if name not in values or not is_valid(values[name]):
             raise ValueError(f"{name} is {shown(repr(values.get(name)), limit=60)}")
 
 
 def integer(low: int, high: int) -> Check:
-    """Return a check for whole numbers in [low, high]; True and False are none."""
+    """Return a check for whole numbers in [low, high]. True and False fail the check."""
     return lambda value: type(value) is int and low <= value <= high
 
 
 def number(low: float = -sys.float_info.max, high: float = sys.float_info.max) -> Check:
-    """Return a check for numbers in [low, high]; NaN and infinity fail it."""
+    """Return a check for numbers in [low, high]. NaN and infinity fail the check."""
     return lambda value: type(value) in (int, float) and low <= value <= high
 
 
 def optional(of: Check) -> Check:
-    """Return a check for null and values that pass the check ``of``."""
+    """Return a check that accepts None, and all values that ``of`` accepts."""
     return lambda value: value is None or of(value)
 
 
@@ -160,14 +165,13 @@ def mapping(of: Check, size: int = 1000) -> Check:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return a value of a file or of the environment as a part of a message.
+    """Return an untrusted value in a form that is safe to print in a message.
 
-    Every such value passes through here, so that it can neither begin a line of its own, control a terminal, nor flood
-    a console.
+    The text cannot start a new line, control a terminal or flood a console.
 
     Args:
         value: any value; its ``str`` is shown.
-        limit: the most characters to return; a longer text ends with "...".
+        limit: maximum number of characters; a longer text is cut off and ends with "...".
 
     Returns:
         One line of printable characters.
@@ -187,7 +191,7 @@ def _text(value: object) -> str:
 
 
 def printable(line: str) -> str:
-    """Return the line with a replacement character for each control character, as a terminal would obey those."""
+    """Replace each unprintable character, so that the line cannot control a terminal."""
     if line.isprintable():
         return line
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in line)

@@ -1,9 +1,10 @@
-"""Sum values in one fixed binary tree, so that no bit of the sum depends on the number of ranks.
+"""Sum values in a fixed binary tree, so that the bits of the sum do not depend on the world size.
 
-The leaves 0 to L - 1 are the micro-batches of a step. A node sums the leaves [begin, end): its left child has the
-largest power of two of them, and its right child the rest. A rank's leaves are contiguous. It adds its nodes alone, and
-ranks exchange the at most log2(L) + 1 nodes that it could not join. Floating-point addition is not associative, but
-every sum here has the same two terms at any number of ranks.
+The leaves 0 to L - 1 are the micro-batches of a step. A node is the sum of the leaves [begin, end). The left child of a
+node with n leaves has the first m of them, where m is the largest power of two below n. The right child has the other
+n - m leaves. A rank has contiguous leaves, and adds all siblings among its nodes. The ranks exchange the remaining
+nodes, at most log2(L) + 1 per rank. Floating-point addition is not associative, but each node adds the same two values
+at any world size.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from typing import Any, TypeVar
 from samestep.sharding import shard
 
 Value = TypeVar("Value")
-Node = tuple[int, int, Any]  # begin, end, and the sum of the leaves [begin, end): numbers, arrays or tensors
-Layout = Sequence[Sequence[tuple[int, int]]]  # by rank, [begin, end) of each node that the rank could not join
+Node = tuple[int, int, Any]  # (begin, end, sum of the leaves [begin, end) as a number, array or tensor)
+Layout = Sequence[Sequence[tuple[int, int]]]  # for each rank, [begin, end) of each node that remains on the rank
 
 
 def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> None:
-    """Append the node [begin, end) of a tree of ``leaves``, and add siblings, in place, until the last two are none.
+    """Append a node, and add the last two nodes in place while they are siblings.
 
     Args:
-        nodes: the tree so far, changed in place.
+        nodes: the nodes so far, changed in place.
         leaves: number of leaves of the whole tree.
         begin: first leaf of the node.
-        end: leaf after its last one.
-        value: sum over its leaves.
+        end: last leaf of the node, plus 1.
+        value: sum of the node's leaves.
     """
     nodes.append((begin, end, value))
     while len(nodes) > 1:
@@ -41,12 +42,12 @@ def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> No
 
 
 def tree_sum(leaves: int, layout: Layout, values: Iterable[Value]) -> Value:
-    """Return the sum of a whole tree from the ``values`` of all nodes in ``layout``, in order; it changes them.
+    """Return the sum of a whole tree. The values are changed in place.
 
     Args:
         leaves: number of leaves.
-        layout: by rank, [begin, end) of each of its nodes.
-        values: one for each node of the layout, in order.
+        layout: for each rank, [begin, end) of each of its nodes.
+        values: the value of each node, in the order of ``layout``.
     """
     nodes: list[Node] = []
     for (begin, end), value in zip(chain(*layout), values):
@@ -57,7 +58,7 @@ def tree_sum(leaves: int, layout: Layout, values: Iterable[Value]) -> Value:
 
 @lru_cache(maxsize=64)
 def nodes_of_ranks(leaves: int, world_size: int) -> Layout:
-    """Return the nodes [begin, end) that each rank is left with after it has pushed its leaves, in order of ranks."""
+    """Return, for each rank, the nodes [begin, end) that remain after the rank has pushed its leaves."""
     ranks = []
     for rank in range(world_size):
         nodes: list[Node] = []

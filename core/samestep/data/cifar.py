@@ -15,18 +15,18 @@ from samestep.data.files import CIFAR_FILES, CIFAR_SIDE
 def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Read one file of CIFAR-10's binary version.
 
-    Format: one record per image, its label in one byte, then its red, its green and its blue plane, each 32 x 32 in C
-    order. Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
+    A record has the image's label in one byte, then the red, the green and the blue plane, each 32 x 32 in C order.
+    Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
 
     Args:
-        path: the file.
-        records: the number of images in it.
+        path: path of the file.
+        records: number of images in the file.
 
     Returns:
-        Images uint8 [records, 32, 32, 3], the planes now last, and labels uint8 [records].
+        Images, uint8 [records, 32, 32, 3], and labels, uint8 [records].
 
     Raises:
-        ConfigError: the file, which is named, cannot be read or is damaged.
+        ConfigError: the file cannot be read or is damaged; the message has the path.
     """
     size = 1 + 3 * CIFAR_SIDE**2
     with files.opened(path) as file:
@@ -41,9 +41,14 @@ def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
 
 
 def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """Return training images, training labels, test images and test labels of a folder's six files.
+    """Read the six files of CIFAR-10. Raises the errors of `read`.
 
-    ``records`` is the number of images in each file. Raises ConfigError as `read`.
+    Args:
+        folder: folder of the files.
+        records: number of images in each file.
+
+    Returns:
+        Training images, training labels, test images and test labels, with the shapes of `read`.
     """
     images = []
     labels = []

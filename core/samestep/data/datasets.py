@@ -1,22 +1,22 @@
 """Find datasets as files in their standard format, and read them as uint8 arrays.
 
-MNIST and Fashion-MNIST are four IDX files; CIFAR-10 is the six files of its binary version.
+MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary version.
 
-`resolve` searches in this order, for plain and .gz names:
+`resolve` searches these places in order, for plain and .gz files:
 
-1. `<data_dir>/<name>/`, then torchvision's layout, `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the
-   folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, then `<data_dir>` itself. In each of them, MNIST's
-   files may have Kaggle's names: `train-images.idx3-ubyte`, or a folder of the file's name with the file.
-   Files that seem to belong to the dataset, but that are incomplete or have other names, are an error.
+1. `<data_dir>/<name>/`, or torchvision's folder `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the folder
+   of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, or `<data_dir>` itself. MNIST's files may also have the
+   names that Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a
+   dataset is incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
 2. The system's folder (Debian's package dataset-fashion-mnist).
-3. The user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`, or
-   `/tmp/samestep-<user id>/<name>` if that cannot be written.
-4. The network, into that cache: once per machine, checked against a SHA-256.
+3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
+   writable, `/tmp/samestep-<user id>/<name>` replaces it.
+4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
-`mnist-5k`, 5,000 real MNIST digits, is part of the package. Without a network it replaces `mnist`, with a notice, if
-the user named no dataset; `synthetic-cifar10`, 1,280 generated images in the same format, replaces `cifar10`. The first
-use generates them.
-A launch script calls `resolve` once, before it starts a rank, so that a rank's `load` finds all files in place.
+Without a network, another dataset replaces the default one, with a notice, if the user named no dataset.
+`mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in the
+same format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it starts
+ranks, so that all files exist when a rank calls `load`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,27 @@ from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
-# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]; all MNIST-like sets are normalized by them.
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use them.
 MEAN = 0.1307
 STD = 0.3081
 
 TORCHVISION = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-bin"}
 SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 EMBEDDED = Path(__file__).parent / "mnist-5k"
-SHOWN_NAMES = 4  # in an error
+SHOWN_NAMES = 4  # maximum number of file names in an error message
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset in memory; both sets have at least one image.
+    """A dataset in memory. The training set and the test set have at least one image each.
 
-    Images are uint8 [n, 28, 28], 0 is background, or, of CIFAR-10, [n, 32, 32, 3] in red, green and blue. Labels are
-    uint8 [n], 0 to 9. ``fingerprint`` is the SHA-256, in hex, of the four decoded arrays with their shapes: it does not
-    depend on the names and the compression of files.
+    Attributes:
+        name: name of the dataset, one of NAMES.
+        train_images: uint8 [n, 28, 28] with background 0; for CIFAR-10, [n, 32, 32, 3] in the order red, green, blue.
+        train_labels: uint8 [n], 0 to 9.
+        test_images: as ``train_images``.
+        test_labels: as ``train_labels``.
+        fingerprint: SHA-256, in hexadecimal, of the four arrays and their shapes.
     """
 
     name: str
@@ -68,12 +72,15 @@ class Dataset:
 
 
 def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
-    """Find a dataset, download it if needed and possible, and read it once to verify it.
+    """Find a dataset, download it if it is missing, and read it once to verify it.
 
     Args:
-        name: one of NAMES.
-        data_dir: the folder to look in first. It may be missing or read-only; nothing is written to it.
-        fallback: without a network, return mnist-5k for mnist and synthetic-cifar10 for cifar10, with a notice.
+        name: name of the dataset, one of NAMES.
+        data_dir: the folder to search first. It may be missing or read-only.
+        fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror responds.
+
+    Returns:
+        Name, folder and fingerprint of the dataset, with a notice if it replaces the requested one.
 
     Raises:
         ConfigError: the name is unknown, data_dir is a file, files are missing or damaged, the download fails, or the
@@ -84,25 +91,25 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
 
 
 def load(name: str, data_dir: Path) -> Dataset:
-    """Read and verify a dataset. Searches as `resolve` does, without fallback, and raises ConfigError as it does."""
+    """Find a dataset as `resolve` does, without fallback, and read it. Raises the errors of `resolve`."""
     return _read(_find(name, data_dir, fallback=False))
 
 
 def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -> NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or gzipped; its content, not its name, shows which.
+    """Read an IDX file of unsigned bytes, plain or gzipped. Compression is detected by the content.
 
-    Format: 0, 0, 8 (the code of uint8), and the number of dimensions. Each dimension follows as a big-endian uint32,
-    and then the values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
+    The file begins with the bytes 0, 0, 8 (the code of uint8) and the number of dimensions. The dimensions follow as
+    big-endian uint32, and then the values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
 
     Args:
-        path: the file.
-        check: called with the header's shape before the values are read; returns its error, or "".
+        path: path of the file.
+        check: function that is called with the header's shape before the values are read, and returns an error or "".
 
     Returns:
-        A writable uint8 array of the shape in the file.
+        A writable uint8 array with the shape from the file.
 
     Raises:
-        ConfigError: the file, which is named, cannot be read or is damaged.
+        ConfigError: the file cannot be read or is damaged; the message has the path.
     """
     with files.opened(path) as file:
         start = file.read(4)
@@ -118,12 +125,12 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
         data = files.read_rest(file, path, math.prod(shape), f"shape {shape}")
     try:
         return np.frombuffer(data, np.uint8).reshape(shape)
-    except ValueError:  # more dimensions than NumPy has, or sizes beside a 0 that it cannot count
+    except ValueError:  # the shape has too many dimensions for NumPy, or a 0 beside sizes that overflow
         raise damaged(path, f"impossible shape {shape}") from None
 
 
 def _read(info: DatasetInfo) -> Dataset:
-    """Return the files as a Dataset, checked against each other."""
+    """Read the files of a dataset, and check that images and labels match."""
     records = files.CIFAR_RECORDS.get(info.name)
     if records:
         from samestep.data import cifar
@@ -178,7 +185,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
         return DatasetInfo(name, SYSTEM[name])
     cache = cache_folder(name)
     if missing(cache, name):
-        from samestep.data import download  # a rank finds all files in place
+        from samestep.data import download  # ranks do not need this module
 
         try:
             download.fill(name, cache)
@@ -189,7 +196,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
 
 
 def _check_data_dir(data_dir: Path) -> None:
-    """Raise ConfigError if the data folder is a file, or cannot be looked into. It may be missing."""
+    """Raise ConfigError if the data folder is a file, or its status cannot be read. The folder may be missing."""
     try:
         status = os.stat(data_dir)
     except FileNotFoundError:
@@ -201,10 +208,10 @@ def _check_data_dir(data_dir: Path) -> None:
 
 
 def _find_given(name: str, data_dir: Path) -> Path | None:
-    """Return the folder below ``data_dir``, or ``data_dir`` itself, that has the dataset's files; None without any.
+    """Return the folder in or below ``data_dir`` that has the dataset's files, or None.
 
-    Raises ConfigError if a folder has only some of the files, or if files have other names. Else a run would use
-    other data than the user put there.
+    Raises ConfigError if a folder has only some of the files, or files with other names seem to belong to the dataset.
+    Otherwise a run would not use the data that the user put there.
     """
     for folder in (data_dir / name, data_dir / TORCHVISION[name], data_dir):
         if _has_files(folder, name):
@@ -223,7 +230,7 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
 
 
 def _has_files(folder: Path, name: str) -> bool:
-    """Return whether a folder has the dataset's files. Raises ConfigError if it has only some of them."""
+    """Return whether a folder has all files of the dataset. Raises ConfigError if it has only some of them."""
     lacking = missing(folder, name)
     if 0 < len(lacking) < len(files.names(name)):
         raise ConfigError(f"{folder} lacks {_listed(lacking)}: add them")
@@ -235,7 +242,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _synthetic_cifar() -> Path:
-    """Return the folder of the generated dataset; generate it if it is not there."""
+    """Return the folder of the generated dataset. Generate the files if they are missing."""
     folder = cache_folder("synthetic-cifar10")
     if missing(folder, "synthetic-cifar10"):
         from samestep.data import download
@@ -245,10 +252,9 @@ def _synthetic_cifar() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the dataset's folder in the user's cache: the one in which it is complete, else the first writable one.
+    """Return the dataset's folder in a cache: the first folder with all files, else the first writable folder.
 
-    A container's user may have no home, or one that cannot be written: the folder for temporary files then holds the
-    cache. The XDG base directory specification demands that a relative path is ignored.
+    In a container, the user may have no writable home. Then the cache is in the folder for temporary files.
     """
     caches = _caches()
     for cache in caches:
@@ -262,13 +268,16 @@ def cache_folder(name: str) -> Path:
 
 
 def _caches() -> list[Path]:
-    """Return the user's cache, and the one in the folder for temporary files. Raises ConfigError without any."""
+    """Return the user's cache, and the cache in the folder for temporary files. Raises ConfigError if none exists.
+
+    According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
+    """
     caches = []
     for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
         if os.path.isabs(root):
             caches.append(Path(root, "samestep"))
             break
-    # A job's own TMPDIR ends with it.
+    # The TMPDIR of a job is deleted when the job ends, so the caller's TMPDIR is used.
     temporary_root = JobInfo.from_environ(os.environ).tmpdir or os.environ.get("TMPDIR") or "/tmp"
     temporary = Path(temporary_root, f"samestep-{os.getuid()}")
     if _is_own(temporary):
@@ -279,7 +288,7 @@ def _caches() -> list[Path]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether this user can write to a folder, or make it below the nearest parent that exists."""
+    """Return whether this user can write to a folder, or create it if it is missing."""
     for existing in (folder, *folder.parents):
         if os.path.exists(existing):
             return os.access(existing, os.W_OK)
@@ -287,6 +296,6 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder is this user's, and not writable for everyone; make it if it is missing."""
+    """Return whether this user owns a folder and not everyone can write to it. Create the folder if it is missing."""
     status = own_folder(folder)
     return status is not None and not status.st_mode & stat.S_IWOTH

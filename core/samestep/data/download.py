@@ -1,6 +1,7 @@
-"""Fill the user's cache from the network, or generate the synthetic dataset.
+"""Download datasets to the user's cache, or generate the synthetic dataset.
 
-`datasets` imports this only if the cache lacks a file. A rank finds all files in place, so it never does.
+`datasets` imports this module only if a file is missing in the cache. Ranks do not import it, because the launch script
+has already completed the cache.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from samestep import ConfigError
 from samestep.data import files
 from samestep.data.files import CIFAR_ARCHIVE, CIFAR_FILES, CIFAR_SIDE, MNIST_FILES
 
-TIMEOUT = 5.0  # seconds, for each connection and each read
-LOCK_TIMEOUT = 900.0  # seconds that another process may take
-MAX_BYTES = 200_000_000  # of a file; the largest, CIFAR-10's archive, has 170 MB
+TIMEOUT = 5.0  # seconds for each connection and each read
+LOCK_TIMEOUT = 900.0  # maximum seconds to wait for another process's download
+MAX_BYTES = 200_000_000  # maximum size of a file; the largest file, CIFAR-10's archive, has 170 MB
 
-# Tried in turn. Plain http is safe here, because a download must have the SHA-256 below.
+# Mirrors by dataset, in the order in which they are tried. Plain http is safe, because SHA-256 is verified.
 MIRRORS = {
     "mnist": (
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -44,7 +45,7 @@ MIRRORS = {
     ),
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
 }
-# SHA-256 of MNIST_FILES, in their order, each as <file>.gz; of CIFAR-10's archive.
+# SHA-256 of each of MNIST_FILES as <file>.gz, in their order, and of CIFAR-10's archive.
 SHA256 = {
     "mnist": (
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -63,19 +64,19 @@ SHA256 = {
 
 
 class NoNetworkError(Exception):
-    """No mirror answered; the message has the reason."""
+    """No mirror responded. The message has the reason."""
 
 
 def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError) -> tuple[str, str]:
-    """Return the embedded or generated dataset that replaces ``name`` without a network, and a notice for the user.
+    """Return (name of the dataset that replaces ``name`` without a network, notice for the user).
 
-    Raises ConfigError without ``fallback``, or if there is none.
+    Raises ConfigError if the dataset has no replacement, or not ``fallback``.
 
     Args:
         name: name of the dataset.
         data_dir: folder that was searched.
-        fallback: whether another dataset may replace it.
-        error: the failed download.
+        fallback: whether another dataset may replace the requested one.
+        error: the error of the download.
     """
     if name == "mnist" and fallback:
         sample = "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST"
@@ -94,14 +95,14 @@ def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError)
 
 
 class _BrokenDownloadError(Exception):
-    """A mirror's answer is not the file; the message has the reason."""
+    """A mirror sent other content than the file. The message has the reason."""
 
 
 def fill(name: str, folder: Path) -> None:
-    """Download the files that a folder of the cache lacks.
+    """Download the missing files of a dataset to its folder in the cache.
 
     Raises:
-        NoNetworkError: no mirror answered.
+        NoNetworkError: no mirror responded.
         ConfigError: a download fails or has the wrong checksum, or the folder cannot be written.
     """
     with _locked(name, folder):
@@ -115,7 +116,7 @@ def fill(name: str, folder: Path) -> None:
 
 
 def _unpack_cifar(archive: bytes, folder: Path) -> None:
-    """Write only the files of CIFAR-10 that the archive holds."""
+    """Write the CIFAR-10 files of an archive to ``folder``, and ignore all other files."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
             file = Path(member.name).name
@@ -127,7 +128,7 @@ def _unpack_cifar(archive: bytes, folder: Path) -> None:
 
 
 def generate(name: str, folder: Path) -> None:
-    """Fill a folder of the cache with a synthetic dataset in CIFAR-10's format, the same on every machine.
+    """Write a synthetic dataset in CIFAR-10's format, with the same bytes on every machine, to a folder in the cache.
 
     Raises ConfigError if the folder cannot be written.
     """
@@ -137,9 +138,9 @@ def generate(name: str, folder: Path) -> None:
 
 
 def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
-    """Yield files of ``counts`` images of ten classes. A class is a coarse pattern of 4 x 4 colors under heavy noise.
+    """Yield the contents of files with ``counts`` images. Each of ten classes is a pattern of 4 x 4 colors with noise.
 
-    Python's generator gives the same bytes in every version; NumPy's does not promise that.
+    Python's random generator returns the same bytes in every version. NumPy's generator does not guarantee this.
     """
     draw = random.Random("synthetic-cifar10").randbytes
     patterns = np.frombuffer(draw(10 * 3 * 16), np.uint8).reshape(10, 3, 4, 4)
@@ -153,9 +154,9 @@ def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
 
 
 def _download(name: str, file: str, sha256: str) -> bytes:
-    """Return a file from the first mirror that sends it whole.
+    """Download a file from the first mirror that sends it completely, and return its content.
 
-    Raises ConfigError if a mirror sends something else and no other sends the file, NoNetworkError if none answers.
+    Raises ConfigError if all mirrors fail and at least one sent other content. Raises NoNetworkError if none responds.
     """
     broken: list[Exception] = []
     unreachable: list[Exception] = []
@@ -172,11 +173,11 @@ def _download(name: str, file: str, sha256: str) -> bytes:
 
 
 def _read_verified(response: Any, file: str, sha256: str) -> bytes:
-    """Return the body of a response. Raises _BrokenDownloadError if it is not whole or has another SHA-256."""
+    """Return the body of a response. Raises _BrokenDownloadError if the body is incomplete or has another SHA-256."""
     length = response.headers.get("Content-Length") or ""
     total = int(length) if length.isdigit() else None
     content = bytearray()
-    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # None: on a terminal only
+    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
         try:
             while chunk := response.read(1 << 16):
                 content += chunk
@@ -195,22 +196,22 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
 
 @contextlib.contextmanager
 def _locked(name: str, folder: Path) -> Iterator[None]:
-    """Let one process at a time fill a folder of the cache; one that had to wait finds the work done."""
+    """Lock a folder in the cache, so that one process at a time fills it. Raises ConfigError if the lock fails."""
     path = folder / ".lock"
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Another user can neither lock it, nor have a link's target made or a FIFO waited for.
+        # Mode 600 prevents a lock by another user. O_NOFOLLOW and O_NONBLOCK protect against a link or a FIFO.
         lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "rb", 0)
     with lock:
         _wait_for(lock, path, name)
-        for stale in folder.glob("*.part"):  # of a process that was killed: it would hold the lock if it were alive
+        for stale in folder.glob("*.part"):  # files of killed processes, because a running process holds the lock
             with contextlib.suppress(OSError):
                 stale.unlink()
         yield
 
 
 def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
-    """Lock a file. Raises ConfigError if another process holds the lock for too long."""
+    """Lock a file. Raises ConfigError if another process holds the lock for more than LOCK_TIMEOUT seconds."""
     deadline = math.inf
     while time.monotonic() < deadline:
         try:
@@ -221,14 +222,14 @@ def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
                 print(notice, file=sys.stderr, flush=True)
                 deadline = time.monotonic() + LOCK_TIMEOUT
         except OSError:
-            return None  # a file system without locks: files are written atomically, so at worst each is fetched twice
+            return None  # the file system has no locks; writes are atomic, so two processes may only download twice
         time.sleep(0.2)
     remedy = "end it, or set XDG_CACHE_HOME elsewhere"
     raise ConfigError(f"another process has held {path} for {LOCK_TIMEOUT:g} s: {remedy}")
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file of the cache atomically."""
+    """Write a file in the cache atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     with _writing(path.parent):
         try:
@@ -243,7 +244,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a ConfigError: the disk is full, or the folder cannot be written."""
+    """Convert an OSError, such as for a full disk, to ConfigError."""
     try:
         yield
     except OSError as error:

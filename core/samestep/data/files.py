@@ -1,4 +1,4 @@
-"""Name the files of each dataset, find missing ones, and read one."""
+"""Define the file names of each dataset, find missing files, and read files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from samestep import ConfigError
 
 
 class DatasetInfo(NamedTuple):
-    """A dataset's name and its folder of files."""
+    """A dataset's name and the folder of its files."""
 
     name: str
     folder: Path
-    notice: str | None = None  # a warning if this is not the requested dataset
-    fingerprint: str | None = None  # SHA-256 of the content
+    notice: str | None = None  # a warning if this dataset replaces the requested one
+    fingerprint: str | None = None  # SHA-256 of the dataset's arrays
 
 
 MNIST_FILES = (
@@ -31,15 +31,15 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 
-# CIFAR-10's binary version, and how many images each of its files has; the last is the test set.
+# The files of CIFAR-10's binary version, and the number of images in each. The last file is the test set.
 CIFAR_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_RECORDS = {"cifar10": (10_000,) * 6, "synthetic-cifar10": (205, 205, 205, 205, 204, 256)}
 CIFAR_SIDE = 32  # pixels
 
-# Names of files that seem to belong to a dataset, and folders of datasets that have files of the same names.
-LOOKALIKE_DEPTH = 2  # folders
-LOOKALIKE_NAMES = 20_000  # to look at; a folder may hold millions of images
+# Names of files that seem to belong to a dataset, and folders of other datasets whose files have the same names.
+LOOKALIKE_DEPTH = 2  # number of nested folders to search
+LOOKALIKE_NAMES = 20_000  # maximum number of names to check, because a folder may contain millions of images
 _IDX_NAME = r"idx[13]-ubyte|^(train|t10k)-(images|labels)"
 _LOOKALIKES = {
     "mnist": re.compile(rf"{_IDX_NAME}|^mnist[-_.]", re.IGNORECASE),
@@ -55,10 +55,10 @@ def names(dataset: str) -> tuple[str, ...]:
 
 
 def spellings(file: str) -> list[str]:
-    """Return the names under which a dataset's file may be found, the preferred one first.
+    """Return the names that a dataset's file may have, in the order of preference.
 
-    MNIST's files are published with a hyphen or a dot before ``idx``, and as .gz. torchvision leaves both forms; the
-    plain one is the faster to read.
+    The names of MNIST's files have a hyphen or a dot before ``idx``, and may end in .gz. The torchvision package stores
+    both plain and .gz files. Plain files are preferred because they are faster to read.
     """
     if file in CIFAR_FILES:
         return [file]
@@ -67,9 +67,9 @@ def spellings(file: str) -> list[str]:
 
 
 def path_of(folder: Path, file: str) -> Path:
-    """Return the path of a dataset's file in a folder. Kaggle keeps each file in a folder of the same name.
+    """Return the path of a dataset's file in a folder. Kaggle puts each file into a folder with the file's name.
 
-    If no spelling is a file, the path leads to the obstacle, or to a file that is missing.
+    If the file is missing, the path may be a folder with the file's name.
     """
     found = [folder / name for name in spellings(file) if os.path.exists(folder / name)]
     for path in found:
@@ -86,7 +86,7 @@ def path_of(folder: Path, file: str) -> Path:
 
 
 def present_names(folder: Path) -> list[str]:
-    """Return the names in a folder; none if the folder is missing. Raises ConfigError if it cannot be read."""
+    """Return the names in a folder; [] if the folder is missing. Raises ConfigError if the folder cannot be read."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -97,18 +97,15 @@ def present_names(folder: Path) -> list[str]:
 
 
 def missing(folder: Path, dataset: str) -> list[str]:
-    """Return the files that ``folder`` lacks in every spelling; all of them if the folder is missing.
-
-    Raises ConfigError if the folder cannot be read.
-    """
+    """Return the dataset's files that ``folder`` lacks, in every spelling. Raises ConfigError if it cannot be read."""
     present = set(present_names(folder))
     return [file for file in names(dataset) if present.isdisjoint(spellings(file))]
 
 
 def lookalikes(folder: Path, dataset: str) -> list[str]:
-    """Return the paths of files that seem to belong to a dataset under names or in folders that are not searched.
+    """Return the paths, relative to ``folder``, of files that seem to belong to a dataset.
 
-    The search goes two folders deep, and not into the folders of other datasets. Paths are relative to ``folder``.
+    The search covers two levels of folders, except the folders of other datasets.
     """
     pattern = _LOOKALIKES[dataset]
     others = _OTHER_DATASETS - {dataset, dataset.replace("-", "")}
@@ -129,31 +126,31 @@ def lookalikes(folder: Path, dataset: str) -> list[str]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file to read its content, uncompressed if it is gzipped.
+    """Open a regular file for reading. The content of a gzipped file is decompressed.
 
-    Raises ConfigError, with the file's name, if it cannot be opened, or read while the context is open.
+    Raises ConfigError, with the file's name, if the file cannot be opened, or a read in the context fails.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # without waiting for a FIFO's writer
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # O_NONBLOCK: a FIFO must not block
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(None, "it is not a regular file")
             is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             yield gzip.GzipFile(fileobj=file) if is_packed else file  # type: ignore[misc]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # of the CRC-32 and length, too
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # includes errors of the CRC-32 and the length
         raise damaged(path, f"gzip: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}: put a good file in its place") from None
 
 
 def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearray:
-    """Return the ``size`` bytes that are left in a file of ``path``, and read at most one byte more.
+    """Read the rest of a file, which must have ``size`` bytes. At most one byte more is read.
 
-    Raises ConfigError, with ``expected``, which describes them, if there are fewer or more.
+    Raises ConfigError if the rest has fewer or more bytes.
 
     Args:
         file: open file, at the first byte to read.
-        path: its path, for the error.
-        size: number of bytes.
+        path: path of the file, for the error.
+        size: expected number of bytes.
         expected: description of the bytes, for the error.
     """
     content = bytearray()

@@ -1,4 +1,4 @@
-"""Cut samples of unequal length into global batches and micro-batches by their numbers of tokens."""
+"""Divide samples of different lengths into global batches and micro-batches by their numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ Indices = NDArray[np.int64]
 
 
 def cut_by_tokens(lengths: Indices, indices: Indices, micro_tokens: int) -> list[Indices]:
-    """Cut samples into micro-batches of similar lengths, of at most ``micro_tokens`` tokens with padding.
+    """Divide samples into micro-batches of similar lengths.
 
     Args:
-        lengths: tokens of each sample of the dataset, int64 [n].
-        indices: the samples to cut, int64 [m].
-        micro_tokens: the limit of rows times longest row; at least the longest sample.
+        lengths: number of tokens of each sample in the dataset, int64 [n].
+        indices: the samples to divide, int64 [m].
+        micro_tokens: maximum of rows times longest row in a micro-batch; at least the length of the longest sample.
 
     Returns:
-        The indices of each micro-batch, the longest samples first. Samples of equal length keep their order.
+        The indices of each micro-batch, int64 [rows], with the longest samples first. Samples of equal length keep
+        their order.
     """
     order = indices[np.argsort(-lengths[indices], kind="stable")]
     parts = []
     first = 0
     while first < len(order):
-        rows = micro_tokens // int(lengths[order[first]])  # its first sample is its longest
+        rows = micro_tokens // int(lengths[order[first]])  # the first sample of a micro-batch is the longest
         parts.append(order[first : first + rows])
         first += rows
     return parts
@@ -35,21 +36,23 @@ def cut_by_tokens(lengths: Indices, indices: Indices, micro_tokens: int) -> list
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenBatches(GlobalBatches):
-    """Cut every epoch's order into the same number of steps, of about ``step_tokens`` tokens each.
+    """Divide each epoch into steps of about ``step_tokens`` tokens, for samples of different lengths.
 
-    The order is laid out as one line of tokens and cut into S equal parts. Step k takes the samples that begin in part
-    k. Each sample is in one step of an epoch, no step is empty, and S is the same in every epoch. A rank takes whole
-    micro-batches, so each micro-batch is the same at any number of ranks.
+    The samples of an epoch, in the epoch's order, form a sequence of tokens, which is divided into S equal parts. Step
+    k takes the samples that begin in part k. Each sample is in one step of an epoch, no step is empty, and S is the
+    same in every epoch. A rank takes whole micro-batches, so each micro-batch is the same at any world size.
 
-    A loss is the mean over the target tokens of the global batch: see `num_losses`.
+    The loss is the mean over the target tokens of the global batch; see `num_losses`.
 
     Args:
-        lengths: tokens of each sample, int64 [n].
-        targets: tokens of each sample that have a loss, int64 [n].
-        step_tokens: tokens of a step, over all ranks. A step has at most this number and one sample more.
-        micro_tokens: tokens of a micro-batch with its padding, at most. It bounds the memory.
-        seed, rank, world_size: as in `GlobalBatches`.
-        virtual_ranks: None, or the most ranks. Micro-batches are the same ones in either case.
+        lengths: number of tokens of each sample, int64 [n].
+        targets: number of target tokens, which have a loss, of each sample, int64 [n].
+        step_tokens: tokens per step, over all ranks. A step may exceed this number by less than one sample.
+        micro_tokens: maximum number of tokens of a micro-batch, including padding, to limit the memory.
+        seed: as in `GlobalBatches`.
+        rank: as in `GlobalBatches`.
+        world_size: as in `GlobalBatches`.
+        virtual_ranks: None, or the maximum number of ranks. The micro-batches do not depend on this number.
 
     Raises:
         ValueError: an argument is out of range, or the longest sample exceeds a micro-batch or a step.
@@ -63,7 +66,7 @@ class TokenBatches(GlobalBatches):
     global_batch_size: int = field(init=False)
     accumulate: int = field(default=1, init=False)
     drop_last: bool = field(default=False, init=False)
-    # The order of the last epoch, and the tokens before each of its samples, by epoch.
+    # The newest result of `_order`, by epoch.
     _epoch_cache: dict[int, tuple[Indices, Indices]] = field(default_factory=dict, init=False, repr=False)
     _plan_cache: dict[int, list[Indices]] = field(default_factory=dict, init=False, repr=False)
 
@@ -87,16 +90,16 @@ class TokenBatches(GlobalBatches):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of an epoch."""
+        """Number of tokens in an epoch."""
         return int(self.lengths.sum())
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of updates in an epoch: ceil(tokens / step_tokens)."""
+        """Number of updates in an epoch: tokens / step_tokens, rounded up."""
         return -(-self.num_tokens // self.step_tokens)
 
     def _order(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return the samples of an epoch in their order, and the number of tokens before each."""
+        """Return the samples of an epoch in order, int64 [n], and the number of tokens before each, int64 [n]."""
         if epoch not in self._epoch_cache:
             order = permute(np.arange(self.n), self.n, self.seed, epoch)
             lengths = self.lengths[order]
@@ -114,24 +117,24 @@ class TokenBatches(GlobalBatches):
         return epoch, int(first), int(stop)
 
     def samples_seen(self, step: int) -> int:
-        """Return the number of samples that the steps 0 to step - 1 took, over all ranks."""
+        """Return the number of samples in the steps 0 to step - 1, over all ranks."""
         epoch, start, _ = self._locate(step)
         return epoch * self.n + start
 
     def num_losses(self, step: int) -> int:
-        """Return the number of target tokens of this step's global batch, over all ranks."""
+        """Return the number of target tokens in this step's global batch, over all ranks."""
         epoch, start, stop = self._locate(step)
         order, _ = self._order(epoch)
         return int(self.targets[order[start:stop]].sum())
 
     def num_losses_before(self, step: int) -> int:
-        """Return the number of target tokens of the steps 0 to step - 1, over all ranks."""
+        """Return the number of target tokens in the steps 0 to step - 1, over all ranks."""
         epoch, start, _ = self._locate(step)
         order, _ = self._order(epoch)
         return epoch * int(self.targets.sum()) + int(self.targets[order[:start]].sum())
 
     def plan(self, step: int) -> list[Indices]:
-        """Return the samples of each of this step's micro-batches, over all ranks."""
+        """Return the sample indices of each of this step's micro-batches, int64 [rows], over all ranks."""
         if step not in self._plan_cache:
             epoch, start, stop = self._locate(step)
             order, _ = self._order(epoch)
@@ -144,7 +147,7 @@ class TokenBatches(GlobalBatches):
         return len(self.plan(step))
 
     def micro_batches(self, step: int) -> list[tuple[int, int]]:
-        """Return (k, count) of each micro-batch that this rank computes, each whole; it may be none."""
+        """Return (k, count) of each micro-batch that this rank computes. The list may be empty."""
         count = self.num_micro_batches(step)
         return [(k, count) for k in range(*shard(count, self.rank, self.world_size))]
 
@@ -154,12 +157,12 @@ class TokenBatches(GlobalBatches):
         return int(self.lengths[self.plan(step)[k][0]])
 
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> Indices:
-        """Return the samples of one micro-batch, or by default of all micro-batches of this rank: int64 [m]."""
+        """Return the sample indices, int64 [m], of a micro-batch; by default of all micro-batches of this rank."""
         first, stop = self._shard(step, *micro_batch)
         return np.concatenate([np.empty(0, np.int64), *self.plan(step)])[first:stop]
 
     def _shard(self, step: int, k: int, count: int) -> tuple[int, int]:
-        """Return the rows [first, stop) of the k-th of ``count`` micro-batches, or for (0, 1) of this rank."""
+        """Return the rows [first, stop) of the k-th of ``count`` micro-batches, or of this rank for (0, 1)."""
         parts = self.plan(step)
         begin, end = (k, k + 1) if count > 1 else shard(len(parts), self.rank, self.world_size)
         rows = [0, *np.cumsum([len(part) for part in parts]).tolist()]

@@ -1,1 +1,1 @@
-"""Detect and survive failures: hung, slow and diverged ranks, and losses that are NaN or infinite."""
+"""Detect failures and recover from them: hung, slow and diverged ranks, and losses that are NaN or infinite."""

@@ -1,12 +1,12 @@
 """Diagnose a hang: name the rank that the others wait for, and its line of code.
 
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
-threads, taken from within. A rank that cannot answer is examined from outside, by its last heartbeat, the state of its
-process, and ``log/stack-<r>.txt``. A C thread of Python writes stacks to this file if the interpreter is blocked. From
-these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
+threads. If a rank cannot write this file, the others use its last heartbeat, the state of its process, and
+``log/stack-<r>.txt``. A C thread of Python's faulthandler writes stacks to ``log/stack-<r>.txt`` if the interpreter is
+blocked. From these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
 
-A rank waits for the others if a collective that it called has not ended, or if its code called into a framework's
-module of collectives. The rank itself detects both at run time. Only a rank that hangs imports this module.
+A rank waits for the others if it is in a collective that has not completed, or if its code has called a framework's
+collectives. The rank itself detects both at run time. A rank imports this module only when it hangs, fails or stops.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from samestep.untrusted import (
     write_json,
 )
 
-HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
-DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
-MAX_AGE = 15.0  # seconds after which a file of a job without a name is of another hang
+HEARTBEAT_TIMEOUT = 3.0  # after so many seconds without a heartbeat, a rank counts as silent
+DIAGNOSIS_BUDGET = 0.7  # seconds reserved for the diagnosis after the other ranks have written their files
+MAX_AGE = 15.0  # seconds; an older file of this host belongs to an earlier hang
 _COUNT = integer(0, 2**62)
 _NAME = text(1000)
 _HEARTBEAT = {"step": _COUNT, "time": number(), "rank": _COUNT, "pid": integer(1, 2**31 - 1), "host": _NAME}
@@ -51,9 +51,9 @@ _OPTIONAL = {
     "verdict": optional(text(10_000)),
     "collective": optional(mapping(lambda value: True)),
 }
-_dump_lock = threading.RLock()  # both threads of a watchdog write their rank's file
+_dump_lock = threading.RLock()  # needed because both threads of a watchdog write their rank's file
 
-State = Mapping[str, Any]  # a rank's values, as in its files
+State = Mapping[str, Any]  # the values of a rank in a heartbeat or a hang-<r>.json
 
 
 # --- a rank's own file -----------------------------------------------------------------------------------------------
@@ -63,21 +63,21 @@ def dump_state(folder: Path, state: State, **extra: Any) -> None:
     """Write this rank's ``hang-<r>.json``: its ``state``, the stacks of all its threads, and ``extra``.
 
     Args:
-        folder: the run dir's log/.
-        state: this rank's state: its heartbeat, world size and trouble.
-        extra: further JSON values, such as the verdict.
+        folder: the run dir's ``log`` folder.
+        state: this rank's `samestep.recovery.watchdog.Watchdog.state`.
+        **extra: further JSON values, such as the verdict.
     """
     with _dump_lock:
         write_json(folder, f"hang-{state['rank']}.json", {**state, "threads": _threads(), **extra}, state["rank"])
 
 
 def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
-    """Write this rank's file once, if another rank found the hang first.
+    """Write this rank's ``hang-<r>.json`` once, if another rank has detected a hang.
 
     Args:
-        folder: the run dir's log/.
-        heartbeat: this rank's newest heartbeat, which names the job.
-        get_state: returns the state to write.
+        folder: the run dir's ``log`` folder.
+        heartbeat: this rank's newest heartbeat, which contains the job's name.
+        get_state: function that returns the state to write.
     """
     if not _is_of_hang(_read_rank(folder / "hanging"), heartbeat):
         return
@@ -89,7 +89,7 @@ def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callabl
 
 
 def _threads() -> list[dict[str, Any]]:
-    """Return the stacks of all threads except this one, the main thread first."""
+    """Return the stacks of all threads except the calling thread, with the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = current_frames()
     frames.pop(threading.get_ident(), None)
@@ -106,14 +106,14 @@ def _threads() -> list[dict[str, Any]]:
 
 @dataclass
 class RankState:
-    """The state of a rank, as this machine's files and processes show it."""
+    """The state of a rank, according to this machine's files and processes."""
 
     rank: int
-    values: State  # of its hang-<r>.json; of its heartbeat if it did not answer
-    answered: bool
+    values: State  # content of the rank's hang-<r>.json, or of its heartbeat if not `answered`
+    answered: bool  # whether the rank has written its hang-<r>.json
     location: CodeLocation | None = None
-    is_current: bool = True  # False: the location is from the last heartbeat
-    trouble: str = ""  # why it does not answer
+    is_current: bool = True  # False if the location is from the last heartbeat
+    trouble: str = ""  # the reason why the rank does not answer
 
     @property
     def name(self) -> str:
@@ -127,12 +127,12 @@ class RankState:
 
     @property
     def collective(self) -> State:
-        """Return the name, number and state (pending or not) of its last collective; {} if none is recorded."""
+        """Return the name, number and state (pending or not) of the rank's last collective; {} if none is recorded."""
         return self.values.get("collective") or {}
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether it waits for the others in a collective."""
+        """Return whether the rank waits for the others in a collective."""
         return bool(self.collective.get("pending") or self.values.get("waiting"))
 
     @property
@@ -148,7 +148,7 @@ class RankState:
 
 
 def _read_rank(path: Path) -> dict[str, Any]:
-    """Return the values in a rank's file; {} unless they are of the kinds that ranks write."""
+    """Return the values in a rank's file; {} if the file is missing or invalid."""
     values = read_object(path)
     with contextlib.suppress(ValueError):
         check(values, _HEARTBEAT)
@@ -159,14 +159,12 @@ def _read_rank(path: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path, rank: int, now: State) -> RankState | None:
-    """Return a rank's state by the files in ``folder``, or None.
-
-    ``now`` is this rank's state in the hang.
+    """Return a rank's state according to the files in ``folder``; None if the rank has no file of this job.
 
     Args:
-        folder: the run dir's log/.
+        folder: the run dir's ``log`` folder.
         rank: the rank to read.
-        now: this rank's state in the hang.
+        now: state of the calling rank.
     """
     values = _read_rank(folder / f"hang-{rank}.json")
     if _is_of_hang(values, now) and "written_by" not in values:
@@ -189,7 +187,7 @@ def read_state(folder: Path, rank: int, now: State) -> RankState | None:
 
 
 def _take_stacks(state: RankState, stacks: list[list[CodeLocation]]) -> None:
-    """Take a rank's location from its stacks, which a C thread wrote because the interpreter was blocked."""
+    """Set a rank's location from its stacks, which a C thread wrote because the interpreter was blocked."""
     if not state.trouble:
         state.trouble = "its interpreter held by C code"
         if any(_is_writing(calls) for calls in stacks[1:]):
@@ -204,7 +202,7 @@ def _is_writing(calls: list[CodeLocation]) -> bool:
 
 
 def _location(values: State) -> CodeLocation | None:
-    """Return the location in a heartbeat; None if it has none."""
+    """Return the location in a heartbeat; None if the heartbeat has no valid location."""
     with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
         file, line, function, *code = values["at"]
         return CodeLocation(str(file), int(line), str(function), *map(str, code)).with_code()
@@ -212,7 +210,11 @@ def _location(values: State) -> CodeLocation | None:
 
 
 def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State) -> float:
-    """Return the age of a rank's heartbeat; on another host, whose clock may differ, by the times of its file."""
+    """Return the age of a rank's heartbeat in seconds.
+
+    The clock of another host may differ. So the age of its heartbeat is the difference of two files' modification
+    times.
+    """
     if values["host"] == now["host"]:
         return max(0.0, time.time() - float(values["time"]))
     with contextlib.suppress(OSError):
@@ -223,7 +225,7 @@ def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State)
 
 
 def _process_trouble(values: State, is_silent: bool) -> str:
-    """Return this machine's state of a process that does not answer; "" if it runs or is another machine's."""
+    """Describe the state of a process that does not answer; return "" if it runs, or is on another machine."""
     if values["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
         return ""
     pid = int(values["pid"])
@@ -237,7 +239,7 @@ def _process_trouble(values: State, is_silent: bool) -> str:
         trouble = f"stopped by a signal (kill -CONT {pid} continues it)"
     elif state == "t":
         trouble = "stopped by a debugger"
-    elif state == "D" and is_silent:  # as any process does now and then
+    elif state == "D" and is_silent:  # a healthy process is in this state for short times
         trouble = "waiting for a disk or a device"
     else:
         return ""
@@ -248,7 +250,7 @@ def _process_trouble(values: State, is_silent: bool) -> str:
 
 
 def _open_checkpoint_file(pid: int) -> str:
-    """Return the file of a checkpoint that a process has open; "" if there is none."""
+    """Return the path of a checkpoint's file that a process has open, or ""."""
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             path = os.readlink(link)
@@ -258,7 +260,7 @@ def _open_checkpoint_file(pid: int) -> str:
 
 
 def read_stacks(path: Path) -> list[list[CodeLocation]]:
-    """Return the stacks that `faulthandler` wrote, the main thread's first, of each the innermost call first."""
+    """Return the stacks that `faulthandler` wrote: the main thread's first, and each with the innermost call first."""
     stacks: list[list[CodeLocation]] = []
     with contextlib.suppress(OSError):
         for line in read_text(path).splitlines():
@@ -268,14 +270,14 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
             elif stacks and call:
                 location = CodeLocation(file=call[1], line=int(call[2]), function=call[3])
                 stacks[-1].append(location.with_code())
-    return stacks[::-1]  # the thread that started first comes last in the file
+    return stacks[::-1]  # the file lists the thread that started first last
 
 
 def _is_of_hang(values: State, now: State) -> bool:
-    """Return whether a file's values are of the current hang: a restarted job finds the files of the job before."""
+    """Return whether a file's values belong to the current hang, and not to an earlier start of the job."""
     if not values or values.get("job") != now["job"]:
         return False
-    if values["host"] != now["host"]:  # its clock may differ
+    if values["host"] != now["host"]:  # the clock of another host may differ
         return True
     return bool(now["time"] - values["time"] < MAX_AGE)
 
@@ -284,12 +286,12 @@ def _is_of_hang(values: State, now: State) -> bool:
 
 
 def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
-    """Describe ranks of this job that a signal such as ABRT ended: the others only see a lost connection.
+    """Describe the ranks of this job that a signal such as ABRT ended. Other ranks only see a lost connection.
 
     Args:
-        folder: the ``log`` folder.
+        folder: the run dir's ``log`` folder.
         job: the job's name.
-        program: the folder of the app, if the caller is not one of its ranks.
+        program: the folder of the app. A caller that is not a rank must pass it.
 
     Returns:
         "; rank 0 (host, pid 7) died (Aborted) at train.py:105 in train (dist.all_reduce(sums))", or "".
@@ -308,11 +310,11 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
 
 
 def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
-    """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes.
+    """Return whether at least ``count`` ranks of this job are alive on this machine, and none has ended.
 
     Args:
-        folder: the run dir's log/.
-        job: id of the job, as heartbeats have it.
+        folder: the run dir's ``log`` folder.
+        job: the job's name in heartbeats.
         count: number of ranks on this machine.
     """
     alive = 0
@@ -326,11 +328,11 @@ def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
 
 
 def rank_is_lost(folder: Path, job: str, world_size: int) -> bool:
-    """Return whether the process of a rank of this job on this machine has ended, by the ranks' heartbeats.
+    """Return whether a rank of this job on this machine has ended, according to the heartbeats' process ids.
 
     Args:
-        folder: the run dir's log/.
-        job: id of the job, as heartbeats have it.
+        folder: the run dir's ``log`` folder.
+        job: the job's name in heartbeats.
         world_size: number of ranks of the job.
     """
     for rank in range(world_size):
@@ -341,22 +343,25 @@ def rank_is_lost(folder: Path, job: str, world_size: int) -> bool:
 
 
 def _is_here(values: State, job: str) -> bool:
-    """Return whether a heartbeat is of this job and this machine."""
+    """Return whether a heartbeat belongs to this job and this machine."""
     return bool(values) and values.get("job") == job and values["host"] == socket.gethostname()
 
 
 def _is_ended(values: State) -> bool:
-    """Return whether the process of a heartbeat of this machine is gone or dead."""
+    """Return whether the process that wrote a heartbeat on this machine is gone or dead."""
     return "its process" in _process_trouble(values, is_silent=False)
 
 
 def _silent_processes(job: str) -> dict[int, int]:
-    """Return the process ids of a job's ranks on this machine, by their environment: also without a heartbeat."""
+    """Return the process ids of a job's ranks on this machine by rank, including ranks without a heartbeat.
+
+    The ranks are found by the environment variables of all processes.
+    """
     pids: dict[int, int] = {}
     if not job:
         return pids
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(Exception):  # processes come and go, and an environment may hold anything
+        with contextlib.suppress(Exception):  # a process may end at any time, and its variables may have any value
             environ = _environ(path)
             if JobInfo.from_environ(environ).job != job:
                 continue
@@ -367,7 +372,7 @@ def _silent_processes(job: str) -> dict[int, int]:
 
 
 def _environ(path: Path) -> dict[str, str]:
-    """Return the variables in the file ``environ`` of a process."""
+    """Return the environment variables in a process's file /proc/<pid>/environ."""
     environ = {}
     for item in path.read_bytes().decode(errors="replace").split("\0"):
         if item:
@@ -381,7 +386,7 @@ def _environ(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Which ranks cause a hang. Without suspects the cause is the missing ranks, for which all others wait."""
+    """The ranks that cause a hang. If there are no suspects, the missing ranks are the cause."""
 
     suspects: list[RankState]
     others: list[RankState]
@@ -390,7 +395,12 @@ class Diagnosis:
 
 
 def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
-    """Return the suspects among the ranks that were seen."""
+    """Find the ranks that cause a hang.
+
+    Args:
+        states: the states of all ranks that have a file.
+        world_size: number of ranks of the job.
+    """
     missing = sorted(set(range(world_size)) - {state.rank for state in states})
     all_wait = all(state.is_waiting and not state.trouble for state in states)
     suspects = [] if missing and all_wait else _suspects(states)
@@ -398,7 +408,10 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
-    """Return ranks that do not answer, else ranks that do not wait, else waiting ranks that differ."""
+    """Return the ranks that do not answer, or else the ranks that do not wait, or else waiting ranks that differ.
+
+    Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks.
+    """
     silent = [state for state in states if state.trouble]
     if silent:
         return sorted(silent, key=lambda state: state.values["time"])
@@ -419,7 +432,7 @@ def _slowest(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _smallest_group(states: Sequence[RankState]) -> list[RankState]:
-    """Return a rank of the smallest group at one location and in one collective; of several such groups one each."""
+    """Return one rank from each of the smallest groups. A group is at the same location and in the same collective."""
     groups = _group(states, _place)
     fewest = min(len(group) for group in groups)
     return [group[0] for group in groups if len(group) == fewest]
@@ -439,13 +452,16 @@ def _group(states: Iterable[RankState], key: Callable[[RankState], Any]) -> list
 
 
 def explain(folder: Path, now: State, deadline: float) -> str:
-    """Return the diagnosis of a hang that this rank has found, as far as this machine's files show it.
+    """Diagnose a hang that this rank has detected, by the files that this machine can read.
 
     Args:
-        folder: the ``log`` folder.
-        now: this rank's state.
-        deadline: when the diagnosis must be ready, on the clock `time.monotonic`. Until shortly before, the other ranks
-            may write their files; they check each second.
+        folder: the run dir's ``log`` folder.
+        now: state of the calling rank.
+        deadline: time limit of the diagnosis, on the clock `time.monotonic`. The wait for the files of the other ranks
+            ends DIAGNOSIS_BUDGET seconds earlier.
+
+    Returns:
+        The diagnosis in one line. If another rank was first, its diagnosis is returned.
     """
     write_json(folder, "hanging", dict(now), now["rank"])
     dump_state(folder, now)
@@ -461,13 +477,13 @@ def explain(folder: Path, now: State, deadline: float) -> str:
     diagnosed = format_diagnosis(diagnosis, processes)
     first_rank = read_object(folder / "stalled").get("rank")
     first = _read_rank(folder / f"hang-{first_rank}.json")
-    if _is_of_hang(first, now) and first.get("verdict"):  # one line on the console
+    if _is_of_hang(first, now) and first.get("verdict"):  # all ranks print the same line
         return shown(first["verdict"], limit=MAX_LINE)
     return diagnosed
 
 
 def _update_states(states: dict[int, RankState], folder: Path, now: State) -> None:
-    """Read again the files of all ranks that have not answered."""
+    """Read the files of all ranks that have not answered again."""
     for rank in range(now["world_size"]):
         if rank in states and states[rank].answered:
             continue
@@ -477,11 +493,11 @@ def _update_states(states: dict[int, RankState], folder: Path, now: State) -> No
 
 
 def save_diagnosis(folder: Path, now: State, text: str) -> None:
-    """Write the diagnosis, and the state of ranks that cannot write it themselves: a restart loses their heartbeats.
+    """Write the diagnosis and the states of all ranks that do not answer, because a restart replaces heartbeats.
 
     Args:
-        folder: the run dir's log/.
-        now: this rank's state in the hang.
+        folder: the run dir's ``log`` folder.
+        now: state of the calling rank.
         text: the diagnosis, in one line.
     """
     dump_state(folder, now, verdict=text)
@@ -507,7 +523,12 @@ def save_diagnosis(folder: Path, now: State, text: str) -> None:
 
 
 def format_diagnosis(diagnosis: Diagnosis, processes: Mapping[int, int] | None = None) -> str:
-    """Return the diagnosis as one line. ``processes`` has process ids of missing ranks on this machine."""
+    """Return a diagnosis as one line.
+
+    Args:
+        diagnosis: the result of `diagnose`.
+        processes: the process ids of missing ranks on this machine, by rank.
+    """
     suspects = diagnosis.suspects
     others = diagnosis.others
     parts = [_describe_suspect(suspect, others) for suspect in suspects[:2]]
@@ -519,12 +540,12 @@ def format_diagnosis(diagnosis: Diagnosis, processes: Mapping[int, int] | None =
         parts.append(_group_by_location(others, are_others=bool(suspects)))
     if diagnosis.missing:
         missing = _missing_ranks(diagnosis, processes or {})
-        parts.insert(len(parts) if suspects else 0, missing)  # without suspects, they are the cause
+        parts.insert(len(parts) if suspects else 0, missing)  # without suspects, missing ranks are the cause
     return "; ".join(parts)
 
 
 def _are_at_unlike_collectives(suspects: Sequence[RankState]) -> bool:
-    """Return whether two or more suspects all wait for others."""
+    """Return whether there are two or more suspects, and all of them wait for other ranks."""
     return len(suspects) > 1 and all(suspect.is_waiting and not suspect.trouble for suspect in suspects)
 
 
@@ -540,7 +561,7 @@ def _describe_suspect(suspect: RankState, others: Sequence[RankState]) -> str:
 
 
 def _group_by_location(states: Sequence[RankState], are_others: bool = False) -> str:
-    """Describe each group at one location once: "ranks 0, 2-7 wait in all_reduce 115 [7] double at train.py:105"."""
+    """Describe each group of ranks at one location, as in "ranks 0, 2-7 wait in all_reduce 115 at train.py:105"."""
     groups = sorted(_group(states, lambda state: state.position), key=lambda group: -len(group))
     parts = []
     for group in groups[:2]:

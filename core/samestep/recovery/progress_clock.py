@@ -1,4 +1,4 @@
-"""Measure how long a rank has made no progress."""
+"""Measure the time since a rank's last progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class ProgressClock:
     """Count a rank's updates, and the seconds since the last progress.
 
     Attributes:
-        step: number of updates done, also by earlier processes.
-        first_step: ``step`` when this process began.
+        step: number of updates done, including the updates of earlier processes.
+        first_step: value of ``step`` at the start of this process.
         updates: number of updates that this process has done.
-        last_progress: when it last made progress, by `time.monotonic`.
-        is_compiling: whether the limit of a first step holds.
+        last_progress: time of the last progress, on the clock `time.monotonic`.
+        is_compiling: whether the time limit of a first step applies.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class ProgressClock:
         self._first_step_timeout: float | None = None
 
     def start(self, timeout: float, first_step_timeout: float | None) -> None:
-        """Start to measure, with a first step that may compile.
+        """Start measuring. The first step may compile.
 
         Args:
-            timeout: seconds without progress that are allowed.
-            first_step_timeout: seconds that are allowed for a first step; None for no such limit of its own.
+            timeout: maximum seconds without progress.
+            first_step_timeout: maximum seconds of a first step; None to use ``timeout``.
         """
         self._timeout = timeout
         self._first_step_timeout = first_step_timeout
@@ -38,21 +38,21 @@ class ProgressClock:
         self.restart()
 
     def expect_compilation(self) -> None:
-        """Allow as much time as for a first step, until the next `beat`."""
+        """Apply the time limit of a first step until the next `beat`."""
         self.is_compiling = self._first_step_timeout is not None
 
     def restart(self) -> None:
-        """Measure from now on."""
+        """Set the time of the last progress to now."""
         self.last_progress = time.monotonic()
 
     def resume_at(self, step: int) -> None:
-        """Note that earlier processes have done ``step`` updates."""
+        """Set the number of updates that earlier processes have done."""
         self.step = step
         self.first_step = step
         self.restart()
 
     def beat(self, step: int | None) -> None:
-        """Note progress, and after an update the number of updates done."""
+        """Record progress. After an update, ``step`` is the number of updates done; otherwise it is None."""
         self.restart()
         self.is_compiling = False
         if step is not None:
@@ -60,7 +60,7 @@ class ProgressClock:
             self.updates += 1
 
     def limit(self) -> float:
-        """Return the seconds without progress that are allowed now."""
+        """Return the maximum seconds without progress that apply now."""
         if self.is_compiling and self._first_step_timeout:
             return self._first_step_timeout
         return self._timeout

@@ -1,4 +1,4 @@
-"""Find out where in its code a rank is."""
+"""Find the code location of a rank's threads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ from typing import NamedTuple
 from samestep.untrusted import shown
 
 MAX_CODE_LENGTH = 70  # characters of a line of code in a message
-MAX_SOURCE = 2**23  # bytes of a source file whose lines are shown: another program may have named the file
+MAX_SOURCE = 2**23  # maximum bytes of a source file to read; another program may have chosen the file's name
 
 _MAIN = getattr(sys.modules["__main__"], "__file__", None)
 PROGRAM = Path(_MAIN).absolute().parent if _MAIN else Path(os.devnull)
 _PACKAGE = f"{Path(__file__).absolute().parents[1]}{os.sep}"
-_COLLECTIVES = re.compile(r"/(horovod|distributed|communication)/")  # folders of frameworks' modules of collectives
+_COLLECTIVES = re.compile(r"/(horovod|distributed|communication)/")  # folders of the frameworks' collectives
 
 _reading_frames = threading.Lock()
 
 
 class CodeLocation(NamedTuple):
-    """A file, a line and a function in which a thread is; ``code`` is the line's text, or "" if it was not read."""
+    """A thread's location in the code.
+
+    Attributes:
+        file: path of the source file.
+        line: number of the line, from 1.
+        function: name of the function.
+        code: text of the line; "" if it was not read.
+    """
 
     file: str
     line: int
@@ -36,7 +43,7 @@ class CodeLocation(NamedTuple):
     code: str = ""
 
     def with_code(self) -> CodeLocation:
-        """Return the location with the text of its line; "" if the file cannot be read, or is not source code."""
+        """Return the location with the text of its line, or with "" if the source file cannot be read."""
         if self.code or not self._is_source():
             return self
         return self._replace(code=linecache.getline(self.file, self.line).strip())
@@ -57,10 +64,10 @@ class CodeLocation(NamedTuple):
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Return each thread's frame, without a garbage collection meanwhile.
+    """Return each thread's frame by thread id, with garbage collection disabled during the call.
 
-    Before Python 3.11.9 a collection in `sys._current_frames` may hang the process: it holds the lock of all threads'
-    states while a finalizer gives up the interpreter's lock (https://github.com/python/cpython/issues/106883).
+    Before Python 3.11.9, a garbage collection in `sys._current_frames` may deadlock. The function holds the lock of all
+    thread states while a finalizer releases the GIL (https://github.com/python/cpython/issues/106883).
     """
     with _reading_frames:
         was_enabled = gc.isenabled()
@@ -72,7 +79,7 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def stack(frame: FrameType | None) -> list[CodeLocation]:
-    """Return the calls of a thread, the innermost first."""
+    """Return the locations of a thread's calls, the innermost first."""
     calls = []
     for call, line in traceback.walk_stack(frame):
         calls.append(CodeLocation(call.f_code.co_filename, line, function=call.f_code.co_name))
@@ -80,7 +87,12 @@ def stack(frame: FrameType | None) -> list[CodeLocation]:
 
 
 def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> CodeLocation:
-    """Return the innermost of one or more ``calls`` in the folder ``program``, else in this package, else of all."""
+    """Return the innermost call whose file is in the folder ``program``, else in this package, else anywhere.
+
+    Args:
+        calls: one or more calls of a thread, the innermost first.
+        program: folder of the program.
+    """
     folder = f"{program}{os.sep}"
     in_package = [call for call in calls if call.file.startswith(_PACKAGE)]
     in_folder = [call for call in calls if call.file.startswith(folder) and not call.file.startswith(_PACKAGE)]
@@ -89,7 +101,12 @@ def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> Code
 
 
 def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> bool:
-    """Return whether the own code of a thread has called into a framework's module of collectives."""
+    """Return whether a thread's own code has called a framework's collectives.
+
+    Args:
+        calls: the thread's calls, the innermost first.
+        program: folder of the program.
+    """
     inner = calls[: calls.index(own_location(calls, program))]
     files = [call.file.rpartition("-packages")[2] for call in inner if not call.file.startswith(_PACKAGE)]
     return any(_COLLECTIVES.search(file) for file in files)

@@ -1,8 +1,8 @@
-"""Describe why a run goes back to its last good checkpoint: ranks differ, or a loss is NaN or infinite.
+"""Describe why a run returns to its last good checkpoint: ranks differ, or a loss is NaN or infinite.
 
-A flipped bit has two effects. Ranks differ, which they see when they compare their arrays before a checkpoint. Or a
-loss is NaN or infinite: the gradients carry that to every rank within a step, so all ranks may be equal. A learning
-rate that is too high has the second effect too, but at the same step again after a restart.
+A flipped bit has one of two effects. Either ranks differ, which they detect when they compare their arrays before a
+checkpoint. Or a loss is NaN or infinite. The gradients carry NaN to every rank within a step, so the ranks may be
+equal. A learning rate that is too high also causes NaN, but again at the same step after a restart.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from samestep.untrusted import integer, read_object, write_json
 
 _BLOCK = 2**15  # 64-bit words, which fit into a processor's cache
 _HALF = np.uint64(32)  # bits
-_NOTE = "not-finite"  # in log/: the step at which a loss was NaN or infinite, and the number of that start of the job
+_NOTE = "not-finite"  # file in log/: the step of a NaN or infinite loss, and the number of restarts before it
 _RESTART = "a restart resumes from an earlier checkpoint"
 _REPEATED = "which not all ranks compute alike: broadcast buffers, and seed random numbers independently of the rank"
 
 
 def checksum(array: NDArray[Any]) -> int:
-    """Return the sum, modulo 2**64, of an array's bytes as 32-bit words: any single bit that differs changes it.
+    """Return the sum, modulo 2**64, of an array's bytes as 32-bit words. A flip of any single bit changes the sum.
 
-    The words are half as wide as the sum, so that differing signs do not cancel. It is much faster than SHA-256.
+    The words are half as wide as the sum, so that two flipped sign bits do not cancel. The sum is much faster than
+    SHA-256.
 
-    NumPy adds 64-bit words faster than it widens 32-bit words. So it adds each block twice: whole, and its upper
-    halves.
+    NumPy adds 64-bit words faster than it widens 32-bit words. So this function adds the 64-bit words of each block,
+    and separately their upper halves.
     """
     content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     whole = len(content) // 8 * 8
@@ -52,7 +53,7 @@ def checksum(array: NDArray[Any]) -> int:
 
 
 def quarantine_newest(run_dir: Path) -> None:
-    """Rename the newest checkpoint, in which ranks turned out to differ, so that no run resumes from it."""
+    """Rename the newest checkpoint, because ranks differ in it, so that no run resumes from it."""
     checkpoint.finish()
     for folder in checkpoint.folders(run_dir)[:1]:
         checkpoint.quarantine(folder, "unequal")
@@ -62,9 +63,9 @@ def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> Re
     """Return the error for ranks that differ.
 
     Args:
-        checksums: [world_size, k], a row per rank; not all rows are equal.
-        step: the number of updates done.
-        names: the array of each column; none if the columns are a digest of the final weights.
+        checksums: [world_size, k], one row per rank; not all rows are equal.
+        step: number of updates done.
+        names: name of each column's array; empty if the columns are a digest of the final weights.
     """
     if not names:
         ranks, unknown = minority_ranks(checksums)
@@ -80,7 +81,14 @@ def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> Re
 
 
 def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
-    """Describe the ranks whose rows [world_size, k] are not the majority's, and the uncertainty without a majority."""
+    """Describe the ranks whose rows differ from the majority.
+
+    Args:
+        rows: [world_size, k], one row per rank.
+
+    Returns:
+        The description, and an addition if no majority exists (else "").
+    """
     _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     if 2 * counts.max() <= len(rows):
         ranks = "ranks 0 and 1" if len(rows) == 2 else f"the {len(rows)} ranks"
@@ -94,15 +102,18 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
 def not_finite(name: str, value: float, step: int, options: Options, world: World) -> Exception:
     """Return the error for a loss that is NaN or infinite.
 
-    It is a RetryableError, or a NonRetryableError if an earlier start had such a loss at the same step. Each rank notes
-    the step for its machine, because any rank may be ended before another has done so. The notes of a start are equal.
+    Each rank writes the step to a file for the next start, because another rank may end before it does so. All ranks of
+    a start write the same content.
 
     Args:
         name: name of the loss, for the error.
-        value: NaN or infinite.
+        value: the loss.
         step: number of updates done.
-        options: options of the run.
-        world: place of this process.
+        options: the run's parsed command-line options.
+        world: rank, world size and launcher of this process.
+
+    Returns:
+        RetryableError; NonRetryableError if an earlier start had such a loss at the same step.
     """
     start = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)
     text = f"at step {step} the {name} is {value}: lower --lr, now {options.lr}"

@@ -1,9 +1,11 @@
-"""Find ranks that slow the others down, from the seconds of all ranks' phases. Only rank 0 does this.
+"""Find stragglers, which are ranks that slow the others down, from all ranks' phase times. Only rank 0 runs this.
 
-A rank's local time is the time in which it does not wait for others: input, compute, optimizer. A rank is slow over a
-window of steps if its local time is more than ``factor`` times the median of the others'. The difference must also
-exceed noise: MIN_SHARE of the steps' time. It is reported if it was slow in consecutive windows of MIN_STEPS steps and
-cost MIN_SECONDS in all. A burst of other work on its machine slows one window and is over in the next.
+A rank's local time is the time of its phases input, compute and optimizer, in which it does not wait for other ranks. A
+rank is slow in a window of steps if its local time exceeds ``factor`` times the median local time of the others. The
+difference must also exceed noise, MIN_SHARE of the window's time.
+
+A rank is reported if it is slow in consecutive windows over MIN_STEPS steps, and costs MIN_SECONDS in all. A short
+burst of other work on a machine slows only one window, and is not reported.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from samestep import log
 from samestep.step_timer import COMMUNICATION, PHASES
 
-WINDOW_STEPS = 10  # minimum; a window ends at a sync of all ranks
+WINDOW_STEPS = 10  # minimum steps of a window, which ends at a sync of all ranks
 MIN_STEPS = 50
 MIN_SHARE = 0.1
 MIN_SECONDS = 1.0
@@ -27,20 +29,20 @@ Seconds = NDArray[np.float64]
 
 
 class StragglerDetector:
-    """Report each straggler once, with the phase in which it loses the most time."""
+    """Report each straggler once, with the phase in which the straggler loses the most time."""
 
     def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = "") -> None:
         """Start after ``step`` updates.
 
-        A rank may have one sample of a global batch more than another. That much more time is allowed: ``factor`` is
-        multiplied by it. Each rank must have at least one sample.
+        The shards of a global batch may differ by one sample. Therefore ``factor`` is multiplied by the ratio of the
+        largest shard to the smallest. Each rank must have at least one sample.
 
         Args:
-            factor: how many times as long as the others' median a straggler takes.
+            factor: minimum ratio of a straggler's local time to the others' median.
             world_size: number of ranks.
             global_batch_size: samples of a step, over all ranks.
             step: number of updates done.
-            condition: a fact of the job that the warnings add, such as "3 ranks share 2 processors".
+            condition: a fact to add to the warnings, such as "3 ranks share 2 processors", or "".
         """
         fewest = global_batch_size // world_size
         most = -(-global_batch_size // world_size)
@@ -49,7 +51,7 @@ class StragglerDetector:
         self._is_warm = False
         self._window = np.zeros((world_size, len(PHASES)))
         self._window_start = step
-        # By rank, for ranks that were slow in the last window: since which step, and all seconds since then.
+        # For each rank that was slow in the last window: the step since which it is slow, and all ranks' seconds since.
         self._slow: dict[int, tuple[int, Seconds]] = {}
         self._reported: set[int] = set()
 
@@ -57,13 +59,14 @@ class StragglerDetector:
         """Add the seconds since the last call, and log a warning for each new straggler.
 
         Args:
-            step: the number of updates done.
-            phase_seconds: [world_size x phases], each rank's seconds in the order of PHASES.
+            step: number of updates done.
+            phase_seconds: [world_size * phases], each rank's seconds in the order of PHASES.
 
         Returns:
-            The new stragglers: ``rank``, ``phase``, its ``seconds`` per step in that phase, the ``others``' median.
+            For each new straggler: ``rank``, ``phase``, ``seconds`` (its seconds per step in the phase), and ``others``
+            (the others' median).
         """
-        if not self._is_warm:  # the first step allocates memory and chooses kernels
+        if not self._is_warm:  # skip the first step, which allocates memory and chooses kernels
             self._is_warm = True
             self._window_start = step
             return []
@@ -88,7 +91,7 @@ class StragglerDetector:
         return [int(rank) for rank in np.flatnonzero(is_slow)]
 
     def _is_confirmed(self, rank: int, step: int) -> bool:
-        """Return whether a slow rank was slow for long enough, and is not reported yet."""
+        """Return whether a slow rank has been slow for long enough, and has not been reported."""
         if rank in self._reported:
             return False
         first_step, seconds = self._slow[rank]
@@ -116,7 +119,14 @@ class StragglerDetector:
 
 
 def leave_one_out_median(seconds: Seconds) -> Seconds:
-    """Return for each of two or more ranks the median of all others' ``seconds`` [world_size]."""
+    """Return, for each rank, the median of all other ranks' seconds.
+
+    Args:
+        seconds: float64 [world_size], for two or more ranks.
+
+    Returns:
+        float64 [world_size].
+    """
     ordered = np.sort(seconds)
     others = len(seconds) - 1
     low = _without_own(seconds, ordered, place=(others - 1) // 2)
@@ -125,5 +135,5 @@ def leave_one_out_median(seconds: Seconds) -> Seconds:
 
 
 def _without_own(seconds: Seconds, ordered: Seconds, place: int) -> Seconds:
-    """Return for each rank the value at ``place`` in the order of all others' seconds."""
+    """Return, for each rank, the value at index ``place`` of all other ranks' seconds in ascending order."""
     return np.asarray(np.where(seconds > ordered[place], ordered[place], ordered[place + 1]))

@@ -1,11 +1,13 @@
-"""Watch a rank with two threads: write heartbeats, and end the rank if its launcher is gone or it makes no progress.
+"""Watch a rank with two threads: write heartbeats, and end the rank if it hangs or its launcher has ended.
 
-One thread writes ``<run-dir>/log/alive-<r>`` each second (step, time, pid, host, and the main thread's location), so
-that a stopped rank's location is on file. The other ends the rank if its launcher is gone, so that no process outlives
-a killed launcher. It also ends the rank after --timeout seconds without progress (--first-step-timeout while it
-compiles). Frameworks wait for minutes, then name the rank that noticed; this error names the rank that the others wait
-for, and its line of code. `hang_diagnosis` finds it and writes ``log/hang-<r>.json``. The launch script ends the rest
-of the job when ``log/stalled`` appears.
+One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. The
+file shows where a stopped rank was. The other thread ends the rank if its launcher has ended, so that no rank outlives
+a killed launcher. This thread also ends the rank after --timeout seconds without progress (--first-step-timeout while
+the rank compiles).
+
+Frameworks wait for minutes, and then name the rank that noticed the hang. The watchdog's error names the rank that the
+others wait for, and its line of code. `hang_diagnosis` finds this rank and writes ``log/hang-<r>.json``. The launch
+script ends the rest of the job when ``log/stalled`` appears.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ from samestep.recovery.straggler import StragglerDetector
 from samestep.root import Root
 from samestep.untrusted import write_json
 
-_TICK = 1.0  # seconds
-_MIN_TICK = 0.05  # seconds, shortly before the limit
-_SILENT = 5.0  # seconds without a tick after which this process itself was stopped
-# Seconds without a heartbeat, see `_seconds_to_stacks`.
+_TICK = 1.0  # seconds between two checks
+_MIN_TICK = 0.05  # seconds between two checks shortly before the limit
+_SILENT = 5.0  # after so many seconds without a check, this process itself was stopped
+# Seconds without a heartbeat after which stacks are written; see `_seconds_to_stacks`.
 STALL_DUMP_AFTER = 2.5
 STALL_DUMP_LATEST = 150.0
-ORPHAN_GRACE = 3.0  # seconds in which a rank without its launcher may save a step
+ORPHAN_GRACE = 3.0  # seconds in which a rank may save a step after its launcher has ended
 _DIAGNOSIS_TIMEOUT = 1.7  # seconds
-_NO_FOLDER = Path(os.devnull)  # until the run dir is known; writes into it fail silently
+_NO_FOLDER = Path(os.devnull)  # the folder until the run dir is known; writes below it fail silently
 
 
 class Watchdog(Monitor):
-    """End this process if it makes no progress, also while it waits in a framework's C++ code."""
+    """End this process if it makes no progress, even while it waits in a framework's C++ code."""
 
     def __init__(self) -> None:
         self.folder = _NO_FOLDER
@@ -64,7 +66,7 @@ class Watchdog(Monitor):
         self._stopped = threading.Event()
 
     def start(self, world: World, options: Options) -> None:
-        """Start both threads. Waiting for ranks that never join counts as no progress."""
+        """Start both threads. The time of waiting for ranks that never join counts as time without progress."""
         self._world = world
         self._options = options
         self._launcher = LauncherProcess(world)
@@ -77,11 +79,11 @@ class Watchdog(Monitor):
             self.folder = folder
         with contextlib.suppress(OSError):
             self._stacks = self._stacks or self._open_stacks()
-            self._stacks.truncate(0)  # an earlier start's; opened for appending, as its writer keeps its position
-            if not faulthandler.is_enabled():  # if a framework's C++ aborts, no line of Python can report it
+            self._stacks.truncate(0)  # deletes an earlier start's stacks; writes append, so they begin at 0 again
+            if not faulthandler.is_enabled():  # writes the stacks if a framework's C++ code aborts the process
                 faulthandler.enable(self._stacks)
         heartbeat = self.folder / f"alive-{self._world.rank}"
-        if heartbeat.is_dir():  # the launch script reads it
+        if heartbeat.is_dir():  # the launch script must be able to read heartbeats
             raise NonRetryableError(f"{heartbeat} is a directory: remove it")
         self._write_heartbeat()
 
@@ -91,7 +93,7 @@ class Watchdog(Monitor):
 
     def resume_at(self, step: int) -> None:
         self._clock.resume_at(step)
-        self._last_collective()  # a framework without this record is reported now, not in a hang
+        self._last_collective()  # if the framework's record cannot be read, log this now instead of during a hang
         self._write_heartbeat()
 
     def expect_compilation(self) -> None:
@@ -104,13 +106,13 @@ class Watchdog(Monitor):
 
     @property
     def last_progress(self) -> float:
-        """When this rank last made progress, by `time.monotonic`."""
+        """The time of this rank's last progress, on the clock `time.monotonic`."""
         return self._clock.last_progress
 
     def beat(self, step: int | None = None) -> None:
         self._clock.beat(step)
         is_first_update = step is not None and self._clock.updates == 1
-        if is_first_update:  # at once: the launch script checks whether a failed start got so far
+        if is_first_update:  # the launch script checks whether a failed start completed an update
             self._write_heartbeat()
 
     @contextlib.contextmanager
@@ -141,7 +143,7 @@ class Watchdog(Monitor):
         return self._stragglers.update(step, phase_seconds)
 
     def _shared_processors(self) -> str:
-        """Return in words how many ranks share this machine's processors; "" if each rank has one of its own."""
+        """Return "3 ranks share 2 processors" if this machine has fewer processors than ranks, else ""."""
         ranks = self._world.local_world_size or 0
         count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or ranks
         return f"{ranks} ranks share {count} processors" if ranks > count else ""
@@ -155,10 +157,10 @@ class Watchdog(Monitor):
         """Compare the arrays of all ranks by checksums. Raises RetryableError if they differ.
 
         Args:
-            all_gather: called once, collectively, with an int64 array of one checksum a tensor. It returns
-                the arrays of all ranks, [world_size, tensors].
-            groups: arrays by group and name, the same names on all ranks.
-            step: the number of updates done, for the error.
+            all_gather: collective that returns the arrays of all ranks, [world_size, tensors]. It is called once,
+                with one checksum per tensor, int64 [tensors].
+            groups: arrays by group and name, with the same names on all ranks.
+            step: number of updates done, for the error.
         """
         names = []
         own = []
@@ -174,16 +176,16 @@ class Watchdog(Monitor):
         """Compare the digests of all ranks' final weights. Raises RetryableError if they differ.
 
         Args:
-            collectives: the functions ``all_gather`` and ``broadcast`` of the job.
-            digest: this rank's SHA-256 of the weights, in hexadecimal.
-            run_dir: where the newest checkpoint is set aside if the ranks differ; None on ranks that do not
-                write.
+            collectives: the app's `samestep.parts.Collectives`.
+            digest: SHA-256 of this rank's weights, in hexadecimal.
+            run_dir: folder of the run on rank 0, which renames the newest checkpoint if ranks differ; None on all
+                other ranks.
         """
         digests = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
         if (digests != digests[0]).any():
             if run_dir:
                 replica_check.quarantine_newest(run_dir)
-            collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must rename first
+            collectives.broadcast(b"")  # waits until rank 0 has renamed the checkpoint, because an exit ends all ranks
             raise replica_check.unequal(digests, self._clock.step)
 
     def record_event(self, kind: str, **fields: Any) -> None:
@@ -221,12 +223,12 @@ class Watchdog(Monitor):
         ticked = time.monotonic()
         while not self._stopped.wait(self._seconds_to_next_look(ticked)):
             now = time.monotonic()
-            if now - ticked > _SILENT:  # this process was stopped and continues: restart its timeout
+            if now - ticked > _SILENT:  # this process was stopped and continued, so its timeout restarts
                 self._clock.restart()
             ticked = now
             if self._launcher.is_gone():
                 log.error(f"rank {self._world.rank}: its launcher (pid {self._launcher.pid}) is gone; ending")
-                if callable(signal.getsignal(signal.SIGTERM)):  # a Run handles it: a step may still be saved
+                if callable(signal.getsignal(signal.SIGTERM)):  # a Run handles the signal, and may save a step
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(ORPHAN_GRACE)
                 os._exit(1)
@@ -238,7 +240,7 @@ class Watchdog(Monitor):
         return min(_TICK, max(_MIN_TICK, left))
 
     def end(self) -> None:
-        """Report the suspect and end. Every wait here has a limit, because the hang may block files as well."""
+        """Report the rank that causes the hang, and exit. Each action has a timeout, because the disk may hang too."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         place = f"{socket.gethostname()}, pid {os.getpid()}"
         this = f"rank {self._world.rank} ({place}) last alive at step {self._clock.step}"
@@ -250,14 +252,14 @@ class Watchdog(Monitor):
             text += f"; samestep hang {self.folder.parent} shows all stacks"
         log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
-        # The launch script ends the job at this file: it comes after the line, so that the line is not lost.
-        # On a busy disk, it may take a second.
+        # The launch script ends the job when it finds this file. So the error is printed before the file is written.
+        # A write to a busy disk may take a second.
         stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
         log.call_with_timeout(3 * _TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
         os._exit(1)
 
     def _diagnose(self, deadline: float) -> str:
-        from samestep.recovery import hang_diagnosis  # only a rank that hangs needs it
+        from samestep.recovery import hang_diagnosis  # only a rank that hangs needs this module
 
         return hang_diagnosis.explain(self.folder, self.state(), deadline)
 
@@ -269,12 +271,12 @@ class Watchdog(Monitor):
     # --- heartbeats ----------------------------------------------------------------------------------------------
 
     def _write_heartbeats(self) -> None:
-        """Write until the rank is done. A disk that hangs stops this thread, but not the one that ends the rank."""
+        """Write heartbeats until the rank is done. A disk that hangs blocks this thread, but not `_watch`."""
         while not self._stopped.wait(_TICK):
             self._write_heartbeat()
             if self._clock.waited() > self._clock.limit() / 2:
                 with contextlib.suppress(Exception):
-                    from samestep.recovery import hang_diagnosis  # before seconds count
+                    from samestep.recovery import hang_diagnosis  # import it now, because `end` has a deadline
 
                     hang_diagnosis.dump_state_if_others_hang(self.folder, self.values(), self.state)
 
@@ -284,21 +286,22 @@ class Watchdog(Monitor):
             with contextlib.suppress(OSError):
                 if self._stacks and not self._stopped.is_set():
                     self._stacks.truncate(0)
-                    # unless the next heartbeat comes before
+                    # The next heartbeat replaces this timer.
                     faulthandler.dump_traceback_later(self._seconds_to_stacks(), file=self._stacks)
-                    if self._stopped.is_set():  # meanwhile, in the main thread
+                    if self._stopped.is_set():  # the main thread called `stop` in the meantime
                         faulthandler.cancel_dump_traceback_later()
 
     def _seconds_to_stacks(self) -> float:
-        """Return after how many seconds without a heartbeat a C thread, which needs no interpreter, writes stacks.
+        """Return the seconds without a heartbeat after which a C thread of faulthandler writes the stacks.
 
-        Python 3.11 reads frames that the program may free meanwhile, so a writing may end a rank that trains by
-        SIGSEGV. A busy machine delays heartbeats by seconds, so only half the limit shows that the rank hangs.
+        The C thread does not need the interpreter. But Python 3.11 may then read frames that the program has freed, and
+        end a rank that trains by SIGSEGV. A busy machine delays heartbeats by seconds. So the C thread waits for half
+        the time limit, within STALL_DUMP_AFTER and STALL_DUMP_LATEST.
         """
         return max(STALL_DUMP_AFTER, min(STALL_DUMP_LATEST, self._clock.limit() / 2))
 
     def values(self) -> dict[str, Any]:
-        """Return a heartbeat's values. ``at`` is the main thread's file, line and function in the program."""
+        """Return the values of a heartbeat. ``at`` is the main thread's file, line and function in the program."""
         calls = stack(current_frames().get(threading.main_thread().ident or 0))
         waiting = self._collective is not None or is_in_collective(calls)
         return {
@@ -315,7 +318,7 @@ class Watchdog(Monitor):
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the values of ``hang-<r>.json``: a heartbeat's, and more for the diagnosis."""
+        """Return the values of ``hang-<r>.json``: a heartbeat's values, and further values for the diagnosis."""
         collective = self._last_collective()
         return {
             **self.values(),
@@ -327,7 +330,7 @@ class Watchdog(Monitor):
     def _last_collective(self) -> dict[str, Any] | None:
         try:
             recorded = self.last_collective() if self.last_collective else None
-        except Exception as problem:  # it may rest on a private function of the framework
+        except Exception as problem:  # the function may use a private function of the framework
             self.last_collective = None
             recorded = None
             text = f"the framework's record of collectives cannot be read ({problem}): hangs are diagnosed without it"

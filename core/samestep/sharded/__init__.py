@@ -1,6 +1,6 @@
-"""Save and load models that no rank holds as a whole.
+"""Save and load models that are sharded over the ranks.
 
 * ``tensors``: a rank's shard of an array, and a stored array that can be read in parts.
-* ``storage``: checkpoints, a shard from each rank.
-* ``run``: a `Run` of such a model.
+* ``storage``: checkpoints to which each rank writes its shards.
+* ``shards``: the `samestep.run.Storage` of a sharded model.
 """

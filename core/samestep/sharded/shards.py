@@ -1,4 +1,4 @@
-"""Keep the arrays of a model that is sharded over the ranks: each rank reads and writes its parts."""
+"""Save and restore a run whose model is sharded over the ranks. Each rank reads and writes its parts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from samestep.run import Run
 from samestep.sharded import storage
 from samestep.sharded.tensors import ShardGroups, StoredGroups
 
-SHARED_FS_TIMEOUT = 5.0  # seconds within which another machine sees a file in a shared directory
+SHARED_FS_TIMEOUT = 5.0  # maximum seconds until a file in a shared directory is visible on other machines
 
 
 class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
-    The run's `Parts` load `StoredGroups`, from which each rank reads what it needs, and return `ShardGroups`. Ranks
-    hold no copies of each other's weights, so replicas cannot be compared.
+    The run's `Parts` load `StoredGroups`, from which each rank reads the parts that it needs, and return `ShardGroups`.
+    Each weight is on one rank, so weights cannot be compared between ranks.
     """
 
     is_sharded = True
 
     def __init__(self) -> None:
-        self._current_checkpoint: Path | None = None  # it holds the ranks' weights
-        self._is_shared = False
+        self._current_checkpoint: Path | None = None  # the checkpoint that contains the current weights
+        self._is_shared = False  # whether all ranks are known to see the run dir
 
     def restore(self, run: Run) -> dict[str, Any]:
-        """Resolve the run on rank 0; each rank loads the parts that it needs.
+        """Resolve the run on rank 0, and load on each rank the parts that it needs. Raises the errors of `Run.restore`.
 
-        All ranks verify a checkpoint's files, each its share, before using any. Raises as `Run.restore`.
+        Before a checkpoint is used, the ranks verify its files, which are distributed over the ranks.
         """
         collectives = run.collectives
         problem: Exception | None = None
@@ -60,12 +60,12 @@ class Shards:
         except (ConfigError, NonRetryableError) as error:
             if run.world.rank == 0:
                 raise
-            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # all ranks find the same
+            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # rank 0 reports this error
         return message
 
     def _resolve(self, run: Run) -> dict[str, Any]:
-        """Return rank 0's message to all ranks."""
-        from samestep import rundir  # the other ranks do not need it
+        """Resolve the run, and return rank 0's message to all ranks."""
+        from samestep import rundir  # only rank 0 needs this module
 
         def reader(folder: Path, verify: bool) -> Checkpoint:
             saved = storage.read(folder, verify=False)
@@ -83,13 +83,13 @@ class Shards:
             groups=run.required_groups,
         )
         self._check_shared(run, resolved.run_dir)
-        with contextlib.suppress(OSError):  # the next save reports the obstacle
+        with contextlib.suppress(OSError):  # the next save reports the error
             checkpoint.clear(resolved.run_dir)
         saved = resolved.checkpoint
         return {**rundir.restore_message(resolved), "folder": str(saved.folder) if saved else None}
 
     def _check_shared(self, run: Run, run_dir: Path) -> None:
-        """Raise ConfigError on rank 0 if a rank does not see the run dir as rank 0 does."""
+        """Raise ConfigError on rank 0 unless all ranks see the files that rank 0 writes to the run dir."""
         if self._is_shared:
             return
         token = run_dir / f".shared-{os.urandom(8).hex()}"
@@ -105,12 +105,12 @@ class Shards:
         self._is_shared = True
 
     def _rpc_all(self, run: Run, request: dict[str, Any]) -> list[str]:
-        """Send a request from rank 0 to every rank; return the answers in the order of ranks."""
+        """Send a request from rank 0 to every rank, and return all ranks' problems ("" for none) in rank order."""
         run.collectives.broadcast(json.dumps(request).encode())  # collective
         return self._handle_rpc(run, request)
 
     def _handle_rpc(self, run: Run, request: Mapping[str, Any]) -> list[str]:
-        """Send this rank's problem, or ""; return all ranks' problems."""
+        """Process a request of rank 0, gather all ranks' problems ("" for none), and return them in rank order."""
         rank = run.world.rank
         if request["request"] == "exists":
             deadline = time.monotonic() + SHARED_FS_TIMEOUT
@@ -147,7 +147,10 @@ class Shards:
             raise rundir.shape_mismatch_error(folder, init_from, error) from error
 
     def save(self, run: Run, groups: ShardGroups) -> None:
-        """Copy this rank's shards, and let a thread write them. Collective. Raises as `Run.save`."""
+        """Copy this rank's shards, and write them in a thread.
+
+        This call is a collective. Raises the errors of `Run.save`.
+        """
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
         body, kept = None, tuple[Any, ...]()
         settings: dict[str, Any] = {}
@@ -159,18 +162,22 @@ class Shards:
         self._current_checkpoint = folder
 
     def finish(self, run: Run) -> None:
-        """Wait until the last checkpoint is on the disk. Collective. Raises as `Run.save`."""
+        """Wait until the last checkpoint is on the disk. This call is a collective. Raises the errors of `Run.save`."""
         storage.finish(run.collectives, run.world.rank)  # collective
 
     def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:
-        """Consolidate, on rank 0, the checkpoint that holds the weights, while the others receive heartbeats.
+        """Write whole arrays on rank 0 from the checkpoint with the current weights. Raises the errors of `Run.save`.
 
-        A block is in memory at a time. Raises as `Run.save`.
+        Memory holds one block at a time. Meanwhile rank 0 broadcasts heartbeats, so that the other ranks do not time
+        out.
+
+        Returns:
+            SHA-256 of the model's weights, and the result's fields of the best evaluation.
         """
         folder = self._current_checkpoint
         collectives = run.collectives
         new_folder = checkpoint.folder_of(run.options.run_dir, run.last_step)
-        if folder is None:  # nothing was restored, and nothing trained
+        if folder is None:  # a new run without updates has no checkpoint
             files, pieces = storage.write(collectives, run.world.rank, new_folder, groups)
         self.finish(run)  # collective
         if run.world.rank != 0:

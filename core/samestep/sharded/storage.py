@@ -1,16 +1,16 @@
-"""Write checkpoints, a shard from each rank, and read any part of them.
+"""Write checkpoints from the shards of all ranks, and read parts of them.
 
 A sharded checkpoint is a folder as in `checkpoint`. It has a file ``<group>-<rank>.safetensors`` per group and rank,
-such as ``model-00003.safetensors``, and its manifest names the pieces of each array:
+such as ``model-00003.safetensors``. Its manifest lists the pieces of each array:
 
     "pieces": {"model": {"w": {"dtype": "float32", "shape": [6, 4],
                                "pieces": [[0, [0, 0], [3, 4]], [1, [3, 0], [3, 4]]]}}}
 
-A piece is the rank that wrote it, its offset in the whole array, and its shape. All ranks' files are on the disk before
-rank 0's thread writes the manifest and gives the folder its name, so a checkpoint is atomic over all ranks. A reader
-asks for the parts that it needs, at any number of ranks. Reading holds no more than these, or a block of 16 MB.
+A piece is [rank that wrote it, offset in the whole array, shape]. Rank 0's thread writes the manifest and renames the
+folder only after all ranks have written their files. Therefore a checkpoint is atomic over all ranks. A resume at any
+world size reads only the parts that each rank needs. Memory holds only these parts, or one block of 16 MiB.
 
-All ranks write into one folder: on one machine, or in a directory that all machines share.
+All ranks write to the same folder, which is on one machine or in a directory that all machines share.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from samestep.sharded import tensors
 from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
 from samestep.snapshot import Snapshot
 
-MIN_PAUSE = 0.01  # seconds between looks for the reports of other ranks
-MAX_PAUSE = 0.5
-SILENCE = 300.0  # seconds in which nothing is written, after which a rank counts as lost
-GIVE_UP = 1.0  # the same, once this process fails
+MIN_PAUSE = 0.01  # first pause in seconds between two searches for the reports of other ranks
+MAX_PAUSE = 0.5  # maximum pause in seconds
+SILENCE = 300.0  # seconds without a write after which a rank counts as lost
+GIVE_UP = 1.0  # the same limit in seconds after this process has failed
 Failures = (ConfigError, NonRetryableError, RemoteRankError)
 _DIGESTS = untrusted.mapping(untrusted.text(64))  # SHA-256 by file
-_LENGTH = untrusted.integer(0, 2**48)  # of an array's axis
+_LENGTH = untrusted.integer(0, 2**48)  # check for the length of an array's axis
 
-_NO_STATE = {"app": "", "step": 0, "state": {}, "arithmetic": {}}  # of a rank that writes no manifest
+_NO_STATE = {"app": "", "step": 0, "state": {}, "arithmetic": {}}  # for ranks that write no manifest
 
 
 class Collectives(Protocol):
-    """The function by which ranks exchange the locations of their parts."""
+    """The collective by which ranks exchange the locations of their parts."""
 
     def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
         """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
@@ -76,28 +76,28 @@ def save(
     report: checkpoint.Report = None,
     before_commit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the checkpoint ``folder``. Every rank calls this, and returns when all ranks have copied their shards.
+    """Save the checkpoint ``folder`` in threads. Collective; it returns after this rank has copied its shards.
 
-    A thread of each rank writes the rank's files, and then its entry of the manifest in a file beside them. Rank 0's
-    thread waits for the entries of all ranks, writes the manifest, renames the folder and deletes old checkpoints, as
-    in `checkpoint.save`. The ranks exchange entries by files, because a collective of a thread could overtake one of
-    training.
+    The thread of each rank writes the rank's files, and then a report with their digests. Rank 0's thread waits for the
+    reports of all ranks, writes the manifest, renames the folder and deletes old checkpoints, as in `checkpoint.save`.
+    The reports are files, because a collective of a thread could interleave with the collectives of training.
 
     Args:
-        collectives: exchange what the ranks hold.
+        collectives: the collectives of the job.
         rank: rank of this process.
-        folder: final name of the checkpoint.
+        folder: final path of the checkpoint.
         groups: this rank's shards.
-        body: on rank 0 the app, the step, the state and the resume invariants (arithmetic), with the values that
-            `manifest.seal` allows.
+        body: on rank 0, the app, the step, the state and the resume invariants ("arithmetic") for `manifest.seal`;
+            None on all other ranks.
         keep: number of checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
         report: see `checkpoint.wait_for_previous`.
-        before_commit: see `checkpoint.save`; rank 0's thread calls it.
+        before_commit: function that rank 0's thread calls; see `checkpoint.save`.
 
     Raises:
-        NonRetryableError: this rank cannot save, or could not write the checkpoint before. Earlier ones are untouched.
-        RemoteRankError: the same happened on another rank.
+        NonRetryableError: this rank cannot save a value, or could not write the previous checkpoint. Earlier
+            checkpoints stay as they are.
+        RemoteRankError: another rank raised NonRetryableError.
     """
     part, parts = _begin(collectives, rank, folder, groups, body, report)  # collective
     pieces = _pieces_of(parts)
@@ -123,7 +123,7 @@ def save(
 
 
 def finish(collectives: Collectives, rank: int) -> None:
-    """Wait until the last checkpoint is on the disk. Collective. Raises as `save`."""
+    """Wait until the last checkpoint is on the disk. This call is a collective. Raises the errors of `save`."""
     failure: Exception | None = None
     try:
         checkpoint.finish(writer=rank)
@@ -135,15 +135,20 @@ def finish(collectives: Collectives, rank: int) -> None:
 def write(
     collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write each rank's files in the temporary folder of ``folder``, and wait until all ranks have done so. Collective.
-
-    Returns the files and the pieces of a manifest. Raises as `save`.
+    """Write all ranks' files to the temporary folder of ``folder``, without a manifest. This call is a collective.
 
     Args:
-        collectives: exchange what the ranks hold.
+        collectives: the collectives of the job.
         rank: rank of this process.
-        folder: final name of the checkpoint.
+        folder: final path of the checkpoint.
         groups: this rank's shards.
+
+    Returns:
+        The entries of files and pieces for a manifest.
+
+    Raises:
+        NonRetryableError: this rank failed.
+        RemoteRankError: another rank failed.
     """
     part, parts = _begin(collectives, rank, folder, groups)  # collective
     part.copy()
@@ -156,16 +161,16 @@ class _Part:
     """This rank's part of a checkpoint.
 
     Attributes:
-        entry: JSON values for the other ranks: the size of each file, the pieces of each array, and a token by which
-            rank 0 recognizes this save's report.
-        failure: the reason why the files could not be written.
+        entry: JSON values for the other ranks: the files' sizes, the arrays' pieces, and a token that identifies this
+            save's report.
+        failure: the exception if the files could not be written, else None.
     """
 
     def __init__(self, rank: int, folder: Path, groups: ShardGroups, body: Mapping[str, Any] | None) -> None:
-        """Check and lay out the shards, and begin the temporary folder.
+        """Check the shards, compute the files' layout, and create the temporary folder.
 
         Raises:
-            NonRetryableError: a value cannot be kept in a checkpoint, or the folder cannot be made.
+            NonRetryableError: a value is invalid, or the folder cannot be created.
         """
         names = {_file_name(group, rank): {"size": 0, "sha256": ""} for group in groups}
         manifest.seal({**(body or _NO_STATE), "files": names})
@@ -188,17 +193,17 @@ class _Part:
         root = Root(folder.parents[1])
         with checkpoint.writing(f"checkpoint {folder}"):
             root.make_folder(temporary)
-            root.create(f"{temporary}/{_report_name(rank)}").close()  # rank 0 looks for it
+            root.create(f"{temporary}/{_report_name(rank)}").close()  # rank 0 checks that it sees this file
 
     def copy(self) -> None:
-        """Copy the shards, which may change afterwards."""
+        """Copy the shards, so that they may change afterwards."""
         self._snapshot.copy()
 
     def write(self) -> dict[str, Any]:
-        """Write the files. Returns the report for rank 0, or its like without digests after a failure."""
+        """Write the files, and return the report for rank 0. After a failure, the report has no digests."""
         try:
             digests = self._write_files()
-        except Exception as error:  # rank 0 waits for a report
+        except Exception as error:  # rank 0 waits for a report, even after a failure
             self.failure = error
             return {"token": self._token}
         return {"token": self._token, "digests": digests}
@@ -212,7 +217,7 @@ class _Part:
         return digests
 
     def report(self, outcome: Mapping[str, Any]) -> None:
-        """Write a report for rank 0 beside the files."""
+        """Write the report for rank 0 to a file in the temporary folder."""
         untrusted.write_json(checkpoint.temporary_of(self._folder), _report_name(self._rank), outcome, self._rank)
 
 
@@ -224,15 +229,18 @@ def _begin(
     body: Mapping[str, Any] | None = None,
     report: checkpoint.Report = None,
 ) -> tuple[_Part, list[dict[str, Any]]]:
-    """Wait for the checkpoint before, and return this rank's part and all ranks' entries. Collective. Raises as `save`.
+    """Wait for the previous checkpoint, and check the values of all ranks.
 
-    All ranks have checked their values before any of them copies.
+    This call is a collective. Raises the errors of `save`.
+
+    Returns:
+        This rank's part, and all ranks' entries in rank order.
     """
     try:
         checkpoint.wait_for_previous(folder.name, report, writer=rank)
         part = _Part(rank, folder, groups, body)
     except Failures:
-        _exchange(collectives, {})  # collective: the other ranks must not wait
+        _exchange(collectives, {})  # collective, because the other ranks wait for this rank's entry
         with contextlib.suppress(OSError):
             Root(folder.parents[1]).delete(checkpoint.temporary_name(folder))
         raise
@@ -243,12 +251,12 @@ def _begin(
 
 
 def _exchange(collectives: Collectives, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all ranks' entries, in rank order; {} of a rank that failed. Collective."""
+    """Return all ranks' entries in rank order, with {} for a rank that failed. This call is a collective."""
     return [json.loads(each) for each in all_gather_bytes(collectives, json.dumps(entry).encode())]
 
 
 def _agree(collectives: Collectives, failure: Exception | None) -> None:
-    """Raise ``failure``, or RemoteRankError if another rank failed. Collective."""
+    """Raise ``failure``, or RemoteRankError if another rank failed. This call is a collective."""
     failures = collectives.all_gather(np.array([failure is not None], np.int64))  # collective
     if failure:
         raise failure
@@ -257,7 +265,7 @@ def _agree(collectives: Collectives, failure: Exception | None) -> None:
 
 
 def _files_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a manifest's entries of all ranks' files, with zeros in place of digests."""
+    """Return the manifest's entries for all ranks' files, with zeros in place of digests."""
     files = {}
     for part in parts:
         for name, size in part["files"].items():
@@ -266,12 +274,12 @@ def _files_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _pieces_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a manifest's pieces of all arrays, by group. Raises ValueError for a gap."""
+    """Return the manifest's pieces of all arrays, by group. Raises ValueError if a part of an array is missing."""
     return {group: _merge([part["pieces"][group] for part in parts]) for group in parts[0]["pieces"]}
 
 
 def _check_shared(folder: Path, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if rank 0 does not see the file that each rank has begun."""
+    """Raise ConfigError unless rank 0 sees the report file that each rank has created."""
     sizes = _sizes(checkpoint.temporary_of(folder))
     for rank in range(len(parts)):
         if _report_name(rank) not in sizes:
@@ -281,7 +289,7 @@ def _check_shared(folder: Path, parts: Sequence[Mapping[str, Any]]) -> None:
 def _seal(
     folder: Path, body: Mapping[str, Any] | None, files: Mapping[str, Any], pieces: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest, with zeros in place of digests. Raises NonRetryableError if no reader would accept it."""
+    """Return the manifest, with zeros in place of digests. Raises NonRetryableError if it could not be read later."""
     sealed = manifest.seal({**(body or _NO_STATE), "files": files, "pieces": pieces})
     try:
         stored_in(folder, sealed["pieces"], files)
@@ -294,20 +302,20 @@ def _seal(
 def _collect(
     folder: Path, parts: Sequence[Mapping[str, Any]], body: dict[str, Any], outcome: Mapping[str, Any]
 ) -> bool:
-    """Wait until all ranks have written, and put the digests into the manifest ``body``. A thread of rank 0 calls this.
+    """Wait for all ranks' reports, and add the digests to the manifest. Only rank 0's thread calls this function.
 
     Args:
-        folder: final name of the checkpoint.
+        folder: final path of the checkpoint.
         parts: all ranks' entries.
-        body: the manifest.
+        body: the manifest, which is changed.
         outcome: rank 0's own report.
 
     Returns:
-        Whether the checkpoint is complete. If a rank could not write, its files are deleted. If this process fails
-        meanwhile, the checkpoint is given up, because other ranks may have ended.
+        Whether the checkpoint is complete. It is False if rank 0 could not write, and the checkpoint's files are then
+        deleted. It is also False if this process fails during the wait, because other ranks may have ended.
 
     Raises:
-        RemoteRankError: another rank could not write.
+        RemoteRankError: another rank could not write. The checkpoint's files are deleted.
         NonRetryableError: a rank does not report.
     """
     reports = _wait_for_reports(folder, parts, outcome)
@@ -330,9 +338,9 @@ def _collect(
 def _wait_for_reports(
     folder: Path, parts: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]
 ) -> list[Mapping[str, Any]] | None:
-    """Return all ranks' reports, in rank order; None if this process fails before they are there.
+    """Return all ranks' reports in rank order; None if this process fails during the wait.
 
-    Raises NonRetryableError if nothing is written for `SILENCE` seconds.
+    Raises NonRetryableError if no rank writes for `SILENCE` seconds.
     """
     reports: dict[int, Mapping[str, Any]] = {0: outcome}
     sizes: dict[str, int] = {}
@@ -358,7 +366,7 @@ def _wait_for_reports(
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file of a folder to which ranks write; none if the folder is missing."""
+    """Return the size of each file in a folder to which ranks write, by name; {} if the folder is missing."""
     sizes = {}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -368,7 +376,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _read_reports(folder: Path, parts: Sequence[Mapping[str, Any]], reports: dict[int, Mapping[str, Any]]) -> None:
-    """Add the reports that are there, and are of this save, to ``reports``."""
+    """Add all complete reports of this save to ``reports``, by rank."""
     temporary = checkpoint.temporary_of(folder)
     for rank, part in enumerate(parts):
         if rank not in reports:
@@ -392,13 +400,13 @@ def _file_name(group: str, rank: int) -> str:
 
 
 def rank_of(name: str) -> int:
-    """Return the rank that wrote a shard's file; 0 if it is not one."""
+    """Return the rank in the name of a shard's file; 0 for other files."""
     rank = name.removesuffix(".safetensors").rpartition("-")[2]
     return int(rank) if rank.isdecimal() else 0
 
 
 def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
-    """Return for each array its dtype, the shape of the whole, and the piece that this rank wrote, or None."""
+    """Return, for each array, [dtype, shape of the whole array, the piece that this rank writes or None]."""
     described = {}
     for name, shard in shards.items():
         piece = [shard.offset, shard.values.shape] if shard.values.size and not shard.copy else None
@@ -407,7 +415,7 @@ def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
 
 
 def _merge(described: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest's entries for one group from all ranks' `_describe`. Raises ValueError for a gap."""
+    """Return the manifest's pieces of one group from all ranks' `_describe`. Raises ValueError if a part is missing."""
     merged = {}
     for name, (dtype, shape, _) in described[0].items():
         pieces = [[rank, *each[name][2]] for rank, each in enumerate(described) if each[name][2]]
@@ -418,7 +426,7 @@ def _merge(described: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def all_gather_bytes(collectives: Collectives, content: bytes) -> list[bytes]:
-    """Return every rank's ``content``, of any length, on every rank."""
+    """Return every rank's ``content``, of any length, on every rank, in rank order. This call is a collective."""
     lengths = collectives.all_gather(np.array([len(content)], np.int64)).reshape(-1).tolist()
     local = np.frombuffer(content.ljust(max(lengths), b"\0"), np.uint8)
     rows = collectives.all_gather(local) if len(local) else np.empty((len(lengths), 0), np.uint8)
@@ -426,7 +434,7 @@ def all_gather_bytes(collectives: Collectives, content: bytes) -> list[bytes]:
 
 
 def not_shared_error(run_dir: Path, why: str) -> ConfigError:
-    """Return the error for a run dir that some rank does not see."""
+    """Return the error for a run dir that is not visible to all ranks."""
     return ConfigError(
         f"--run-dir {run_dir} is not shared by all ranks: {why}: each writes its part of the model there, so name a "
         "directory that all machines share"
@@ -437,7 +445,10 @@ def not_shared_error(run_dir: Path, why: str) -> ConfigError:
 
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
-    """Read a sharded checkpoint as `checkpoint.read` does, without holding its files. Raises CorruptCheckpoint."""
+    """Read a sharded checkpoint like `checkpoint.read`, but verify files in blocks.
+
+    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    """
     saved = checkpoint.read(folder, verify=False)
     if verify and (damage := find_damage(folder, saved.files)):
         raise CorruptCheckpoint(damage)
@@ -446,12 +457,12 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
 
 def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> str:
-    """Return the error of the first of ``files`` that does not match its digest; "" if all are good.
+    """Return the error of the first file that does not match its digest; "" if all files match.
 
     Args:
         folder: folder of the files.
         files: entries of the manifest by name, with ``sha256``.
-        beat: called after each block that was read.
+        beat: function that is called after each block.
     """
     buffer = memoryview(bytearray(tensors.BLOCK))
     for name, entry in files.items():
@@ -469,7 +480,7 @@ def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Call
 
 
 def stored_groups(saved: Checkpoint) -> StoredGroups:
-    """Return the arrays of a sharded checkpoint. Raises CorruptCheckpoint if its manifest makes no sense."""
+    """Return the arrays of a sharded checkpoint. Raises CorruptCheckpoint if the manifest's pieces are invalid."""
     try:
         return stored_in(saved.folder, saved.pieces, saved.files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -478,12 +489,12 @@ def stored_groups(saved: Checkpoint) -> StoredGroups:
 
 
 def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any]) -> StoredGroups:
-    """Return the arrays that ``groups``, a manifest's pieces, describes, in ``files`` of ``folder``.
+    """Return the arrays that a manifest describes. Raises ValueError if a piece is invalid or missing.
 
     Args:
         folder: folder of the checkpoint.
-        groups: pieces of the manifest, by group and array.
-        files: entries of the manifest, by name.
+        groups: the manifest's pieces, by group and array.
+        files: the manifest's entries of files, by name.
     """
     stored: dict[str, dict[str, StoredTensor]] = {}
     for group, arrays in groups.items():
@@ -508,14 +519,14 @@ def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any])
 
 
 def stored_file(path: Path) -> dict[str, StoredTensor]:
-    """Return the arrays of one safetensors file of whole arrays. Raises ConfigError if it is missing or not one."""
+    """Return the arrays of the safetensors file of --init-from. Raises ConfigError if it is missing or invalid."""
     dtypes = {code: np.dtype(name) for name, code in safetensors_layout.DTYPES.items()}
     stored = {}
     try:
-        if not untrusted.read_bytes(path, 1):  # to open a FIFO would block
+        if not untrusted.read_bytes(path, 1):  # rejects a FIFO, on which safe_open would block
             raise ValueError("it is empty, or no file")
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  # it is not a mapping
+            for name in file.keys():  # noqa: SIM118  # safe_open returns no mapping
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
                 stored[name] = StoredTensor(name, dtypes[part.get_dtype()], shape, ((path, (0,) * len(shape), shape),))
@@ -530,14 +541,17 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
 def consolidate(
     arrays: Mapping[str, StoredTensor], path: Path | None = None, tick: Callable[[], Any] = lambda: None
 ) -> str:
-    """Return the `checkpoint.weights_sha256` of ``arrays``, and write them atomically to the safetensors file ``path``.
+    """Write whole arrays to a safetensors file atomically, reading blocks of 16 MiB.
 
-    It reads once, a block of 16 MB at a time, and calls ``tick`` after each array. Raises NonRetryableError.
+    Raises NonRetryableError if a file cannot be read or written.
 
     Args:
-        arrays: by name.
-        path: the file to write; None computes the digest alone.
-        tick: called after each array.
+        arrays: stored arrays by name.
+        path: the file to write; None to compute only the digest.
+        tick: function that is called after each array.
+
+    Returns:
+        The `checkpoint.weights_sha256` of the arrays.
     """
     digest = hashlib.sha256()
     begin, places = safetensors_layout.layout(arrays)

@@ -14,17 +14,24 @@ from safetensors import SafetensorError, safe_open
 
 from samestep import NonRetryableError
 
-BLOCK = 16 * 2**20  # bytes that are read at a time
+BLOCK = 16 * 2**20  # maximum bytes to read at a time
 Shape = tuple[int, ...]
 
 
 class TensorShard(NamedTuple):
-    """A rank's part of an array, maybe empty: ``values``, which begin at ``offset`` in an array of ``shape``."""
+    """A rank's part of an array.
+
+    Attributes:
+        values: the part, which may be empty.
+        offset: index of the part's first element in the whole array.
+        shape: shape of the whole array.
+        copy: whether another rank holds the same part and writes it.
+    """
 
     values: NDArray[Any]
     offset: Shape
     shape: Shape
-    copy: bool = False  # another rank holds, and writes, the same
+    copy: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -34,7 +41,14 @@ class TensorShard(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An array in files, which can be read in parts; ``pieces`` are (file, offset, shape)."""
+    """An array in files, which can be read in parts.
+
+    Attributes:
+        name: name of the array in the files.
+        dtype: dtype of the array.
+        shape: shape of the whole array.
+        pieces: (file, offset in the whole array, shape) of each piece.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -42,7 +56,12 @@ class StoredTensor:
     pieces: tuple[tuple[Path, Shape, Shape], ...]
 
     def read(self, offset: Shape | None = None, shape: Shape | None = None) -> NDArray[Any]:
-        """Return the part of ``shape`` that begins at ``offset``; by default all. Raises NonRetryableError."""
+        """Read a part of the array. Raises NonRetryableError if a file cannot be read.
+
+        Args:
+            offset: index of the part's first element; None for the beginning.
+            shape: shape of the part; None for the shape of the whole array.
+        """
         offset = (0,) * len(self.shape) if offset is None else offset
         shape = self.shape if shape is None else shape
         values = np.empty(shape, self.dtype)
@@ -51,7 +70,7 @@ class StoredTensor:
             high = [min(a + b, c + d) for a, b, c, d in zip(offset, shape, begin, extent)]
             if any(a >= b for a, b in zip(low, high)):
                 continue
-            try:  # opened for each piece, so that memory maps are freed
+            try:  # a file is opened for each piece, so that its memory map is freed
                 with safe_open(path, framework="numpy") as file:
                     source = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, begin))
                     part = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
@@ -61,19 +80,31 @@ class StoredTensor:
         return values
 
     def blocks(self) -> Iterator[NDArray[Any]]:
-        """Yield all of it in C order, in parts of at most BLOCK bytes. Raises NonRetryableError."""
+        """Yield the whole array in C order, in parts of at most BLOCK bytes.
+
+        Raises NonRetryableError if a file cannot be read.
+        """
         for offset, shape in _split((0,) * len(self.shape), self.shape, max(1, BLOCK // self.dtype.itemsize)):
             yield self.read(offset, shape)
 
 
 ShardGroups = Mapping[
     str, Mapping[str, TensorShard]
-]  # by group and name: a rank's shards, the same names on every rank
-StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # by group and name
+]  # a rank's shards by group and name, with the same names on every rank
+StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # stored arrays by group and name
 
 
 def _split(offset: Shape, shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield parts (offset, shape) of a part, in C order, each of at most ``most`` elements."""
+    """Divide a part of an array.
+
+    Args:
+        offset: index of the part's first element in the whole array.
+        shape: shape of the part.
+        most: maximum number of elements.
+
+    Yields:
+        (offset, shape) of parts of at most ``most`` elements, in C order.
+    """
     size = math.prod(shape)
     axis = next((axis for axis, length in enumerate(shape) if length > 1), None)
     if size <= most or axis is None:

@@ -1,17 +1,17 @@
-"""Independent parts for PyTorch training loops, and the code that PyTorch apps share.
+"""Provide independent parts for PyTorch training loops, and the code that PyTorch apps share.
 
-The parts take plain torch objects, and never wrap a training call:
+The parts work on plain torch objects, and do not wrap a training call:
 
-* `GlobalBatchSampler`, `GlobalTokenBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: the same global batches at any
-  number of ranks.
+* `GlobalBatchSampler`, `GlobalTokenBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: global batches that are the
+  same at any world size.
 * `exact`, with `Rows` and `FixedRows`: batch norm and dropout over the global batch.
 * `global_mean`, `global_sum`: means and sums over all ranks.
-* `Checkpoints`, `StopRequests`: a killed or stopped program that ends with the same weights.
+* `Checkpoints`, `StopRequests`: resume a killed or stopped program, so that it ends with the same weights.
 
-`frameworks` checks the settings of Hugging Face's Trainer. The modules `distributed`, `reduction`, `updates`,
-`virtual_ranks` and `weights` serve the apps.
+`frameworks` checks the settings of Hugging Face's Trainer. Apps use the modules `distributed`, `reduction`, `updates`,
+`virtual_ranks` and `weights`.
 
-It works with torch 2.11 and 2.13; the rest of samestep imports without torch.
+This package works with torch 2.11 and 2.13. The rest of samestep does not import torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a part when it is first used, so that one name does not load the others."""
+    """Import a part at its first use, so that one part does not load all modules."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")

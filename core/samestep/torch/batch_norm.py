@@ -1,7 +1,7 @@
-"""Normalize batches over the global batch: the same statistics at any number of ranks, on any device.
+"""Normalize batches with statistics over the global batch, at any world size and on any device.
 
-With virtual ranks, each sub-shard has its own statistics ("ghost batch normalization": Hoffer, Hubara & Soudry, "Train
-longer, generalize better", NeurIPS 2017), because a rank computes its sub-shards in turn.
+With virtual ranks, each sub-shard has its own statistics, because a rank computes its sub-shards one after another.
+This is "ghost batch normalization" (Hoffer, Hubara & Soudry, "Train longer, generalize better", NeurIPS 2017).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from samestep.torch.samplers import HasRows
 
 
 class Normalize(torch.autograd.Function):
-    """Normalize x [m, c, ...] by mean and variance over all ranks' rows; return those and the number of values too.
+    """Normalize x [m, c, ...] by mean and variance over all ranks' rows.
 
-    The backward pass is written out: autograd's own would read the activations about twice as often.
+    The backward pass is explicit, because autograd's backward pass would read the activations about twice as often.
     """
 
     @staticmethod
@@ -35,22 +35,26 @@ class Normalize(torch.autograd.Function):
         alone: bool,
         group: Group,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the normalized x, the mean and the variance of each channel, [channels], and their number of values.
+        """Normalize x with statistics over all ranks' rows.
 
         Args:
             ctx: autograd's context.
-            x: the input, [rows, channels, ...].
-            weight: the scale, [channels], or None.
-            bias: the shift, [channels], or None.
+            x: the input, [m, c, ...].
+            weight: the scale, [c], or None.
+            bias: the shift, [c], or None.
             eps: added to the variance.
-            timer: gets the seconds of the all-reduce as communication.
-            alone: whether the batch of one rank is the global batch, so that nothing is reduced.
+            timer: counts the time of the all-reduce as communication.
+            alone: whether to compute statistics without other ranks.
             group: process group to reduce over.
+
+        Returns:
+            The normalized x [m, c, ...] in float32 or float64, the means [c], the variances [c], and the number of
+            values per channel [].
         """
-        wide = x if x.dtype == torch.float64 else x.float()  # under autocast x is bfloat16
+        wide = x if x.dtype == torch.float64 else x.float()  # with autocast x is bfloat16
         dims = dims_of_channel(x)
-        # Ranks may differ in their number of rows, so they reduce sums and counts. A variance is a small difference of
-        # two sums: squares are taken from the rank's own mean, and reduced in float64.
+        # Ranks may have different numbers of rows, so they reduce sums and counts. A variance is a small difference of
+        # two large sums. So each rank subtracts its own mean before squaring, and sums are reduced in float64.
         n = x.numel() // x.shape[1]
         own = wide.sum(dims) / max(1, n)
         squares = (wide - per_channel(own, x)).square_().sum(dims).double()
@@ -59,7 +63,7 @@ class Normalize(torch.autograd.Function):
         if not alone:
             timed_all_reduce(sums, timer, group)  # collective
         mean, square = (sums[:-1] / sums[-1]).chunk(2)
-        variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # rounding may leave it below
+        variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # avoids negative values from rounding
         mean, total = mean.to(wide.dtype), sums[-1].to(wide.dtype)
         rsqrt = torch.rsqrt(variance + eps)
         scale = rsqrt if weight is None else weight * rsqrt
@@ -72,24 +76,26 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias. The last two cover this rank's rows only: DDP reduces them.
+        """Return the gradients of x, weight and bias, and None for all other inputs.
+
+        The gradients of weight and bias cover only this rank's rows, because DDP reduces them.
 
         Args:
             ctx: autograd's context.
-            gradient: the gradient of the output, of its shape.
-            of_statistics: gradients of the other outputs, which have none.
+            gradient: the gradient of the normalized x, [m, c, ...].
+            *of_statistics: ignored, because the statistics are not differentiable.
         """
         x, mean, rsqrt, scale, total = ctx.saved_tensors
         wide = x.to(mean.dtype)
         dims = dims_of_channel(x)
         of_bias = gradient.sum(dims)
         of_weight = ((gradient * wide).sum(dims) - mean * of_bias) * rsqrt
-        # Every rank's loss depends on this rank's x through the statistics, hence the sum over ranks.
+        # The losses of all ranks depend on this rank's x through the statistics, so these sums are over all ranks.
         sums = torch.cat([of_weight, of_bias])
         if not ctx.alone:
             timed_all_reduce(sums, ctx.timer, ctx.group)  # collective
         by_weight, by_bias = (sums / total).chunk(2)
-        # scale * (gradient - by_bias - by_weight * (x - mean) * rsqrt), in two passes
+        # The gradient of x is scale * (gradient - by_bias - by_weight * (x - mean) * rsqrt), computed in two passes.
         slope = -scale * rsqrt * by_weight
         of_x = affine(wide, slope, -scale * by_bias - slope * mean).addcmul_(gradient, per_channel(scale, x))
         of_affine = of_weight if ctx.has_weight else None, of_bias if ctx.has_bias else None
@@ -97,17 +103,17 @@ class Normalize(torch.autograd.Function):
 
 
 def dims_of_channel(x: Tensor) -> list[int]:
-    """Return the dimensions of x [m, c, ...] that a channel covers."""
+    """Return the dimensions of x [m, c, ...] to reduce for statistics per channel: all except the second."""
     return [0, *range(2, x.ndim)]
 
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Return ``values`` [c] in a shape that broadcasts with x [m, c, ...]."""
+    """Return ``values`` [c] with the shape [c, 1, ...], which broadcasts with x [m, c, ...]."""
     return values.view(-1, *[1] * (x.ndim - 2))
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return scale * x + shift in one pass: x [m, c, ...], the others [c].
+    """Return scale * x + shift, of the shape of x, in one pass.
 
     Args:
         x: [m, c, ...], float.
@@ -122,10 +128,10 @@ def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> Non
 
     Args:
         sums: float64 or float32 [k].
-        timer: counts the time as communication, because a rank that waits here is not the slow one.
+        timer: counts the time as communication, because a rank that waits here is not a straggler.
         group: the ranks that take different data.
     """
-    if torch.compiler.is_compiling():  # a compiler cannot trace a timer
+    if torch.compiler.is_compiling():  # torch.compile cannot trace a timer
         timer = None
     if timer:
         timer.mark(COMPUTE)
@@ -135,9 +141,9 @@ def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> Non
 
 
 class GlobalBatchNorm(batchnorm._BatchNorm):
-    """Normalize like torch's batch norm, with statistics over all ranks' rows.
+    """A version of torch's batch norm with statistics over all ranks' rows.
 
-    A rank may have no rows if another has some. `exact_model.exact` sets the attributes.
+    A rank may have no rows if another rank has rows. `exact_model.exact` sets the attributes.
     """
 
     running_mean: Tensor
@@ -146,32 +152,32 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
     rows: HasRows | None = None
     timer: StepTimer | None = None
     group: Group = None  # the ranks that take different data
-    sums: Tensor | None = None  # of a sub-shard, with virtual ranks: n * mean, n * variance and n, [2c + 1]
+    sums: Tensor | None = None  # with virtual ranks, [n * mean, n * variance, n] of a sub-shard, [2c + 1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [m, c, ...] to the same shape and dtype. Collective in training, and so is the backward pass."""
+        """Normalize x [m, c, ...]; keep its shape and dtype. In training, forward and backward pass are collective."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         alone = self.sums is not None
-        # collective, also in backward
+        # collective, and so is the backward pass
         y, mean, variance, total = Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self.timer, alone, self.group
         )
         self._check_count(x, total)
-        unbiased = variance * total / (total - 1).clamp_min(1)  # as torch's
+        unbiased = variance * total / (total - 1).clamp_min(1)  # as in torch
         if self.sums is None:
             self.update_running(mean, unbiased)
         else:
             torch.cat([total * mean, total * unbiased, total[None]], out=self.sums)
-        # Not in Normalize: after a forward pass that ends in a cast, torch 2.11's compiler has wrong gradients.
+        # The cast is not in Normalize, because torch 2.11's compiler then computes wrong gradients.
         return y.to(x.dtype)  # type: ignore[no-any-return]
 
     def _check_count(self, x: Tensor, total: Tensor) -> None:
-        """Raise ValueError, on all ranks alike, if the global batch has 1 value per channel."""
+        """Raise ValueError on all ranks if the global batch has only 1 value per channel."""
         if torch.compiler.is_compiling():
             return
-        is_small = self.rows is None or self.rows.rows().size == 1  # spares a GPU the wait for ``total``
+        is_small = self.rows is None or self.rows.rows().size == 1  # avoids a wait for ``total`` on a GPU
         is_small = is_small and math.prod(x.shape[2:]) == 1
         if is_small and total <= 1:
             raise ValueError(
@@ -181,9 +187,9 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
 
     @torch.no_grad()
     def update_running(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards a batch's."""
+        """Update the running statistics with a batch's mean [c] and variance [c]."""
         self.num_batches_tracked.add_(1)
-        if self.momentum is None:  # the mean over all batches
+        if self.momentum is None:  # running statistics are means over all batches
             pace: Any = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         else:
             pace = self.momentum
@@ -191,7 +197,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), pace)
 
     def update_from_sums(self) -> None:
-        """With virtual ranks: update the running statistics from `sums`, once they cover the global batch."""
+        """Update the running statistics from ``sums``, after these were summed over the global batch."""
         if self.sums is not None:
             mean, variance = (self.sums[:-1] / self.sums[-1]).chunk(2)
             self.update_running(mean, variance)
@@ -210,4 +216,4 @@ class GlobalBatchNorm3d(GlobalBatchNorm, nn.BatchNorm3d):
 
 
 class GlobalSyncBatchNorm(GlobalBatchNorm, nn.SyncBatchNorm):
-    """`GlobalBatchNorm` in place of torch's SyncBatchNorm."""
+    """The `GlobalBatchNorm` that replaces torch's SyncBatchNorm."""

@@ -1,4 +1,4 @@
-"""Save and restore the parts of a training program: atomic, checksummed, without pickle, with exact types."""
+"""Save and restore the parts of a training program in atomic, checksummed checkpoints, with exact types."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from samestep.torch.state_tree import Arrays, decode, encode
 from samestep.torch.stops import StopRequests, exit_stopped
 from samestep.torch.worker_signals import stop_workers
 
-_PART_NAME = re.compile("[a-z_]+")  # names a file
-_APP = "samestep.torch"  # of the manifest
+_PART_NAME = re.compile("[a-z_]+")  # a part's name is also a file name
+_APP = "samestep.torch"  # the app in manifests
 _REMEDY = "move the folder away, or pass another one"
 _SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Checkpoints:
-    """Keep the newest checkpoints of a program's parts in a folder, and stop when the ranks agree on it.
+    """Save and restore the parts of a program, keep the newest checkpoints in a folder, and handle stop signals.
 
     A part has ``state_dict`` and ``load_state_dict``, or is a dict of Python values, which is restored in place. Models
-    are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files; the other ranks receive
-    their content. After a kill at any moment, the folder has complete checkpoints.
+    are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files, and broadcasts their
+    content. After a kill at any time, all checkpoints in the folder are complete.
 
-    If a part has DTensors, as models of FSDP2 and tensor parallelism do, each rank writes its part of them, and no rank
-    holds a whole one. All ranks must then share the folder. A restore may have another mesh.
+    If a part has DTensors, such as a model with FSDP2 or tensor parallelism, each rank writes its part of each tensor.
+    All ranks must then share the folder. The mesh may change before a restore.
 
     Args:
-        folder: of this job alone; rank 0's is used.
-        keep: how many checkpoints to keep.
-        every: save after each ``every`` steps; 0 saves only in `save` and at a stop.
-        grace: seconds from a stop signal to the end, see `StopRequests`. None leaves signals as they are.
-        parts: the parts by name, of lower-case letters and underscores.
+        folder: folder for this job only. The value on rank 0 is used.
+        keep: number of newest checkpoints to keep.
+        every: number of steps between checkpoints; 0 saves only in `save` and at a stop.
+        grace: maximum seconds from a stop signal to the exit; see `StopRequests`. None installs no signal handlers.
+        **parts: the parts by name. Names consist of lower-case letters and underscores.
 
     Raises:
         TypeError: a part could not be restored exactly; the message has the path of the value.
@@ -65,20 +65,20 @@ class Checkpoints:
         self.keep = keep
         self.every = every
         self.parts = {name: checked_part(name, part) for name, part in parts.items()}
-        self.steps = 0  # calls of `step`, over all starts
-        self._encode(with_values=False)  # refuses on all ranks, before the first step, what a save would refuse
+        self.steps = 0  # number of steps done, over all starts
+        self._encode(with_values=False)  # raises TypeError now, on all ranks, if a later save would
         self.stops = None if grace is None else StopRequests(grace)
 
     def restore(self) -> int:
-        """Load the newest good checkpoint into the parts. Collective.
+        """Load the newest valid checkpoint into the parts. This call is a collective.
 
         Returns:
             The number of steps done; 0 without a checkpoint.
 
         Raises:
-            NonRetryableError: there are checkpoints, but none is good.
+            NonRetryableError: all checkpoints are corrupt, or a rank cannot read its part.
             ConfigError: the checkpoint has other parts, or another version of this package wrote it.
-            ValueError: a part does not take its state.
+            ValueError: a sharded tensor has another shape now. A part's ``load_state_dict`` may raise other errors.
         """
         rank, _ = place()
         found, error = self._newest() if rank == 0 else (None, None)
@@ -107,7 +107,7 @@ class Checkpoints:
         return self.steps
 
     def _read_shards(self, folder: Path) -> dict[str, Arrays]:
-        """Return what this rank needs of a sharded checkpoint; all ranks raise NonRetryableError if one cannot read."""
+        """Read this rank's parts of a sharded checkpoint. Raises NonRetryableError on all ranks if one rank fails."""
         problem = ""
         arrays: dict[str, Arrays] = {}
         try:
@@ -122,7 +122,7 @@ class Checkpoints:
         return arrays
 
     def _local_parts(self, stored: StoredGroups | dict[str, Arrays]) -> dict[str, Arrays]:
-        """Return the arrays of each part; of those that are sharded now, this rank's part."""
+        """Return the stored arrays of each part by name, with `LocalPart` objects for tensors that are sharded now."""
         _, own = self._encode(with_values=False)
         arrays = {}
         for name, part in self.parts.items():
@@ -130,9 +130,9 @@ class Checkpoints:
         return arrays
 
     def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
-        """Return the newest good checkpoint, or the error that all ranks must raise. On rank 0."""
+        """Return (newest valid checkpoint or None, error that all ranks must raise or None). Only rank 0 calls this."""
         warn_shared_store()
-        with contextlib.suppress(OSError):  # the next save reports the obstacle
+        with contextlib.suppress(OSError):  # the next save reports the error
             checkpoint.clear(self.folder)
         try:
             found = checkpoint.newest(self.folder, print_warning, reader=read_any, remedy=_REMEDY)
@@ -143,10 +143,10 @@ class Checkpoints:
         return found, None
 
     def step(self) -> None:
-        """Count a step, and save if it is time. Call it once after each optimizer step, on all ranks. Collective.
+        """Count a step, and save if a checkpoint is due. Call this method on all ranks after each optimizer step.
 
         Raises:
-            SystemExit: the ranks agreed to stop, and the step is on the disk. The code is 128 + the signal.
+            SystemExit: the ranks agreed to stop, and the step is saved. The code is 128 + the signal.
         """
         self.steps += 1
         signal = self.stops.step() if self.stops else 0  # collective, at some steps
@@ -163,16 +163,16 @@ class Checkpoints:
             print(f"stopped by signal {signal} at step {self.steps}, which is saved", file=sys.stderr, flush=True)
         stop_workers()
         if world_size > 1:
-            dist.barrier()  # collective: a launcher ends the other ranks as soon as one has ended
+            dist.barrier()  # collective: a launcher ends all ranks as soon as one rank has ended
             dist.destroy_process_group()
         exit_stopped(128 + signal)
 
     def save(self) -> None:
-        """Save the parts now. Rank 0 copies them, and a thread writes the files.
+        """Save the parts now: copy them on rank 0, and write the files in a thread. Call this method on all ranks.
 
         Raises:
-            TypeError: a part cannot be saved exactly, on all ranks alike.
-            NonRetryableError: the checkpoint before could not be written.
+            TypeError: a part cannot be saved exactly.
+            NonRetryableError: the previous checkpoint could not be written.
         """
         rank, _ = place()
         structures, groups = self._encode(with_values=rank == 0)
@@ -183,7 +183,7 @@ class Checkpoints:
             checkpoint.save(self.folder, _APP, self.steps, groups, state, {}, keep=self.keep, report=print_warning)
 
     def _save_shards(self, groups: dict[str, Arrays], state: dict[str, Any]) -> None:
-        """Save with each rank's part of the sharded tensors. Collective."""
+        """Save each rank's shards of the parts. This call is a collective."""
         rank, _ = place()
         shards = {}
         for group, arrays in groups.items():
@@ -195,7 +195,7 @@ class Checkpoints:
             storage.save(ranks, rank, folder, shards, body, keep=self.keep, report=report)  # collective
 
     def _encode(self, with_values: bool) -> tuple[dict[str, Any], dict[str, Arrays]]:
-        """Return the structure of each part, and the arrays of each part that has some."""
+        """Return (structure of each part, arrays of each part that has arrays), both by part name."""
         structures = {}
         groups = {}
         for name, part in self.parts.items():
@@ -208,7 +208,7 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises NonRetryableError if it could not be written.
 
-        Other ranks than rank 0 wait for the files that they write themselves.
+        Ranks other than rank 0 wait only for their own files.
         """
         with remote_failures(self.folder):
             checkpoint.finish()
@@ -216,7 +216,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def remote_failures(folder: Path) -> Iterator[None]:
-    """Turn the RemoteRankError of the context, which has no message, into a NonRetryableError."""
+    """Convert a RemoteRankError in the context, which does not describe the failure, to NonRetryableError."""
     try:
         yield
     except RemoteRankError as error:
@@ -224,7 +224,7 @@ def remote_failures(folder: Path) -> Iterator[None]:
 
 
 def checked_part(name: str, part: Any) -> Any:
-    """Return a part without wrappers. Raises ValueError for its name, TypeError if it cannot be saved and restored."""
+    """Return a part without wrappers. Raises ValueError for an invalid name, or TypeError for an unsupported part."""
     if not _PART_NAME.fullmatch(name):
         raise ValueError(f"the part's name {name!r} is not made of lower-case letters and underscores: rename it")
     part = unwrapped(part)
@@ -237,7 +237,7 @@ def checked_part(name: str, part: Any) -> Any:
 
 
 def unwrapped(part: Any) -> Any:
-    """Return a model without the wrappers of torch.compile and DDP; anything else as it is."""
+    """Return a model without the wrappers of torch.compile and DDP, and other objects unchanged."""
     while isinstance(part, nn.Module):
         inner = getattr(part, "_orig_mod", None)
         if inner is None and isinstance(part, nn.parallel.DistributedDataParallel):
@@ -249,7 +249,7 @@ def unwrapped(part: Any) -> Any:
 
 
 def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> dict[str, Any]:
-    """Return what rank 0 broadcasts about the newest checkpoint."""
+    """Return the newest checkpoint's description as JSON values, which rank 0 broadcasts."""
     sharded_folder = ""
     if found and found.pieces:
         sharded_folder = str(found.folder.absolute())
@@ -263,19 +263,22 @@ def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> di
 
 
 def read_any(folder: Path, verify: bool) -> Checkpoint:
-    """Read and verify a checkpoint, a sharded one without holding its files. Raises CorruptCheckpoint."""
+    """Read and verify a checkpoint; verify a sharded checkpoint in blocks.
+
+    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    """
     if checkpoint.read(folder, verify=False).pieces:
         return storage.read(folder, verify)
     return checkpoint.read(folder, verify)
 
 
 def parse_arrays(content: bytes) -> Arrays:
-    """Return the arrays of a safetensors file; {} for the part without a file."""
+    """Return the arrays in the content of a safetensors file; {} for empty content, of a part without arrays."""
     return safetensors.numpy.load(content) if content else {}
 
 
 def load_part(part: Any, state: Mapping[str, Any]) -> None:
-    """Give a part its state; a dict is restored in place."""
+    """Load a state into a part. A dict is changed in place."""
     if isinstance(part, dict):
         part.clear()
         part.update(state)
@@ -284,7 +287,7 @@ def load_part(part: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_shared_store() -> None:
-    """Warn if torchrun gives a restarted job the store that has the addresses of its killed ranks."""
+    """Warn if torchrun reuses, after a restart, the store with the addresses of killed ranks."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if is_restart and os.environ.get(_SHARE_VARIABLE) != "1":
         print_warning(f"torchrun may restart without success: set {_SHARE_VARIABLE}=1 in front of it")

@@ -1,4 +1,4 @@
-"""Choose a rank's device, join the other ranks, and exchange bytes and numpy arrays with them."""
+"""Choose a rank's device, join the process group, and provide the collectives of a `samestep.run.Run`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from samestep.torch.ranks import all_gather as all_gather
 from samestep.torch.ranks import broadcast as broadcast
 
 SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
-CONTEXT_BYTES = 1.5e9  # of a rank's CUDA context
-# NCCL's variables of --share-gpu; {} without it. Module state, because the environment is process state.
+CONTEXT_BYTES = 1.5e9  # memory of a rank's CUDA context
+# NCCL's variables for --share-gpu; {} without the option. This dictionary is global, as the environment is.
 _sharing: dict[str, str] = {}
 
 
 def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's GPU: its own, or with --share-gpu the first one of the machine.
+    """Return the CPU or this rank's GPU. With --share-gpu, all ranks use the machine's first GPU.
 
-    On a GPU, torch then takes deterministic algorithms alone, for equal bits after a resume; an operation without one
-    raises RuntimeError. Convolutions take float32, as on a CPU, not TF32.
+    For a GPU, torch is set to use only deterministic algorithms, so that bits are equal after a resume. An operation
+    without such an algorithm raises RuntimeError. Convolutions use float32 instead of TF32, as on a CPU.
 
     Args:
-        requested: "cpu", "cuda", SHARED_GPU, or "auto", which is a GPU if every rank of this machine has its own.
-        world: this rank's place in the job.
+        requested: "cpu", "cuda", SHARED_GPU, or "auto", which uses GPUs if this machine has one for each of its ranks.
+        world: rank, world size and launcher of this process.
 
     Raises:
-        ConfigError: `gpu_use`, or ranks of several machines would share a GPU.
+        ConfigError: as in `gpu_use`, or ranks of several machines use --share-gpu.
         NonRetryableError: CUDA cannot start, for example with an old driver.
     """
     gpus = torch.cuda.device_count()
@@ -49,13 +49,13 @@ def choose_device(requested: str, world: World) -> torch.device:
         return torch.device("cpu")
     if use == "shared" and (world.node_count or 1) > 1:
         raise ConfigError(f"--share-gpu is for one machine, and this job has {world.node_count}: leave it out")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic matrix products
     torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.allow_tf32 = False
     index = 0 if use == "shared" else world.local_rank
     device = torch.device("cuda", index or 0)
     try:
-        # Before the rendezvous and `init_device_mesh`, which otherwise take LOCAL_RANK for the number of a GPU.
+        # Set the device before the rendezvous and `init_device_mesh`, which otherwise use LOCAL_RANK as a GPU's index.
         torch.cuda.set_device(device)
     except RuntimeError as error:
         raise NonRetryableError(f"CUDA cannot start: {log.first_line(str(error))}") from error
@@ -65,18 +65,15 @@ def choose_device(requested: str, world: World) -> torch.device:
 
 
 def gpu_use(requested: str, ranks: int, gpus: int) -> str:
-    """Decide how each rank of a machine uses its GPUs.
+    """Return how the ranks of a machine use its GPUs: "none", "own" (one GPU per rank) or "shared".
 
     Args:
-        requested: --device, or SHARED_GPU.
+        requested: value of --device, or SHARED_GPU.
         ranks: number of ranks on this machine.
-        gpus: number of GPUs of this machine.
-
-    Returns:
-        "none", "own" or "shared".
+        gpus: number of GPUs on this machine.
 
     Raises:
-        ConfigError: there are too few GPUs.
+        ConfigError: the machine has too few GPUs.
     """
     if requested == SHARED_GPU:
         if gpus == 0:
@@ -91,10 +88,15 @@ def gpu_use(requested: str, ranks: int, gpus: int) -> str:
 
 
 def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
-    """Return the variables by which NCCL lets several ranks use one GPU, which it otherwise refuses.
+    """Return the environment variables with which NCCL accepts several ranks on one GPU.
 
-    NCCL compares host and GPU. Before 2.30 each rank pretends to be a host of its own, and ranks communicate by the
-    loopback interface. A rank sets them, not the launch script: it alone knows the version, and torchrun alone works.
+    NCCL rejects two ranks with the same host and GPU. Before NCCL 2.30, each rank therefore gets its own NCCL_HOSTID,
+    and ranks communicate by the loopback interface. The ranks set the variables instead of the launch script, because
+    only ranks can read NCCL's version, and so that a bare torchrun works.
+
+    Args:
+        nccl: version of NCCL, such as (2, 28, 9).
+        rank: rank of this process.
     """
     variables = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
     if nccl >= (2, 30):
@@ -103,9 +105,13 @@ def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
 
 
 def memory_fraction(total: float, ranks: int) -> float:
-    """Return the part of a GPU's ``total`` bytes that torch may allocate in each of the ranks that share it.
+    """Return the fraction of a shared GPU's memory that torch may allocate in each rank.
 
-    Raises ConfigError if nothing is left for a rank beside its CUDA context.
+    Raises ConfigError if no memory is left for a rank beside its CUDA context.
+
+    Args:
+        total: memory of the GPU in bytes.
+        ranks: number of ranks that share the GPU.
     """
     fraction = SHARED_MEMORY / ranks - CONTEXT_BYTES / total
     if fraction <= 0:
@@ -114,7 +120,7 @@ def memory_fraction(total: float, ranks: int) -> float:
 
 
 def _share(device: torch.device, rank: int, ranks: int) -> None:
-    """Prepare this process for NCCL and for memory on a GPU that other ranks use as well."""
+    """Limit this process's GPU memory, and set NCCL's variables, for a GPU that several ranks share."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(memory_fraction(total, ranks), device)
     _sharing.update(sharing_variables(nccl_version(), rank))
@@ -131,19 +137,19 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _remedy(message: str) -> str:
-    """Return "" or the remedy for an error's ``message``: a GPU that ranks share is full."""
+    """Return the remedy if an error's ``message`` shows that the shared GPU's memory is full, else ""."""
     if "out of memory" not in message:
         return ""
     return ": this rank's part of the GPU is full (--share-gpu): start fewer ranks"
 
 
 def set_threads(threads: int | None) -> None:
-    """Compute with ``threads`` threads, if given; otherwise torch reads OMP_NUM_THREADS."""
+    """Set torch's number of threads. With None, keep the number that torch has read from OMP_NUM_THREADS."""
     torch.set_num_threads(threads or torch.get_num_threads())
 
 
 def backend(device: torch.device, requested: str = "auto") -> str:
-    """Return the name of the library that carries the gradients; for "auto", the one made for ``device``.
+    """Return the backend of the process group; "auto" means "nccl" on a GPU and "gloo" on the CPU.
 
     Raises ConfigError if "nccl" is requested without a GPU.
     """
@@ -155,11 +161,10 @@ def backend(device: torch.device, requested: str = "auto") -> str:
 
 
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
-    """Return versions and settings that decide a run's numbers, for the header of metrics.jsonl.
+    """Return versions and settings that affect a run's numbers, for the header of metrics.jsonl.
 
-    On a GPU, ``gpus`` is the number and the names of this machine's GPUs, and the versions of CUDA and NCCL. If
-    ``model`` has a dropout, which `samestep.torch.exact` makes independent of ranks, ``random_numbers`` names the way
-    in which it draws.
+    On a GPU, ``gpus`` contains the number and names of this machine's GPUs, and the versions of CUDA and NCCL. If
+    ``model`` has a dropout, ``random_numbers`` is "by row", the method of `samestep.torch.exact`.
     """
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": processor()}
     modules = model.modules() if model is not None else ()
@@ -175,26 +180,27 @@ def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[s
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """Return the generator that models draw from.
+    """Return the generator from which models draw random numbers on ``device``.
 
-    To seed it is quicker than `torch.manual_seed`, which asks every kind of device: 0.3 ms a step on a CPU build.
+    Seeding this generator is faster than `torch.manual_seed`, which checks all types of devices (0.3 ms on a CPU
+    build).
     """
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
 
 
 def rendezvous(world: World, device: torch.device, timeout: float, requested: str = "auto") -> None:
-    """Join the other ranks at MASTER_ADDR:MASTER_PORT. A process without a launcher trains alone.
+    """Create the process group by a rendezvous at MASTER_ADDR:MASTER_PORT. A process without a launcher trains alone.
 
     Args:
-        world: this rank's place in the job.
-        device: decides the backend, unless ``requested`` does.
-        timeout: seconds without progress after which the watchdog acts; collectives give up 30 s later, so that the
-            watchdog, which can name the missing rank, reports first.
-        requested: "auto", or a backend by name.
+        world: rank, world size and launcher of this process.
+        device: device of this rank, on which the backend "auto" depends.
+        timeout: seconds without progress after which the watchdog ends the rank. Collectives time out 30 s later, so
+            that the watchdog, which can name the missing rank, reports first.
+        requested: "auto", or the name of a backend.
 
     Raises:
-        ConfigError: the launcher gives no address, the port is in use, or `backend`.
-        NonRetryableError: the other ranks do not answer.
+        ConfigError: as in `backend`, or the launcher gives no address, or the port is in use.
+        NonRetryableError: the rendezvous with the other ranks failed.
     """
     settings: dict[str, Any] = {"backend": backend(device, requested), "timeout": timedelta(seconds=timeout + 30)}
     settings |= {"rank": world.rank, "world_size": world.world_size}
@@ -216,7 +222,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
 
 
 def _check_sharing(device: torch.device) -> None:
-    """Communicate once. Raises NonRetryableError if NCCL refuses ranks that share a GPU."""
+    """Run one all-reduce. Raises NonRetryableError if NCCL rejects ranks that share a GPU."""
     try:
         dist.all_reduce(torch.zeros(1, device=device))  # collective
         torch.cuda.synchronize(device)
@@ -230,12 +236,15 @@ def _check_sharing(device: torch.device) -> None:
 
 
 def last_collective() -> dict[str, Any] | None:
-    """Return the first pending collective of this rank, else its last one; None if there was none.
+    """Return this rank's first pending collective, else its last collective; None without collectives.
 
-    It comes from torch's flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0, as ``name`` ("all_reduce 115
-    [7] double"), ``number`` and ``pending``. The functions are private to torch: the caller must expect any exception.
+    The source is torch's flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. Its functions are private to
+    torch, so the caller must expect any exception.
+
+    Returns:
+        ``name``, such as "all_reduce 115 [7] double", ``number`` and ``pending``.
     """
-    entries = _recorded("_dump_fr_trace_json") or _recorded("_dump_nccl_trace_json")  # NCCL has a recorder of its own
+    entries = _recorded("_dump_fr_trace_json") or _recorded("_dump_nccl_trace_json")  # NCCL has its own recorder
     if not entries:
         return None
     entry = next(filter(_is_pending, entries), entries[-1])
@@ -247,7 +256,7 @@ def last_collective() -> dict[str, Any] | None:
 
 
 def _recorded(function: str) -> list[dict[str, Any]]:
-    """Return the collectives that a recorder holds, the oldest first; [] if this build of torch lacks the recorder."""
+    """Return a recorder's collectives, the oldest first; [] if this build of torch has no such recorder."""
     dump = getattr(torch._C._distributed_c10d, function, None)
     if dump is None:
         return []
@@ -256,5 +265,5 @@ def _recorded(function: str) -> list[dict[str, Any]]:
 
 
 def _is_pending(entry: dict[str, Any]) -> bool:
-    """Return whether a collective has not ended. NCCL's are marked as retired late, by torch's watchdog."""
+    """Return whether a collective has not completed. NCCL's collectives are marked as retired with a delay."""
     return not entry["retired"] and entry.get("state") != "completed"

@@ -1,4 +1,4 @@
-"""Drop by row of the global batch: a rank's rows get the masks that they get on one rank."""
+"""Compute dropout masks by row of the global batch, so that a row's mask does not depend on the world size."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModelRows:
     """The rows of a model's current batch, which its dropouts share.
 
     Attributes:
-        number: by which `keep_mask` finds this object, because a compiler takes numbers and tensors only.
-        state: of torch's generators after the last draw of a dropout, while `exact_model` watches; else None.
+        number: key of this object for `keep_mask`, because torch.compile only supports numbers and tensors.
+        state: states of torch's generators after the last draw of a dropout, while `DrawWatch` is active; else None.
     """
 
     def __init__(self, source: HasRows | None) -> None:
@@ -45,14 +45,14 @@ class ModelRows:
             self.state = generator_states()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRows:
-        return self  # a copy of the model, such as its moving average, sees the same batches
+        return self  # a copy of the model, such as its moving average, computes the same batches
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelRows, (None,)  # a model that is loaded elsewhere has no batches yet
+        return ModelRows, (None,)  # an unpickled model has no source of rows yet
 
 
 def generator_states() -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's and the current GPU's."""
+    """Return the states of torch's CPU generator, and of the current GPU's generator if CUDA is initialized."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -60,14 +60,14 @@ def generator_states() -> list[Tensor]:
 
 
 def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Tensor:
-    """Return 64 random bits, int64 [count], for the positions from ``first`` on: the same on any device.
+    """Return 64 random bits, int64 [count], for each position. The bits are the same on any device.
 
-    They are SplitMix64's outputs for a counter, without its last step, which changes low bits only. torch shifts int64
-    with its sign, hence the masks.
+    The bits are SplitMix64's outputs for a counter, without its last step, which changes only low bits. The masks
+    remove the sign bits that torch shifts into an int64.
 
     Args:
-        key: int64 [], key of the counter.
-        first: first position.
+        key: offset of the counter, int64 [].
+        first: number of the first position.
         count: number of positions.
         device: device of the result.
     """
@@ -77,19 +77,19 @@ def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Te
 
 
 def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
-    """Return which values of x [k * m, ...] a dropout keeps, for a rank's m rows of the global batch.
+    """Return the mask of the values that a dropout keeps, for this rank's m rows of the global batch.
 
-    A key for the whole global batch comes from torch's CPU generator, which must agree on all ranks. Activation
+    The key of the mask is drawn from torch's CPU generator, whose state must be the same on all ranks. Activation
     checkpointing restores this generator, so its second forward pass drops the same values.
 
     Args:
-        x: the input.
+        x: the input, [k * m, ...].
         model: the number of a `ModelRows`.
-        p: the probability of a drop.
-        by_channel: whether the second dimension is dropped as a whole.
+        p: probability of dropping a value.
+        by_channel: whether to drop whole channels, the second dimension.
 
     Returns:
-        bool [k * m, c, 1, ...] with ``by_channel``, otherwise of x's shape.
+        bool [k * m, c, 1, ...] with ``by_channel``, otherwise bool with the shape of x.
     """
     model_rows = _models[model]
     key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
@@ -113,8 +113,8 @@ def mask_shape(x: Tensor, by_channel: bool) -> list[int]:
     return [*x.shape[:2], *[1] * (x.ndim - 2)] if by_channel else list(x.shape)
 
 
-# For a compiler, the mask is one operation: its key comes from the generator in the order of the program. The compiled
-# code contains neither the number of rows nor the step.
+# For torch.compile, the mask is one custom operation, which draws its key in the order of the program. Therefore the
+# compiled code does not depend on the number of rows or the step.
 keep_mask = torch.library.custom_op(
     "samestep::keep_mask", draw_mask, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -126,13 +126,13 @@ def _(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
 
 
 class RowDropout(dropout._DropoutNd):
-    """Drop values by row of the global batch. `exact_model.exact` sets ``rows``."""
+    """A dropout with masks by row of the global batch. `exact_model.exact` sets ``rows``."""
 
     rows: ModelRows
     by_channel = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [k * m, ...] to the same shape; m is this rank's number of rows."""
+        """Apply dropout to x [k * m, ...], where m is this rank's number of rows; keep its shape."""
         if not self.training or self.p == 0:
             return x
         draw = keep_mask if torch.compiler.is_compiling() else draw_mask
@@ -145,7 +145,10 @@ class RowDropout(dropout._DropoutNd):
 
 
 class RowAlphaDropout(RowDropout):
-    """Drop values as torch's AlphaDropout: to -alpha of SELU, with an affine map that keeps mean and variance."""
+    """A `RowDropout` that computes like torch's AlphaDropout.
+
+    Dropped values become SELU's negative saturation value, and an affine map preserves mean and variance.
+    """
 
     def _apply_mask(self, x: Tensor, kept: Tensor) -> Tensor:
         alpha = -1.7580993408473766
@@ -155,32 +158,32 @@ class RowAlphaDropout(RowDropout):
 
 
 class RowDropoutElements(RowDropout, nn.Dropout):
-    """`RowDropout` in place of torch's Dropout."""
+    """The `RowDropout` that replaces torch's Dropout."""
 
 
 class RowDropout1d(RowDropout, nn.Dropout1d):
-    """`RowDropout` in place of torch's Dropout1d."""
+    """The `RowDropout` that replaces torch's Dropout1d."""
 
     by_channel = True
 
 
 class RowDropout2d(RowDropout, nn.Dropout2d):
-    """`RowDropout` in place of torch's Dropout2d."""
+    """The `RowDropout` that replaces torch's Dropout2d."""
 
     by_channel = True
 
 
 class RowDropout3d(RowDropout, nn.Dropout3d):
-    """`RowDropout` in place of torch's Dropout3d."""
+    """The `RowDropout` that replaces torch's Dropout3d."""
 
     by_channel = True
 
 
 class RowAlphaDropoutElements(RowAlphaDropout, nn.AlphaDropout):
-    """`RowAlphaDropout` in place of torch's AlphaDropout."""
+    """The `RowAlphaDropout` that replaces torch's AlphaDropout."""
 
 
 class RowFeatureAlphaDropout(RowAlphaDropout, nn.FeatureAlphaDropout):
-    """`RowAlphaDropout` in place of torch's FeatureAlphaDropout."""
+    """The `RowAlphaDropout` that replaces torch's FeatureAlphaDropout."""
 
     by_channel = True

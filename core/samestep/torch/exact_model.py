@@ -1,4 +1,4 @@
-"""Make a model's training independent of the number of ranks: its batch norms, its dropouts, and DDP's sums."""
+"""Make a model's batch norms, its dropouts and DDP's gradient sums independent of the world size."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = None) -> Model:
-    """Make the training of ``model`` independent of the number of ranks; change it in place, and return it.
+    """Make the training of ``model`` independent of the world size. Change the model in place, and return it.
 
-    Batch norms take statistics over all ranks' rows. With virtual ranks, each sub-shard has its own. Masks of dropouts
-    belong to rows of the global batch. Parameters, buffers and the names in a state_dict stay. If the model is in DDP,
-    gradients are summed in an order that no restart changes, and buffers, which are the same on all ranks, are not
-    broadcast. Call it after DDP and before torch.compile.
+    Batch norms compute statistics over all ranks' rows, or over each sub-shard with virtual ranks. The mask of a
+    dropout depends on the row of the global batch. Parameters, buffers and the names in a state_dict stay the same. In
+    a DDP model, gradients are summed in an order that a restart does not change. DDP no longer broadcasts buffers,
+    because they are equal on all ranks. Call this function after DDP and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
     check.
 
     Args:
-        model: a module, or one in DDP. The first dimension of a dropout's input must be the batch.
+        model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
         rows: the sampler, or a `FixedRows`. It may be None if the model has no dropout.
-        timer: counts the time in which this rank waits for others as communication.
+        timer: counts the time in which this rank waits for other ranks as communication.
 
     Raises:
-        ValueError: a module cannot be made exact; the message has its name. Modules that draw random numbers in another
-            way raise it in their first forward pass.
+        ValueError: a module cannot be made exact; the message has its name. If a module draws random numbers in another
+            way, its first forward pass raises ValueError.
     """
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():
@@ -71,12 +71,12 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         elif type(module) in _DROPOUTS:
             module.rows = model_rows
         module.__class__ = _REPLACED.get(type(module), type(module))
-    trained = [norm for norm in norms if norm.training or not root.training]  # the others are frozen
+    trained = [norm for norm in norms if norm.training or not root.training]  # without frozen norms
     if trained and getattr(rows, "virtual_ranks", None):
         separate(trained, rows)
     DrawWatch(root, model_rows)
     if isinstance(model, DistributedDataParallel):
-        # The argument for this has two names, broadcast_buffers up to torch 2.11; the attribute has one.
+        # The attribute has this name in all versions of torch. DDP's argument was renamed after torch 2.11.
         model.broadcast_buffers = False
         if place().world_size > 1:
             register_ordered_hook(model, timer)
@@ -84,12 +84,12 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
 
 def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
-    """Raise ValueError with the module's name if it cannot be made exact.
+    """Raise ValueError, with the module's name, if a module cannot be made exact.
 
     Args:
         name: name of the module in its model, for the error.
-        module: the module.
-        rows: source of the rows; None if none is given.
+        module: the module to check.
+        rows: the sampler or the `FixedRows`, or None.
     """
     kind = type(module)
     if kind in _REPLACED.values():
@@ -111,10 +111,10 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
 
 
 def is_sharded_itself(module: nn.Module) -> bool:
-    """Return whether FSDP2 shards a norm or a dropout as a unit of its own, which gives it another class."""
+    """Return whether FSDP2's fully_shard was called on a norm or a dropout itself, which changes its class."""
     is_known = isinstance(module, (batchnorm._BatchNorm, dropout._DropoutNd))
     bases = [base.__name__ for base in type(module).__mro__]
-    return is_known and "FSDPModule" in bases  # by its name, because its import takes long
+    return is_known and "FSDPModule" in bases  # compared by name, because an import of the class takes long
 
 
 def check_draws(name: str, module: nn.Module) -> None:
@@ -129,7 +129,11 @@ def check_draws(name: str, module: nn.Module) -> None:
 
 
 def separate(norms: list[Any], rows: Any) -> None:
-    """Let each norm keep the statistics of a sub-shard in ``sums``, which `GradientTree` adds up.
+    """Create each norm's buffer ``sums`` for the statistics of a sub-shard, which `GradientTree` adds up.
+
+    Args:
+        norms: the model's `GlobalBatchNorm` modules.
+        rows: the sampler, or a `FixedRows`.
 
     Raises:
         ValueError: a sub-shard has fewer than 2 samples.
@@ -148,7 +152,7 @@ def separate(norms: list[Any], rows: Any) -> None:
 
 
 class DrawWatch:
-    """Raise ValueError at a module that draws by itself, during the first forward pass in training."""
+    """Check in the first training forward pass that no module draws random numbers which `exact` cannot replace."""
 
     def __init__(self, model: nn.Module, model_rows: ModelRows) -> None:
         self._model = model
@@ -156,10 +160,10 @@ class DrawWatch:
         self._names = {module: name or "the model itself" for name, module in model.named_modules()}
         self._hooks: list[Any] = []
         self._is_done = False
-        model.register_forward_pre_hook(self.begin)  # it stays: without it, a compiled model is compiled again
+        model.register_forward_pre_hook(self.begin)  # never removed, because torch.compile would then compile again
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        """Remember the generators before the model's forward pass, and watch its modules."""
+        """Store the states of the generators before the model's forward pass, and register hooks on its modules."""
         if torch.compiler.is_compiling() or self._is_done or not module.training or module is not self._model:
             return
         if not self._hooks:
@@ -167,12 +171,14 @@ class DrawWatch:
         self._model_rows.state = generator_states()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Compare the generators after the forward pass of a module, the innermost ones first.
+        """Compare the states of the generators after a module's forward pass. Inner modules come first.
+
+        Raises ValueError if the module has drawn random numbers.
 
         Args:
-            module: the module that has ended.
-            inputs: its arguments.
-            output: what it returned.
+            module: the module whose forward pass has ended.
+            inputs: ignored.
+            output: ignored.
         """
         if torch.compiler.is_compiling() or self._model_rows.state is None:
             return

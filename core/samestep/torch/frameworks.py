@@ -1,4 +1,4 @@
-"""Check the settings of frameworks that would undo what the kit does."""
+"""Check that a framework's settings do not conflict with the kit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def check_training_arguments(args: Any) -> None:
-    """Raise ValueError if a setting of Hugging Face's Trainer does not go with a `GlobalBatchSampler`.
+    """Raise ValueError if a setting of Hugging Face's Trainer conflicts with a `GlobalBatchSampler`.
 
     Args:
-        args: the `transformers.TrainingArguments`, on all ranks.
+        args: the `transformers.TrainingArguments`. Call this function on all ranks.
 
     Raises:
         ValueError: a setting changes the batches or the order of examples; the message has its name.
     """
-    if getattr(args, "group_by_length", False):  # up to transformers 4
+    if getattr(args, "group_by_length", False):  # exists up to transformers 4
         raise ValueError("group_by_length=True would be ignored: GlobalBatchSampler decides the order, so remove it")
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy != "random":

@@ -1,4 +1,4 @@
-"""Load batches whose random numbers depend on the example alone, and count those that the loop receives."""
+"""Load batches whose random numbers depend only on the example, and count the batches that the loop receives."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from samestep.torch.worker_signals import stop_workers as stop_workers
 class Seeded(Dataset[Any]):
     """Read ``dataset[index]`` with ``random``, ``numpy.random`` and torch seeded from (seed, epoch, index).
 
-    A flip or a crop is then the same in any worker, batch or rank. The kit's samplers give the epoch; for other indices
-    it is 0. Outside of a worker, the states of the generators are restored. Other attributes are the dataset's.
+    A random flip or crop is then the same in any worker, batch or rank. The indices of the kit's samplers contain the
+    epoch; for other indices the epoch is 0. Outside workers, the states of the generators are restored after a read.
+    All other attributes are forwarded to the dataset.
 
     Args:
-        dataset: has ``__getitem__`` and ``__len__``.
+        dataset: object with ``__getitem__`` and ``__len__``.
         seed: integer in [0, 2**64).
-        verify: read the first example of each process twice, and compare.
+        verify: whether to read the first example of each process twice, and to compare the results.
 
     Raises:
-        TypeError: the dataset has no examples by number.
-        RuntimeError: when reading, if the two reads differ, because the dataset has a generator of its own.
+        TypeError: the dataset does not support an index.
+        RuntimeError: raised by a read if both results differ, because the dataset has its own generator.
     """
 
     def __init__(self, dataset: Any, seed: int = 0, verify: bool = True) -> None:
@@ -47,7 +48,7 @@ class Seeded(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # while it is unpickled
+        if name == "dataset" or name.startswith("__"):  # unpickling asks for these before ``dataset`` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -55,7 +56,7 @@ class Seeded(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the examples. A DataLoader calls this method with a whole batch."""
+        """Return the examples at ``indices``. A DataLoader calls this method with all indices of a batch."""
         is_worker = get_worker_info() is not None
         before = None if is_worker else generator_states()
         try:
@@ -65,7 +66,7 @@ class Seeded(Dataset[Any]):
                 restore_generators(before)
 
     def _read_all(self, indices: Sequence[int]) -> list[Any]:
-        """Read examples with seeds that are hashed together: one by one this takes ten times as long."""
+        """Read examples. All seeds are computed together, which is ten times faster than one at a time."""
         epoch = getattr(indices, "epoch", 0)
         numbers = np.asarray(indices, np.int64)
         numbers = np.where(numbers < 0, numbers + len(self), numbers)
@@ -92,14 +93,14 @@ def generator_states() -> tuple[Any, Any, Tensor]:
 
 
 def restore_generators(states: tuple[Any, Any, Tensor]) -> None:
-    """Set the states that `generator_states` returned."""
+    """Restore the states that `generator_states` returned."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two examples have the same values; for unknown types, whether their types are equal."""
+    """Return whether two examples have the same values. For unknown types, compare only the types."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -117,14 +118,14 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Collate:
-    """Collate as ``collate_fn`` does; make a batch without rows, of the usual shapes, for an empty shard."""
+    """Collate examples by ``collate_fn``. For an empty shard, return a batch of the usual shapes with 0 rows."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
 
     def __call__(self, examples: Any) -> Any:
-        """Collate the examples that the dataset has returned."""
+        """Return the batch for the result of the dataset: a list of examples, or a whole batch."""
         if not isinstance(examples, list) or examples:
             return self._collate_fn(examples)
         batch = self._collate_fn(read_first(self._dataset))
@@ -132,27 +133,27 @@ class Collate:
 
 
 def collate_examples(examples: Any) -> Any:
-    """Collate a list of examples as torch does. Anything else is a whole batch, which the dataset has made."""
+    """Collate a list of examples as torch does. Return a whole batch, which the dataset has created, unchanged."""
     return default_collate(examples) if isinstance(examples, list) else examples
 
 
 def read_first(dataset: Any) -> Any:
-    """Return what a DataLoader's worker reads for a batch of the first example alone."""
+    """Read a batch with only the first example, as a DataLoader's worker does."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(index_array(np.zeros(1, np.int64), 0))
     return [dataset[0]]
 
 
 def without_rows(value: Any) -> Any:
-    """Return the first 0 rows of a tensor or an array; other values as they are."""
+    """Return a tensor or an array without its rows, and other values unchanged."""
     has_rows = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
     return value[:0] if has_rows else value
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Return whether a dataset reads whole batches by a method ``__getitems__`` of its own.
+    """Return whether a dataset reads whole batches by its own method ``__getitems__``.
 
-    torch's Subset always has this method, and passes it on.
+    torch's Subset always has this method, so it does not count.
     """
     if isinstance(dataset, Subset):
         return False
@@ -162,7 +163,7 @@ def reads_batches(dataset: Any) -> bool:
 def check_draws_nothing(dataset: Any) -> None:
     """Raise RuntimeError if a dataset that reads whole batches draws from a global generator.
 
-    The numbers would depend on the batches that this process has read before.
+    Such random numbers would depend on the batches that this process has read before.
     """
     before = generator_states()
     read_first(dataset)
@@ -180,20 +181,21 @@ def check_draws_nothing(dataset: Any) -> None:
 class DataLoader(TorchDataLoader[Any]):
     """torch's DataLoader, for a `GlobalBatchSampler` or an `EvalSampler` as ``batch_sampler``.
 
-    It wraps the dataset into `Seeded`, counts the batches that the loop receives, gives an empty shard tensors without
-    rows, and starts workers that survive a stop signal. Other arguments are torch's.
+    This class wraps the dataset in `Seeded`, and counts the batches that the loop receives. For an empty shard it
+    returns tensors with 0 rows. Its workers survive a stop signal.
 
-    A dataset with a method ``__getitems__`` is not wrapped. The method gets an int64 array of a batch's indices with an
-    attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of examples,
-    or a whole batch in any other type, such as a tuple of tensors.
+    A dataset with a method ``__getitems__`` is not wrapped. The method gets the indices of a batch, an int64 array with
+    an attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of
+    examples, or a whole batch of another type, such as a tuple of tensors.
 
     Args:
-        dataset: has ``__len__``, and ``__getitem__`` or ``__getitems__``.
-        args, kwargs: torch's.
-        seeded: False if the dataset draws no random numbers; it is then not wrapped.
+        dataset: object with ``__len__``, and ``__getitem__`` or ``__getitems__``.
+        *args: as in torch.
+        seeded: whether to wrap the dataset. Pass False if the dataset draws no random numbers.
+        **kwargs: as in torch.
 
     Raises:
-        TypeError: the dataset has no examples by number.
+        TypeError: the dataset does not support an index.
         ValueError: ``shuffle`` without a sampler, or a sampler for another number of examples.
     """
 
@@ -216,7 +218,7 @@ class DataLoader(TorchDataLoader[Any]):
         if kwargs.get("num_workers"):
             method = start_method(kwargs.get("multiprocessing_context"))
             kwargs["worker_init_fn"] = WorkerInit(method, kwargs.get("worker_init_fn"))
-        # Otherwise each iteration would draw its base seed from torch's global generator.
+        # Without a generator, each iteration would draw its base seed from torch's global generator.
         kwargs.setdefault("generator", torch.Generator())
         super().__init__(dataset, *args, **kwargs)
         self._must_check = seeded and is_whole
@@ -236,10 +238,10 @@ class DataLoader(TorchDataLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Refuse `Accelerator.prepare`, which reads this attribute first.
+        """Prevent `Accelerator.prepare`, which first reads this attribute, from dividing the batches again.
 
         Raises:
-            RuntimeError: the batches are cut among the ranks already.
+            RuntimeError: the sampler already divides the batches by rank.
         """
         if isinstance(self.batch_sampler, (GlobalBatchSampler, EvalSampler)):
             raise RuntimeError(
@@ -248,24 +250,28 @@ class DataLoader(TorchDataLoader[Any]):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state. Frameworks look for it here, as in torchdata's StatefulDataLoader."""
+        """Return the sampler's state, with the interface of torchdata's StatefulDataLoader; {} for other samplers."""
         return self.batch_sampler.state_dict() if isinstance(self.batch_sampler, GlobalBatchSampler) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
+        """Set the sampler's position to a saved state."""
         if isinstance(self.batch_sampler, GlobalBatchSampler):
             self.batch_sampler.load_state_dict(state)
 
 
 def start_method(context: Any) -> str:
-    """Return the name of the method by which workers start; ``context`` is a DataLoader's argument for it."""
+    """Return the start method of workers, such as "fork".
+
+    Args:
+        context: the argument ``multiprocessing_context`` of a DataLoader.
+    """
     if context is None:
         return multiprocessing.get_start_method()
     return context if isinstance(context, str) else str(context.get_start_method())
 
 
 def check_length(dataset: Any, sampler: GlobalBatchSampler | EvalSampler) -> None:
-    """Raise ValueError unless the sampler is for as many examples as the dataset has."""
+    """Raise ValueError unless the sampler has the same number of examples as the dataset."""
     expected = sampler.batches.n if isinstance(sampler, GlobalBatchSampler) else sampler.dataset_len
     if len(dataset) != expected:
         raise ValueError(f"the dataset has {len(dataset)} examples, but its sampler has {expected}")

@@ -1,4 +1,4 @@
-"""Take means and sums over all ranks' samples or tokens, with the gradient that DDP expects."""
+"""Compute means and sums over all ranks' samples or tokens, with the gradient that DDP expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samestep.torch.ranks import GroupOrAxis, all_reduce, collective_device, pla
 
 
 class _WithGradient(torch.autograd.Function):
-    """Return ``value``; its gradient with respect to ``loss`` is ``slope``."""
+    """An operation that returns ``value``, with ``slope`` as the gradient with respect to ``loss``."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: Tensor, slope: Tensor | float) -> Tensor:
@@ -27,9 +27,9 @@ def with_gradient(loss: Tensor, value: Tensor, slope: Tensor | float) -> Tensor:
     """Return ``value``, with ``slope`` as its gradient with respect to ``loss``.
 
     Args:
-        loss: scalar tensor that has a gradient.
-        value: scalar tensor, the value of the result.
-        slope: derivative of the result by ``loss``.
+        loss: scalar tensor that requires a gradient.
+        value: value of the result, scalar tensor.
+        slope: derivative of the result with respect to ``loss``.
     """
     result: Tensor = _WithGradient.apply(loss, value, slope)  # type: ignore[no-untyped-call]
     return result
@@ -43,21 +43,22 @@ def global_mean(
     grad_scale: float | None = None,
     group: GroupOrAxis = None,
 ) -> Tensor:
-    """Return the mean over all ranks: the sum of their ``loss_sum`` over the sum of their ``weight_sum``.
+    """Return the sum of all ranks' ``loss_sum``, divided by the sum of all ranks' ``weight_sum``.
 
-    All ranks get the same value, which can be logged. The gradient is this rank's part of the mean's, times the number
-    of ranks, because DDP and FSDP divide by it. A mean that is passed as ``loss_sum`` cannot be recognized.
+    This call is a collective. The value is the same on all ranks. The gradient is this rank's part of the mean's
+    gradient, multiplied by the world size, because DDP and FSDP divide by the world size. Do not pass a mean as
+    ``loss_sum``, because this is not detected.
 
-    If gradients of several micro-batches add up to a step, pass the weight of the whole step as ``of``:
+    If a step accumulates gradients of several micro-batches, pass the weight of the whole step as ``of``:
     ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean.
 
     Args:
-        loss_sum: a loss with ``reduction="sum"``, or a sum of masked or weighted losses; a tensor without dimensions.
-        weight_sum: number of samples, number of tokens that count, or sum of weights. It may be 0. If it is 0 on all
+        loss_sum: a loss with ``reduction="sum"``, or a sum of masked or weighted losses; scalar tensor.
+        weight_sum: number of samples, number of tokens with a loss, or sum of weights. It may be 0. If it is 0 on all
             ranks, the result and its gradient are 0.
-        of: the sum of weights over all ranks and micro-batches of the step, in place of ``weight_sum``.
-        grad_scale: factor in place of the number of ranks: 1 if gradients are summed over ranks.
-        group: the ranks that take different data: a process group, or an axis of a device mesh. By default all ranks.
+        of: the sum of weights over all ranks and micro-batches of the step, which replaces ``weight_sum``.
+        grad_scale: factor of the gradient that replaces the world size. Pass 1 if gradients are summed over ranks.
+        group: the ranks that take different data: a process group, or an axis of a device mesh. None means all ranks.
 
     Raises:
         ValueError: an argument has dimensions, both or neither of ``weight_sum`` and ``of`` are given, or ``group`` is
@@ -83,10 +84,10 @@ def global_mean(
 
 
 def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float]:
-    """Return the sum of each value over all ranks, for example of correct predictions and of examples.
+    """Return the sum of each value over all ranks. This call is a collective.
 
     Args:
-        values: numbers, or tensors without dimensions; the same number of them on all ranks.
+        *values: numbers or scalar tensors, such as numbers of correct predictions. Pass equally many on all ranks.
         group: as in `global_mean`.
 
     Raises:
@@ -100,6 +101,6 @@ def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float
 
 
 def check_scalar(name: str, value: Tensor | float | None) -> None:
-    """Raise ValueError if a tensor has dimensions."""
+    """Raise ValueError if a value is a tensor with dimensions. The message names the value ``name``."""
     if isinstance(value, Tensor) and value.ndim:
         raise ValueError(f"{name} has shape {list(value.shape)}: pass its sum")

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and the collectives of the kit. Without other ranks, they do nothing."""
+"""Provide this process's rank, and the kit's collectives, which do not communicate if there is only one rank."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samestep import env
 
-GATHER_MAX_BYTES = 2**22  # that rank 0 gathers at a time
-Group = Optional["dist.ProcessGroup"]  # None is the group of all ranks
+GATHER_MAX_BYTES = 2**22  # maximum bytes that rank 0 gathers at a time
+Group = Optional["dist.ProcessGroup"]  # None means all ranks
 GroupOrAxis = Union["dist.ProcessGroup", DeviceMesh, None]
 
 
 class Place(NamedTuple):
-    """The rank of this process, and the number of ranks."""
+    """The rank of this process, and the world size."""
 
     rank: int
     world_size: int
 
 
 def place(group: Group = None) -> Place:
-    """Return this process's place in a process group; without a job, rank 0 of 1.
+    """Return this process's rank and the world size in a process group; (0, 1) without a process group.
 
     Raises:
         RuntimeError: a launcher started several ranks, but torch has no process group.
@@ -38,10 +38,10 @@ def place(group: Group = None) -> Place:
 
 
 def process_group(group: GroupOrAxis) -> Group:
-    """Return the process group of ``group``, which may also be one axis of a device mesh.
+    """Return the process group of ``group``, which may be a process group, an axis of a device mesh, or None.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``group`` has another type.
         ValueError: a mesh has several axes, or this rank is not part of the group.
     """
     if isinstance(group, DeviceMesh):
@@ -51,10 +51,10 @@ def process_group(group: GroupOrAxis) -> Group:
                 "as group=mesh['dp']"
             )
         group = group.get_group()
-    given: Any = group  # of any type, from a program without types
+    given: Any = group  # a program without type checks may pass any type
     if group is None or isinstance(given, dist.ProcessGroup):
         return group
-    if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+    if given is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns this value on ranks outside the group
         raise ValueError(f"group does not contain rank {dist.get_rank()}: pass the group of this rank")
     raise TypeError(f"group is a {type(given).__name__}: pass a process group, or an axis such as mesh['dp']")
 
@@ -76,25 +76,29 @@ def _place_without_group() -> Place:
 
 
 def collective_device() -> torch.device:
-    """Return the device of the tensors that the process group takes."""
+    """Return the device of tensors for the process group's collectives."""
     if place().world_size > 1 and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def use_gather(size: int, group: Group = None) -> bool:
-    """Return whether rank 0 sums tensors of ``size`` bytes: under gloo, while the number of messages costs most."""
+    """Return whether rank 0 should sum a tensor of ``size`` bytes.
+
+    With gloo, a sum on rank 0 is faster for small tensors, because the number of messages determines their time.
+    """
     is_gloo = dist.get_backend(group) == "gloo"
     return is_gloo and 1 < dist.get_world_size(group) <= GATHER_MAX_BYTES // max(1, size)
 
 
 def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
-    """Replace ``tensor`` by its sum over the ranks of a group, with the same bits on all of them.
+    """Replace ``tensor`` by its sum over the ranks of a group, with the same bits on all ranks.
 
-    A ring passes 2 (p - 1) messages in turn at p ranks, however small they are. A small tensor goes to rank 0, which
-    adds in the order of ranks, and back by a broadcast: 1 + log2(p) messages in turn.
+    This call is a collective. With p ranks, a ring needs 2 (p - 1) sequential messages, even for small tensors. For a
+    small tensor, rank 0 gathers and adds in rank order, and broadcasts the sum. This needs 1 + log2(p) sequential
+    messages.
     """
-    if torch.compiler.is_compiling() or not use_gather(tensor.nbytes, group):  # a compiler cannot trace gather
+    if torch.compiler.is_compiling() or not use_gather(tensor.nbytes, group):  # torch.compile cannot trace gather
         dist.all_reduce(tensor, group=group)  # collective
         return
     rank, world_size = place(group)
@@ -107,12 +111,12 @@ def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_alone() -> bool:
-    """Return whether there is one rank. A compiler takes the answer as constant, and does not trace `place`."""
+    """Return whether the world size is 1. torch.compile treats the result as a constant, and does not trace `place`."""
     return place().world_size == 1
 
 
 def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
-    """Replace ``tensor`` by its sum over the ranks of a group, in an order that no restart changes; return it."""
+    """Replace ``tensor`` by its sum over the ranks of a group, in the same order in each start, and return it."""
     if not is_alone():
         ordered_all_reduce(tensor, group)  # collective
     return tensor

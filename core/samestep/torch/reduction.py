@@ -1,8 +1,8 @@
-"""Reduce gradients in an order that no restart changes, so that a resumed run ends with the same bits.
+"""Reduce gradients in an order that a restart does not change, so that a resumed run ends with the same bits.
 
-gloo's own all-reduce is a ring. From 3 ranks on, an element's place in its bucket decides the order of its sum, but DDP
-rebuilds its buckets after the first backward pass. Small gradients therefore go to rank 0, which adds them up in the
-order of ranks; larger ones are reduced by parameter.
+gloo's all-reduce is a ring. With 3 or more ranks, the order of an element's sum depends on its place in the bucket. But
+DDP rebuilds its buckets after the first backward pass. Therefore rank 0 adds up the gradients of small models in rank
+order, and the gradients of larger models are reduced parameter by parameter.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
 
 
 def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None = None) -> None:
-    """Let DDP reduce gradients in an order that does not depend on its buckets, which it rebuilds after the first step.
+    """Register a DDP hook that reduces gradients in an order which does not depend on DDP's buckets.
 
-    Small models are summed on rank 0 in the order of ranks, and larger ones by parameter. The choice depends on the
-    size of the model only.
+    With gloo, rank 0 adds up the gradients of small models in rank order. Otherwise gradients are reduced by parameter.
 
     Args:
-        ddp: the model, on all ranks, before its first forward pass.
-        timer: counts the time as communication, although the next bucket is computed meanwhile.
+        ddp: the model, before its first forward pass. Call this function on all ranks.
+        timer: counts the time of the hook as communication, although other gradients may be computed at the same time.
     """
     gathers = use_gather(sum(parameter.nbytes for parameter in ddp.parameters()))
     reduce = _add_on_rank_0 if gathers else _reduce_by_parameter
-    # DDP refuses a hook whose annotations are strings; a lambda has none.
+    # DDP rejects a hook whose annotations are strings, and a lambda has no annotations.
     ddp.register_comm_hook(timer, lambda timer, bucket: _reduce_bucket(timer, bucket, reduce))
 
 
@@ -46,7 +45,7 @@ def _reduce_bucket(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     reduce: Callable[[dist.GradBucket], None],  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Return the mean over ranks of one bucket's gradients, as DDP expects of a communication hook."""
+    """Return a future with the mean over ranks of one bucket's gradients, as DDP requires."""
     if timer:
         timer.mark(COMPUTE)
     reduce(bucket)  # collective
@@ -75,27 +74,27 @@ def gradient_tree(
     Args:
         model: the model whose gradients are reduced.
         batches: the run's global batches.
-        buffers: tensors that each micro-batch overwrites, such as statistics of a norm; they are summed too.
-        *collectives: the framework's all_to_all and all_gather; torch's by default.
+        buffers: tensors that each micro-batch overwrites, such as statistics of a norm, and that are summed too.
+        *collectives: the framework's all_to_all and all_gather; by default the collectives of torch.
     """
     if not batches.virtual_ranks:
         return None
-    from samestep.torch.virtual_ranks import GradientTree  # other runs do not need it
+    from samestep.torch.virtual_ranks import GradientTree  # runs without virtual ranks do not need this module
 
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = False  # as in no_sync()
+        model.require_backward_grad_sync = False  # has the effect of no_sync()
     return GradientTree(model, batches, buffers, *collectives)
 
 
 def time_phases(model: nn.Module, optimizer: Optimizer, timer: StepTimer) -> None:
-    """Let ``timer`` note when a step's last gradient is there, and when its update begins and ends.
+    """Register hooks that mark a step's last gradient, and the begin and the end of its update, in ``timer``.
 
-    A gradient's hook runs before DDP's own, which may begin to reduce it; backward() returns when all are reduced.
+    A gradient's hook runs before DDP's hook, which may start its reduction. backward() returns after all reductions.
 
     Args:
         model: the model whose gradients are timed.
-        optimizer: its updates are timed.
-        timer: notes the times.
+        optimizer: the optimizer whose updates are timed.
+        timer: gets the marks.
     """
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: timer.mark(COMPUTE))

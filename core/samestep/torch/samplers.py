@@ -1,4 +1,4 @@
-"""Cut a dataset into global batches that are the same at any number of ranks, and into blocks of an evaluation."""
+"""Divide a dataset into global batches that are the same at any world size, and into blocks for an evaluation."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Batch = TypeVar("Batch")
 
 
 class IndexList(list[int]):
-    """The numbers of a batch's examples. ``epoch`` is the epoch that the batch belongs to."""
+    """The indices of a batch's examples, and the batch's ``epoch``."""
 
     epoch = 0
 
 
 class IndexArray(np.ndarray[Any, np.dtype[np.int64]]):
-    """The numbers of a batch's examples, int64 [m]. ``epoch`` is the epoch that the batch belongs to."""
+    """The indices of a batch's examples, int64 [m], and the batch's ``epoch``."""
 
     epoch = 0
 
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 class HasRows(Protocol):
-    """An object that knows the rows of the batch that is computed now."""
+    """An object that returns the rows of the current batch, such as a `GlobalBatchSampler` or a `FixedRows`."""
 
     def rows(self) -> Rows:
         """Return the rows of the current batch."""
@@ -81,11 +81,12 @@ class HasRows(Protocol):
 class FixedRows:
     """Rows that a program sets itself before each forward pass.
 
-    Use it for `exact` if batches do not come from a `GlobalBatchSampler`. Seed torch's CPU generator alike on all ranks
-    before each forward pass, for example with `samestep.sharding.step_seed`: masks of dropout come from it.
+    Use this class for `exact` if batches do not come from a `GlobalBatchSampler`. Before each forward pass, seed
+    torch's CPU generator with the same number on all ranks, for example with `samestep.sharding.step_seed`. Dropout
+    draws its masks from this generator.
 
     Args:
-        virtual_ranks: if set, batch norms take the statistics of each forward pass alone, without other ranks.
+        virtual_ranks: if set, batch norms compute the statistics of each forward pass without other ranks.
         group: the ranks that take different data, as in `GlobalBatchSampler`.
     """
 
@@ -95,20 +96,20 @@ class FixedRows:
         self._rows: Rows | None = None
 
     def set(self, step: int, first: int, local: int, size: int) -> None:
-        """Set the rows of the next forward pass; see `Rows`. Raises ValueError if they do not fit.
+        """Set the rows of the next forward pass. Raises ValueError if they are not part of the global batch.
 
         Args:
-            step: number of the update, from 0.
+            step: number of updates before this one.
             first: index of this rank's first row in the global batch.
             local: number of this rank's rows.
-            size: rows of the global batch, over all ranks.
+            size: number of rows of the global batch, over all ranks.
         """
         if first < 0 or local < 0 or first + local > size:
             raise ValueError(f"rows {first} to {first + local} are not part of a global batch of {size} rows")
         self._rows = Rows(step, first, local, size)
 
     def rows(self) -> Rows:
-        """Return the rows. Raises RuntimeError before the first `set`."""
+        """Return the rows of the current batch. Raises RuntimeError before the first `set`."""
         if self._rows is None:
             raise RuntimeError("FixedRows has no rows yet: call set(step, first, local, size) before the forward pass")
         return self._rows
@@ -117,29 +118,30 @@ class FixedRows:
 class GlobalBatchSampler(Sampler[Indices]):
     """Yield this rank's shard of each global batch, for the argument ``batch_sampler`` of a DataLoader.
 
-    An epoch is a permutation of the dataset, which is computed and never stored. Shards of a batch differ in size by at
-    most one, and may be empty. Each batch is one step of the optimizer. The position counts steps over all epochs: an
-    iteration begins at the position, and stops at the end of its epoch. A position at the end of an epoch belongs to
-    this epoch until its iteration has ended. If a program is restored there, the iteration yields no batch, and the
-    program's evaluation follows.
+    An epoch is a permutation of the dataset, which is computed and never stored. The shards of a batch differ in size
+    by at most one, and may be empty. Each batch is one step of the optimizer. The position counts steps over all
+    epochs. An iteration begins at the position, and stops at the end of its epoch. After an epoch's last batch, the
+    position belongs to this epoch until the iteration ends. If a program is restored at such a position, the next
+    iteration yields no batch, so that the program first repeats its evaluation.
 
-    The kit's `DataLoader` counts the batches that the loop has received. Another DataLoader with workers reads ahead:
-    iterate over `received` of it.
+    The kit's `DataLoader` counts the batches that the loop has received. For any other DataLoader, which may read ahead
+    with workers, iterate over ``sampler.received(loader)``.
 
     Args:
         dataset_len: number of examples.
-        global_batch_size: examples of a step, over all ranks.
-        rank, world_size: this process's place; by default the process group's at the first iteration.
-        seed: integer in [0, 2**64) that decides the order of examples and the random numbers of `Seeded`.
-        drop_last: leave out an epoch's last batch if it is smaller.
-        seed_steps: seed ``random``, ``numpy.random`` and torch from (seed, step) when the loop receives a batch, on all
-            ranks alike.
-        virtual_ranks: number of sub-shards of a global batch, or None. Sums over sub-shards have the same bits at any
-            number of ranks; see `samestep.torch.reduction.gradient_tree`.
-        accumulate: number of micro-batches of a step. With this argument or ``virtual_ranks``, iterate over
+        global_batch_size: examples per step, over all ranks.
+        rank: rank of this process; by default the rank in the process group at the first iteration.
+        world_size: number of ranks; by default the number in the process group at the first iteration.
+        seed: integer in [0, 2**64). The order of examples and the random numbers of `Seeded` depend on this seed.
+        drop_last: whether to omit an epoch's last batch if it is smaller.
+        seed_steps: whether to seed ``random``, ``numpy.random`` and torch from (seed, step) when the loop receives a
+            batch. All ranks use the same seed.
+        virtual_ranks: number of sub-shards per global batch, or None. Sums over sub-shards have the same bits at any
+            world size; see `samestep.torch.reduction.gradient_tree`.
+        accumulate: number of micro-batches per step. With this argument or ``virtual_ranks``, iterate over
             `micro_batches` in each step.
         group: the ranks that take different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
-            By default all ranks.
+            None means all ranks.
 
     Raises:
         TypeError: an argument is not a whole number.
@@ -167,7 +169,7 @@ class GlobalBatchSampler(Sampler[Indices]):
                 raise ValueError(f"virtual_ranks must be at least 1, got {virtual_ranks}")
         self.group = process_group(group)
         self._given = checked_place(rank, world_size, self.group)
-        # Some frameworks make samplers before the process group. `__iter__` then looks the place up.
+        # Some frameworks create samplers before the process group. `__iter__` then sets the rank and the world size.
         rank, world_size = self._given or (place(self.group) if has_group() else Place(0, 1))
         self.batches = GlobalBatches(
             dataset_len,
@@ -180,38 +182,38 @@ class GlobalBatchSampler(Sampler[Indices]):
             drop_last=drop_last,
         )
         self.seed_steps = seed_steps
-        self.yields_arrays = False  # the kit's DataLoader sets it for a dataset that reads whole batches
+        self.yields_arrays = False  # set by the kit's DataLoader if the dataset reads whole batches
         self._epoch = 0
-        self._batch = 0  # steps done in this epoch; equal to len(self) at its end
+        self._batch = 0  # steps done in this epoch; equal to len(self) at the epoch's end
         self._is_drawn = False
         self._is_counted = False
-        self._has_received_last = False  # the loop has received the epoch's last batch, in this process
+        self._has_received_last = False  # whether the loop has received the epoch's last batch in this process
         self.micro_batch: tuple[int, int] | None = (
-            None  # (k, count) while `micro_batches` yields it, for `GradientTree.add`
+            None  # (k, count) of the micro-batch that `micro_batches` yields, for `GradientTree.add`
         )
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
+        """Return the number of batches per epoch."""
         return self.batches.steps_per_epoch
 
     @property
     def seed(self) -> int:
-        """The seed of the order."""
+        """The seed of the order of examples."""
         return self.batches.seed
 
     @property
     def virtual_ranks(self) -> int | None:
-        """The number of sub-shards of a global batch, or None."""
+        """The number of sub-shards per global batch, or None."""
         return self.batches.virtual_ranks
 
     @property
     def epoch(self) -> int:
-        """The epoch of the position, from 0. It changes when an iteration ends."""
+        """The epoch of the position, from 0. The epoch changes when an iteration ends."""
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """The number of steps done in this epoch: ``enumerate(loader, sampler.batch)`` is right after a resume."""
+        """The number of steps done in this epoch. After a resume, use ``enumerate(loader, sampler.batch)``."""
         return self._batch
 
     @property
@@ -220,18 +222,18 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self._epoch * len(self) + self._batch
 
     def seek(self, step: int) -> None:
-        """Go to the position after ``step`` steps, for example to the start of an epoch at a multiple of its length."""
+        """Set the position to ``step`` steps over all epochs."""
         self._go_to(*divmod(whole_number("step", step), len(self)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; stay at a position in it. Frameworks call this method; a loop need not."""
+        """Set the position to the start of an epoch, unless it is already in this epoch. Only frameworks call this."""
         if epoch != self._epoch:
             self._go_to(epoch, 0)
 
     def __iter__(self) -> Iterator[Indices]:
         rank, world_size = self._given or place(self.group)
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
-        if self._has_received_last:  # the loop has left its iteration at that step
+        if self._has_received_last:  # the loop left its last iteration after the epoch's last batch
             self._go_to(self._epoch + 1, 0)
         return self._indices(self._epoch, self._batch)
 
@@ -242,7 +244,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             yield index_array(numbers, epoch) if self.yields_arrays else index_list(numbers, epoch)
 
     def _indices_of(self, step: int) -> NDArray[np.int64]:
-        """Return the samples of all micro-batches of this rank, in their order."""
+        """Return the sample indices of all micro-batches of this rank, int64 [m], in order."""
         if not self._is_cut:
             return self.batches.indices(step)
         parts = [self.batches.indices(step, micro_batch) for micro_batch in self.batches.micro_batches(step)]
@@ -254,10 +256,10 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self.batches.virtual_ranks is not None or self.batches.accumulate > 1
 
     def received(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of ``loader``, and count each one as received.
+        """Yield the batches of ``loader``, and count each batch as received.
 
         Args:
-            loader: a loader that reads this sampler, or a new iteration of it.
+            loader: a loader that uses this sampler, or a new iteration of such a loader.
         """
         batches = iter(loader)
         self._is_counted = True
@@ -282,13 +284,13 @@ class GlobalBatchSampler(Sampler[Indices]):
             seed_generators(step_seed(self.seed, self.step - 1))
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """Cut the batch that the loop has received last into this rank's micro-batches.
+        """Divide the batch that the loop has received last into this rank's micro-batches.
 
-        While a micro-batch is computed, `rows` returns its rows. The generators are seeded again before each, so that
-        dropout masks do not depend on the cut.
+        While the loop computes a micro-batch, `rows` returns its rows. The generators are seeded again before each
+        micro-batch, so that dropout masks do not depend on the division.
 
         Args:
-            batch: tensors, or lists, tuples and dicts of tensors; their first dimension is the rank's rows.
+            batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, ...].
         """
         step = self._current_step()
         begin = 0
@@ -303,10 +305,10 @@ class GlobalBatchSampler(Sampler[Indices]):
             begin = end
 
     def rows(self) -> Rows:
-        """Return the rows of the batch, or of the micro-batch, that the loop has received last.
+        """Return the rows of the batch or micro-batch that the loop has received last.
 
         Raises:
-            RuntimeError: no batch has been received, or the step is cut and `micro_batches` does not run.
+            RuntimeError: the loop has received no batch, or it must iterate over `micro_batches` and does not.
         """
         step = self._current_step()
         if self._is_cut and self.micro_batch is None:
@@ -322,15 +324,15 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self.step - 1
 
     def scale(self, loss_sum: Tensor, grad_scale: float | None = None) -> Tensor:
-        """Return a loss with the gradient of the mean over the global batch's examples, without communication.
+        """Return a loss with the gradient of the mean over the global batch's losses, without communication.
 
         Args:
-            loss_sum: sum of the losses of this rank's batch or micro-batch.
-            grad_scale: factor of the gradient; by default the number of ranks, because DDP divides by it. With
-                ``virtual_ranks``, and wherever gradients are summed over ranks, it is 1.
+            loss_sum: sum of the losses of this rank's batch or micro-batch, scalar tensor.
+            grad_scale: factor of the gradient. The default is 1 with ``virtual_ranks``, else the world size, because
+                DDP divides by the world size. Pass 1 if gradients are summed over ranks.
 
         Returns:
-            This rank's part of the mean: the parts of all ranks and micro-batches add up to it.
+            This rank's part of the mean. The parts of all ranks and micro-batches add up to the mean.
         """
         size = self.batches.num_losses(self._current_step())
         if grad_scale is None:
@@ -338,10 +340,10 @@ class GlobalBatchSampler(Sampler[Indices]):
         return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the settings of the order. Call it after an optimizer step.
+        """Return the position, and the settings of the order of examples. Call this method after an optimizer step.
 
         Raises:
-            RuntimeError: batches were drawn, but not counted.
+            RuntimeError: the loop does not use the kit's DataLoader or `received`, so batches are not counted.
         """
         if self._is_drawn and not self._is_counted:
             raise RuntimeError(
@@ -351,7 +353,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         return {"step": self.step, "epoch": self._epoch, **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises ValueError if it belongs to another order of examples."""
+        """Set a saved position. Raises ValueError if the state belongs to another order of examples."""
         for name, value in self._order().items():
             if state[name] != value:
                 raise ValueError(f"the checkpoint has {name} {state[name]}, not {value}: set it back, or start anew")
@@ -371,17 +373,18 @@ class GlobalBatchSampler(Sampler[Indices]):
 class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
-    Each example is in one block, and each block on one rank. Blocks depend on the number of ranks only if ``blocks``
-    does. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end, except with
-    ``even``.
+    Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless
+    ``blocks`` does. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end,
+    except with ``even``.
 
     Args:
         dataset_len: number of examples.
-        batch_size: examples of a block, at most.
-        blocks: number of blocks, at least. By default the smallest number that ``batch_size`` allows.
-        even: give every rank the same number of batches; the last may be empty. Use it if the model's forward
-            pass is a collective.
-        rank, world_size: this process's place; by default the process group's at the first iteration.
+        batch_size: maximum number of examples per block.
+        blocks: minimum number of blocks. The default is the smallest number that ``batch_size`` allows.
+        even: whether to yield the same number of batches on each rank, some of them empty. Set ``even`` if the model's
+            forward pass is a collective.
+        rank: rank of this process; by default the rank in the process group.
+        world_size: number of ranks; by default the number in the process group.
         group: the ranks that take different data, as in `GlobalBatchSampler`.
 
     Raises:
@@ -411,7 +414,7 @@ class EvalSampler(Sampler[Indices]):
         self._is_even = even
         self._group = process_group(group)
         self._given = checked_place(rank, world_size, self._group)
-        self.yields_arrays = False  # the kit's DataLoader sets it for a dataset that reads whole batches
+        self.yields_arrays = False  # set by the kit's DataLoader if the dataset reads whole batches
 
     @property
     def num_blocks(self) -> int:
@@ -440,28 +443,29 @@ class EvalSampler(Sampler[Indices]):
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return ``value`` as an int; NumPy's integers are taken. Raises TypeError for anything else, and for a bool."""
+    """Return an int or a NumPy integer as an int. Raises TypeError for a bool and for other types."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {value!r:.60}")
     return index(value)
 
 
 def check_not_empty(dataset_len: int) -> None:
-    """Raise ValueError if a dataset has no example."""
+    """Raise ValueError if a dataset has no examples."""
     if dataset_len < 1:
         raise ValueError(f"the dataset is empty: dataset_len is {dataset_len}")
 
 
 def checked_place(rank: int | None, world_size: int | None, group: Group) -> Place | None:
-    """Return the place that a caller gave, or None for the process group's.
+    """Return the rank and world size from a caller's arguments; None if the process group determines them.
 
     Args:
-        rank: as the caller gave it, or None.
-        world_size: as the caller gave it, or None.
-        group: the group, which has a place of its own.
+        rank: the caller's argument.
+        world_size: the caller's argument.
+        group: process group, which excludes ``rank`` and ``world_size``.
 
     Raises:
-        TypeError, ValueError: the arguments do not go together, or are out of range.
+        TypeError: an argument is not a whole number.
+        ValueError: the arguments exclude each other, or are out of range.
     """
     if rank is None and world_size is None:
         return None
@@ -475,7 +479,7 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
 
 
 def _slicer(begin: int, end: int) -> Any:
-    """Return a function that takes the rows [begin, end) of a tensor, and returns other values as they are."""
+    """Return a function that returns the rows [begin, end) of a tensor, and other values unchanged."""
 
     def rows_of(value: Any) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0
@@ -485,12 +489,13 @@ def _slicer(begin: int, end: int) -> Any:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed ``random``, ``numpy.random`` and torch's generators with an integer of 64 bits.
+    """Seed ``random``, ``numpy.random`` and torch's generators with a 64-bit integer.
 
-    `torch.manual_seed` asks every kind of device, which takes 0.3 ms on a CPU build. NumPy takes 32 bits quickly.
+    `torch.manual_seed` would also check all types of devices, which takes 0.3 ms on a CPU build. NumPy's generator gets
+    the lower 32 bits, because a longer seed takes more time.
     """
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # datasets use the global generator
+    np.random.seed(seed & 0xFFFFFFFF)  # datasets use NumPy's global generator
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

@@ -1,7 +1,7 @@
-"""Cut and restore tensors that are sharded over a device mesh, so that no rank holds a whole one.
+"""Save and restore tensors that are sharded over a device mesh, without a rank that holds a whole tensor.
 
-Checkpoints have the whole shape of a tensor, and each rank writes its part. A part that several ranks hold is written
-by the first of them. A restore reads the part that the tensor of the same name has now, on any mesh.
+A checkpoint stores the shape of the whole tensor, and each rank writes its part. If several ranks hold the same part,
+the first of them writes it. On a restore, each rank reads the part that it holds on the current mesh.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from samestep.sharded.tensors import Shape, StoredTensor, TensorShard
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # for dtypes that NumPy lacks
-_OPTIMIZER_STATE = re.compile(r"state\.(\d+)\..+")  # a tensor of the parameter with this number
+_OPTIMIZER_STATE = re.compile(r"state\.(\d+)\..+")  # name of an optimizer's tensor, with the parameter's number
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether a value is a DTensor. Its module takes long to import."""
+    """Return whether a value is a DTensor, without importing DTensor's module, which takes long."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -35,9 +35,9 @@ class Part:
     """The part of a tensor that this rank holds.
 
     Attributes:
-        offset: where it begins in the whole tensor.
-        shape: its shape; a dimension may be 0.
-        is_copy: whether an earlier rank holds the same part.
+        offset: index of the part's first element in the whole tensor.
+        shape: shape of the part; a dimension may be 0.
+        is_copy: whether a lower rank holds the same part.
     """
 
     offset: Shape
@@ -46,24 +46,24 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The part, to index the whole array."""
+        """The slices that select the part from the whole array."""
         return tuple(slice(begin, begin + length) for begin, length in zip(self.offset, self.shape))
 
 
 @functools.lru_cache(maxsize=64)
 def _has_rank_0(mesh: Any) -> bool:
-    """Return whether rank 0 is on a mesh. To read its ranks takes longer than all else of `part_of`."""
+    """Return whether rank 0 is on a mesh. The result is cached, because reading a mesh's ranks is slow."""
     return 0 in mesh.mesh.flatten().tolist()
 
 
 def part_of(tensor: Any) -> Part:
     """Return this rank's part of a DTensor.
 
-    Each axis of the mesh that shards a dimension cuts it as `torch.chunk` does. FSDP2 cuts what tensor parallelism has
-    left, and marks its placement by a split factor.
+    Each axis of the mesh that shards a dimension divides it as `torch.chunk` does. FSDP2 divides the shards of tensor
+    parallelism further, and its placements have the attribute ``split_factor``.
 
     Raises:
-        TypeError: the tensor has sums that are not reduced yet.
+        TypeError: the tensor contains sums that are not reduced yet.
     """
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate()
@@ -88,18 +88,27 @@ def part_of(tensor: Any) -> Part:
 
 
 def to_array(value: Tensor) -> NDArray[Any]:
-    """Return a tensor's values: unsigned integers for a dtype that NumPy lacks. On the CPU it may be a view."""
+    """Return a tensor as an array. It may be a view of a CPU tensor.
+
+    A dtype that NumPy lacks, such as bfloat16, becomes unsigned integers of the same width. A complex tensor becomes
+    real, with a last dimension of 2.
+    """
     flat = value.detach().cpu().contiguous().resolve_neg()
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat.resolve_conj())
     try:
         return np.asarray(flat.numpy())
-    except (TypeError, RuntimeError):  # bfloat16, float8
+    except (TypeError, RuntimeError):  # NumPy lacks the dtype, such as bfloat16 or float8
         return np.asarray(flat.view(_UNSIGNED[flat.element_size()]).numpy())
 
 
 def shard_of(value: Any, rank: int) -> TensorShard:
-    """Return what this rank writes of an array, which is the same on all ranks, or of a DTensor."""
+    """Return the shard that this rank writes.
+
+    Args:
+        value: a DTensor, or an array that is the same on all ranks.
+        rank: rank of this process.
+    """
     if not is_sharded(value):
         return TensorShard(value, (0,) * value.ndim, value.shape, copy=rank != 0)
     part = part_of(value)
@@ -109,13 +118,13 @@ def shard_of(value: Any, rank: int) -> TensorShard:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The values of this rank's part of a stored tensor, and the DTensor whose place they take."""
+    """The values of this rank's part of a stored tensor, and the DTensor to replace."""
 
     values: NDArray[Any]
     like: Any
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return a DTensor on the mesh of ``like``."""
+        """Return the values as a DTensor with the mesh and the placements of ``like``."""
         from torch.distributed.tensor import DTensor
 
         flat = torch.from_numpy(self.values.reshape(-1).copy())
@@ -126,12 +135,15 @@ class LocalPart:
 
 
 def local_parts(part: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored arrays of a program's part by name, and of those that are sharded now, this rank's.
+    """Read the stored arrays of a program's part. For each array that is sharded now, read only this rank's part.
 
     Args:
         part: the model, the optimizer or another part.
-        own: the arrays and DTensors of its present state.
-        stored: arrays, or `StoredTensor`s, by name.
+        own: arrays and DTensors of the part's current state, by name.
+        stored: arrays or `StoredTensor` objects, by name.
+
+    Returns:
+        Arrays, and a `LocalPart` for each sharded tensor, by name.
 
     Raises:
         ValueError: a sharded tensor has another shape now.
@@ -154,7 +166,7 @@ def local_parts(part: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) ->
 
 
 def parameters_of(part: Any) -> list[Any]:
-    """Return the parameters of an optimizer in the order of its state_dict's numbers; [] of any other part."""
+    """Return the parameters of an optimizer in the order of the numbers in its state_dict; [] for other parts."""
     if not isinstance(part, torch.optim.Optimizer):
         return []
     parameters = []
@@ -164,12 +176,12 @@ def parameters_of(part: Any) -> list[Any]:
 
 
 def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
-    """Return the parameter that an optimizer's tensor belongs to, or None, as for a counter.
+    """Return the parameter whose sharding a tensor of an optimizer has; None for other tensors, such as a counter.
 
     Args:
-        parameters: the optimizer's, in the order of their numbers.
-        name: of the tensor, as "state.0.exp_avg".
-        shape: of the whole tensor. A tensor of another shape than its parameter is not sharded like it.
+        parameters: parameters of the optimizer, from `parameters_of`.
+        name: name of the tensor, such as "state.0.exp_avg".
+        shape: shape of the whole tensor. A tensor is sharded like its parameter only if the shapes are equal.
     """
     match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None or int(match[1]) >= len(parameters):

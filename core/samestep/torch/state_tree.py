@@ -1,7 +1,7 @@
-"""Turn the state of a program's parts into JSON and arrays, and back with the same types, without pickle.
+"""Convert the state of a program's parts to JSON and arrays, and back with the same types, without pickle.
 
-JSON holds the structure: each value is itself, or an object with one tag. Each tensor is an array under its path, such
-as "state.0.exp_avg"; a model's arrays thus have the names of its parameters.
+JSON contains the structure. Each value without a JSON type becomes an object with a tag. Each tensor becomes an array
+that is named by its path, such as "state.0.exp_avg". A model's arrays have the names of its parameters.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from samestep.torch.sharded_state import LocalPart, is_sharded, to_array
 
-Arrays = dict[str, Any]  # NumPy's; DTensors where `encode` found them, and `LocalPart`s for `decode`
+Arrays = dict[str, Any]  # NumPy arrays by name; also DTensors from `encode`, and `LocalPart` objects for `decode`
 MAX_DEPTH = 100
-_MAX_INT = 2**63  # Python refuses decimal numbers of more than 4300 digits
+_MAX_INT = 2**63  # larger integers are stored in hexadecimal, because Python parses at most 4300 decimal digits
 _NUMPY_KINDS = frozenset("biufc")
 _SEQUENCES: dict[str, Any] = {
     "list": list,
@@ -41,17 +41,17 @@ _TAG_OF: dict[Any, str] = {kind: tag for tag, kind in {**_SEQUENCES, **_MAPPINGS
 
 
 def encode(tree: Any, name: str, with_values: bool = True) -> tuple[Any, Arrays]:
-    """Return a tree of Python values and tensors as JSON values and arrays.
+    """Convert a tree of Python values and tensors to JSON values and arrays.
 
     Args:
-        tree: made of None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter,
-            defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device. A DTensor is returned
-            among the arrays as it is.
-        name: begins the paths in messages.
-        with_values: False to check the tree without reading its arrays, which are then empty.
+        tree: a value that consists of None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict,
+            OrderedDict, Counter, defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device.
+            DTensors are returned unchanged among the arrays.
+        name: name of the tree, with which paths in messages begin.
+        with_values: whether to read the arrays. False only checks the tree, and returns empty arrays.
 
     Returns:
-        The structure, and the arrays by path. They may be views of the tree's values, so copy what must not change.
+        The structure, and the arrays by path. The arrays may be views of the tree's values.
 
     Raises:
         TypeError: `decode` could not restore a value; the message has its path.
@@ -104,7 +104,7 @@ class _Encoder:
         for key, each in value.items():
             inside = (*path, key)
             pairs.append([self.walk(key, inside), self.walk(each, inside)])
-        metadata = getattr(value, "_metadata", None)  # of the state_dict of a module
+        metadata = getattr(value, "_metadata", None)  # a module's state_dict has this attribute
         if metadata is None:
             return {tag: pairs}
         return {tag: pairs, "metadata": self.walk(metadata, (*path, "_metadata"))}
@@ -124,7 +124,7 @@ class _Encoder:
         }
         is_dense = torch.empty_like(value, device="meta").stride() == value.stride()
         if not value.is_contiguous() and is_dense:
-            result["strides"] = list(value.stride())  # such as channels_last
+            result["strides"] = list(value.stride())  # for memory formats such as channels_last
         return result
 
     def _sharded(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -144,18 +144,18 @@ class _Encoder:
         return {tag: self._store(array, path), "shape": list(value.shape)}
 
     def _store(self, array: Any, path: tuple[Any, ...]) -> str:
-        """Store an array under its path; return its name, which gets a number if another path looks the same."""
+        """Store an array under its path, and return its name. Append a number if another array has this name."""
         path_name = ".".join(map(str, path)) or "value"
         name = path_name
         number = 1
-        while name in self.arrays or name == "__metadata__":  # safetensors keeps this name for itself
+        while name in self.arrays or name == "__metadata__":  # safetensors reserves this name
             number += 1
             name = f"{path_name}~{number}"
         self.arrays[name] = array
         return name
 
     def _show(self, path: tuple[Any, ...]) -> str:
-        """Return a path as Python writes it."""
+        """Return a path as Python code, such as "optimizer['state'][0]"."""
         return self._name + "".join(f"[{key!r:.60}]" for key in path)
 
 
@@ -171,7 +171,7 @@ def _encode_leaf(value: Any) -> Any:
 
 
 def _tag_of(value: Any) -> str | None:
-    """Return the tag of a list, a dict or a similar value, or None."""
+    """Return the tag of a container, such as a list or a dict; None for other types."""
     if type(value) is not defaultdict:
         return _TAG_OF.get(type(value))
     for tag, factory in _FACTORIES.items():
@@ -185,10 +185,14 @@ def _describe(kind: type) -> str:
 
 
 def decode(value: Any, arrays: Arrays) -> Any:
-    """Return the tree that `encode` was given, with tensors on the CPU.
+    """Return the tree from the result of `encode`, with tensors on the CPU.
+
+    Args:
+        value: the structure.
+        arrays: the arrays by name.
 
     Raises:
-        ValueError, KeyError, TypeError: the values are not from `encode`.
+        ValueError: a value is not from `encode`. KeyError and TypeError are also possible.
     """
     if not isinstance(value, dict):
         return value

@@ -1,4 +1,4 @@
-"""Let all ranks stop after the same step when one of them receives TERM, USR1 or INT."""
+"""Stop all ranks after the same step if one of them receives TERM, USR1 or INT."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ import torch.distributed as dist
 from samestep.stop import Stopped, StopRequest, decode
 from samestep.torch.ranks import collective_device, place
 
-GRACE_PART = 0.25  # of the grace time, within which the ranks must agree
-MAX_STEPS = 64  # between two all-reduces: more would save nothing, and steps may become slower meanwhile
+GRACE_PART = 0.25  # fraction of the grace time between two all-reduces
+MAX_STEPS = 64  # maximum number of steps between two all-reduces, because steps may become slower
 
-_is_installed = False  # signal handlers are process state
-_exit_code: int | None = None  # of a stopped program
+_is_installed = False  # this variable is global because signal handlers belong to the process
+_exit_code: int | None = None  # exit code of a stopped program; None before a stop
 
 
 class StopRequests:
-    """Hold the stop signal that this process received, and the one that the ranks agreed on.
+    """Receive stop signals, and agree with all ranks on a step to stop after.
 
-    A rank exits at once, unsaved, after a signal before its first step, after a second signal, and ``grace`` seconds
+    A rank exits at once, without saving, at a signal before its first step, at a second signal, and ``grace`` seconds
     after a signal.
 
     Args:
-        grace: seconds from a signal to the end.
+        grace: maximum seconds from a signal to the exit.
 
     Raises:
-        RuntimeError: this process has an instance already.
+        ValueError: ``grace`` is not above 0.
+        RuntimeError: this process already has an instance.
     """
 
     def __init__(self, grace: float = 20.0) -> None:
@@ -41,27 +42,27 @@ class StopRequests:
         if _is_installed:
             raise RuntimeError("this process has StopRequests already: pass grace=None to the second Checkpoints")
         _is_installed = True
-        self.signal = 0  # that the ranks agreed on; 0 for none
+        self.signal = 0  # the signal that the ranks agreed on, or 0
         self._grace = grace
         self._request = StopRequest(grace, _exit_now)
         self._request.install()
-        self._steps_left = 1  # until the next all-reduce
+        self._steps_left = 1  # steps until the next all-reduce
         self._interval = 1
         self._last_time = time.monotonic()
 
     def step(self) -> int:
-        """Count a step, and `agree` after some steps. Call it after each step on all ranks.
+        """Count a step, and call `agree` after some steps. Call this method after each step on all ranks.
 
-        The ranks choose the number of steps so that it takes a quarter of the grace time, and at most 64 steps.
+        The steps between two calls of `agree` take about a quarter of the grace time, but there are at most 64.
 
         Returns:
-            The signal that the ranks agreed on, or 0. It is the same on all ranks.
+            The signal that the ranks agreed on, or 0. The value is the same on all ranks.
         """
         self._steps_left -= 1
         return self.signal if self._steps_left else self.agree()
 
     def agree(self) -> int:
-        """Reduce the stop requests of all ranks; return the signal, or 0. Collective."""
+        """Reduce the stop requests of all ranks, and return the signal or 0. This call is a collective."""
         self._request.in_training = True
         now = time.monotonic()
         seconds = (now - self._last_time) / self._interval
@@ -77,21 +78,21 @@ class StopRequests:
 
 
 def exit_stopped(code: int) -> NoReturn:
-    """End the program by SystemExit, with this exit code."""
+    """Raise SystemExit with an exit code, and skip Python's shutdown afterwards."""
     global _exit_code
     _exit_code = code
     raise SystemExit(code)
 
 
 def _skip_shutdown() -> None:
-    """After a stop, skip Python's shutdown, which threads of gloo may abort with another exit code."""
+    """Skip Python's shutdown after a stop, because gloo's threads may abort it with another exit code."""
     if _exit_code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code)
 
 
-atexit.register(_skip_shutdown)  # exit functions that are registered later run before it
+atexit.register(_skip_shutdown)  # exit functions that are registered later run before this one
 
 
 def _exit_now(stopped: Stopped) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Cut a dataset of texts into global batches by tokens, the same at any number of ranks."""
+"""Divide a dataset of texts into global batches by tokens, which are the same at any world size."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from samestep.torch.samplers import Batch, GlobalBatchSampler, seed_generators, 
 class GlobalTokenBatchSampler(GlobalBatchSampler):
     """Yield this rank's samples of each global batch, which has about ``step_tokens`` tokens.
 
-    Use it as a `GlobalBatchSampler`: iterate over `micro_batches` in each step, and call `scale` with the loss
-    summed over the target tokens. The loss is then the mean over the target tokens of the global batch, without
-    communication.
+    In each step, iterate over `micro_batches`, and call `scale` with the loss summed over the target tokens. The loss
+    is then the mean over the target tokens of the global batch, without communication.
 
-    The dataset must pad on the right: `micro_batches` cuts off columns that only longer micro-batches need.
-    Padding then changes no loss of a causal model.
+    The dataset must pad on the right, because `micro_batches` cuts off the columns after a micro-batch's longest
+    example. Padding on the right does not affect the losses of a causal model.
 
     Args:
-        lengths: number of tokens of each example.
-        targets: number of tokens of each example that have a loss.
-        step_tokens: tokens of a step, over all ranks.
-        micro_tokens: tokens of a micro-batch with its padding, at most. It bounds the memory.
-        rank, world_size, seed, seed_steps: as in `GlobalBatchSampler`. Each micro-batch has a seed of its own.
-        virtual_ranks: the most ranks, or None. With it, sums over micro-batches have the same bits at any number of
-            ranks; see `samestep.torch.reduction.gradient_tree`.
+        lengths: number of tokens of each example, int64 [n].
+        targets: number of target tokens, which have a loss, of each example, int64 [n].
+        step_tokens: tokens per step, over all ranks.
+        micro_tokens: maximum number of tokens of a micro-batch, including padding, to limit the memory.
+        rank: as in `GlobalBatchSampler`.
+        world_size: as in `GlobalBatchSampler`.
+        seed: as in `GlobalBatchSampler`.
+        seed_steps: as in `GlobalBatchSampler`, but each micro-batch has its own seed.
+        virtual_ranks: the maximum number of ranks, or None. If set, sums over micro-batches have the same bits at any
+            world size; see `samestep.torch.reduction.gradient_tree`.
 
     Raises:
         TypeError: an argument is not a whole number.
@@ -78,14 +80,13 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
         return True
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """Cut the batch that the loop has received last into this rank's micro-batches.
+        """Divide the batch that the loop has received last into this rank's micro-batches.
 
-        Without ``virtual_ranks``, a rank without micro-batches gets one without rows, because DDP needs a backward pass
-        on each rank.
+        If a rank has no micro-batches and ``virtual_ranks`` is None, an empty micro-batch is yielded, because DDP
+        requires a backward pass on each rank.
 
         Args:
-            batch: tensors, or lists, tuples and dicts of tensors. Their first dimension is the rank's rows, and the
-                second, if there is one, the tokens.
+            batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, tokens, ...] or [rows].
         """
         step = self._current_step()
         micro_batches = self.batches.micro_batches(step)
@@ -110,7 +111,7 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
 
 
 def _column_slicer(stop: int) -> Any:
-    """Return a function that takes the first ``stop`` columns of a tensor, and returns other values as they are."""
+    """Return a function that returns the first ``stop`` columns of a tensor, and other values unchanged."""
 
     def columns_of(value: Any) -> Any:
         has_columns = isinstance(value, Tensor) and value.ndim > 1

@@ -1,4 +1,4 @@
-"""Let a `samestep.trace.Trace` see each update of an optimizer, without a line in the training loop."""
+"""Connect a `samestep.trace.Trace` to an optimizer's updates, without changes of the training loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from samestep.trace import Trace, digest
 
 
 def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
-    """Call ``trace`` before and after each update of ``parameters``, by any optimizer of this process.
+    """Call ``trace`` before and after each update of ``parameters`` by any optimizer of this process.
 
     Args:
-        parameters: the weights by name, in the same order on all ranks. A rank digests its own shard of a DTensor.
-        trace: asks for digests; its attributes are set.
+        parameters: the weights by name, in the same order on all ranks. A rank digests only its own shard of a DTensor.
+        trace: the trace, whose attributes are set.
     """
     own = {id(parameter) for parameter in parameters.values()}
 
@@ -32,7 +32,7 @@ def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
     trace.weights = lambda: {name: _digest(parameter) for name, parameter in parameters.items()}
     trace.gradients = lambda: {name: _digest(parameter.grad) for name, parameter in parameters.items()}
     trace.copies = frozenset(name for name, parameter in parameters.items() if _is_copy(parameter))
-    # The hooks are for all optimizers, because a framework may wrap the app's optimizer, or replace it.
+    # The hooks apply to all optimizers, because a framework may wrap or replace the app's optimizer.
     register_optimizer_step_pre_hook(update_of_own(trace.begin_update))
     register_optimizer_step_post_hook(update_of_own(trace.end_update))
 

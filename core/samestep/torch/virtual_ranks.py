@@ -1,4 +1,4 @@
-"""Reduce the gradients of micro-batches in one fixed tree: see `samestep.virtual_ranks`."""
+"""Reduce the gradients of micro-batches in the fixed binary tree of `samestep.virtual_ranks`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from samestep.sharding import GlobalBatches
 from samestep.torch.batch_norm import GlobalBatchNorm
 from samestep.virtual_ranks import Layout, Node, nodes_of_ranks, push, tree_sum
 
-GATHER_MAX_BYTES = 2**22  # of all ranks' nodes, which every rank then adds
+GATHER_MAX_BYTES = 2**22  # maximum bytes of all ranks' nodes for which every rank gathers and adds all nodes
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Send each rank ``send[rank]`` values of ``tensor`` in turn; return the ``receive[rank]`` values of each.
+    """Exchange slices of a flat tensor between all ranks. This call is a collective.
 
     Args:
-        tensor: [sum(send)], float.
-        send: [world size], number of values for each rank.
-        receive: [world size], number of values from each rank.
+        tensor: float [sum(send)].
+        send: number of values for each rank.
+        receive: number of values from each rank.
+
+    Returns:
+        float [sum(receive)], in rank order.
     """
     received = tensor.new_empty(sum(receive))
     dist.all_to_all_single(received, tensor, list(receive), list(send))  # collective
@@ -32,17 +35,18 @@ def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> T
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return all ranks' ``tensor`` [k] as [world_size * k], in the order of ranks."""
+    """Return all ranks' ``tensor`` [k] as [world_size * k], in rank order. This call is a collective."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)  # collective
     return torch.cat(gathered)
 
 
 class GradientTree:
-    """Sum the gradients and losses of a step's micro-batches, with the same bits at any number of ranks.
+    """Sum the gradients and losses of a step's micro-batches, with the same bits at any world size.
 
-    The tree replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients at a time, and then exchanges them. If
-    they are large, each rank sums one slice, and sends and receives about as many bytes as an all-reduce does.
+    The tree replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients, which the ranks exchange after the
+    last micro-batch. If the gradients are large, each rank sums one slice of them, and sends and receives about as many
+    bytes as an all-reduce.
     """
 
     def __init__(
@@ -53,16 +57,16 @@ class GradientTree:
         all_to_all: AllToAll = all_to_all,
         all_gather: Callable[[Tensor], Tensor] = all_gather,
     ) -> None:
-        """Prepare sums of the parameters' gradients, which have one dtype.
+        """Prepare sums of the parameters' gradients, which must have the same dtype.
 
-        The statistics of norms that `exact` replaced are summed too, and update the running statistics.
+        The statistics of the norms that `exact` has replaced are also summed, and update the running statistics.
 
         Args:
-            model: has the parameters.
-            batches: this rank's micro-batches.
-            buffers: tensors that each micro-batch overwrites, such as statistics of a norm; they are summed too.
-            all_to_all: the framework's collective, with the interface of this module's.
-            all_gather: likewise.
+            model: the model with the parameters.
+            batches: the run's global batches, for this rank.
+            buffers: tensors that each micro-batch overwrites, such as statistics of a norm, and that are summed too.
+            all_to_all: the framework's collective, with the interface of this module's `all_to_all`.
+            all_gather: the framework's collective, with the interface of this module's `all_gather`.
         """
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
@@ -72,14 +76,18 @@ class GradientTree:
         self._all_to_all = all_to_all
         self._all_gather = all_gather
         self._sizes = [tensor.numel() for tensor in (*self._parameters, *self._buffers)]
-        self._sizes.append(1)  # the loss
-        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # for equal slices
+        self._sizes.append(1)  # the size of the loss
+        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # makes slices equal
         self._nodes: list[Node] = []
 
     def add(self, micro_batch: tuple[int, int], loss: Tensor) -> None:
-        """Take the gradients of one micro-batch out of the parameters, and its summed ``loss``.
+        """Add the gradients of one micro-batch to the tree, and set the parameters' ``grad`` to None.
 
-        Gradients are moved, never added to zeros: -0.0 + 0.0 has another sign.
+        Gradients are not added to zeros, because -0.0 + 0.0 has another sign.
+
+        Args:
+            micro_batch: (k, count) of the micro-batch.
+            loss: summed loss of the micro-batch, scalar tensor.
         """
         k, count = micro_batch
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
@@ -90,9 +98,13 @@ class GradientTree:
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int) -> Tensor:
-        """Give every parameter its gradient of the global batch; return the global batch's summed loss on rank 0.
+        """Set the gradient of each parameter to the sum over the global batch. This call is a collective.
 
-        Other ranks return 0, so that the ranks' losses add up, as their shards' do.
+        Args:
+            step: number of updates done before this one.
+
+        Returns:
+            The summed loss of the global batch on rank 0, and 0 on all other ranks, so that a sum over ranks is right.
         """
         nodes = self._nodes
         self._nodes = []
@@ -113,7 +125,7 @@ class GradientTree:
         return own
 
     def _exchange(self, nodes: list[Node], step: int) -> Tensor:
-        """Return the sum over all ranks' ``nodes``. Every rank adds small ones; each adds a slice of large ones."""
+        """Return the sum of all ranks' ``nodes``. If the nodes are large, each rank adds only one slice."""
         leaves = self._batches.num_micro_batches(step)
         layout = nodes_of_ranks(leaves, self._batches.world_size)
         size = sum(self._sizes) + len(self._padding)
@@ -122,15 +134,15 @@ class GradientTree:
             rows = torch.stack([row for _, _, row in nodes])
         most = max(map(len, layout))
         gathered_bytes = self._batches.world_size * most * size * rows.element_size()
-        if gathered_bytes <= GATHER_MAX_BYTES:  # one collective instead of two
+        if gathered_bytes <= GATHER_MAX_BYTES:  # use one collective instead of two
             return self._sum_all(rows, leaves, layout)
         return self._sum_slices(rows, leaves, layout)
 
     def _sum_all(self, rows: Tensor, leaves: int, layout: Layout) -> Tensor:
-        """Return the sum of all ranks' nodes, which every rank gathers and adds.
+        """Gather all ranks' nodes on every rank, and return their sum, [size].
 
         Args:
-            rows: [own nodes, size], one node a row.
+            rows: [own nodes, size], one row per node.
             leaves: number of micro-batches of the step.
             layout: the nodes of each rank.
         """
@@ -142,10 +154,10 @@ class GradientTree:
         return total
 
     def _sum_slices(self, rows: Tensor, leaves: int, layout: Layout) -> Tensor:
-        """Return the sum of all ranks' nodes: each rank adds one slice. The arguments are as in `_sum_all`."""
+        """Return the sum of all ranks' nodes. Each rank adds one slice. The arguments are as in `_sum_all`."""
         world_size = len(layout)
         width = rows.shape[1] // world_size
-        slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node
+        slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # ordered by rank, then by node
         send = [len(rows) * width] * world_size
         receive = [len(nodes) * width for nodes in layout]
         received = self._all_to_all(slices, send, receive)

@@ -1,4 +1,4 @@
-"""Convert weights and optimizer state to arrays, under the names that all apps share, and back."""
+"""Convert weights and optimizer state to arrays and back, with the names that all PyTorch apps share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from samestep.run import Groups
 
 
 def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Return the arrays of a checkpoint. Raises NonRetryableError for state that `load` could not restore."""
+    """Return a checkpoint's arrays by group and name. Raises NonRetryableError if `load` could not restore an array."""
     return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
 
 
 def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or weights alone. Raises ValueError if they do not fit.
+    """Load the arrays of a checkpoint, or only weights. Raises ValueError if an array does not fit.
 
     Args:
-        model: receives the weights.
-        optimizer: receives the state, if the groups have it.
+        model: gets the weights.
+        optimizer: gets the state, if ``groups`` has the group "optimizer".
         groups: arrays by group and name.
     """
     load_model(model, groups["model"])
@@ -32,7 +32,7 @@ def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
 
 
 def model_arrays(model: nn.Module) -> Arrays:
-    """Return the weights and buffers under their names, as arrays on the CPU."""
+    """Return the model's weights and buffers as arrays, by name."""
     return {name: _array(name, tensor) for name, tensor in model.state_dict().items()}
 
 
@@ -46,9 +46,9 @@ def _array(name: str, tensor: Tensor) -> NDArray[Any]:
 
 
 def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
-    """Return the optimizer's state as ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
+    """Return the optimizer's state as arrays named ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
 
-    Raises NonRetryableError if the state is not made of scalars and of tensors like their parameters.
+    Raises NonRetryableError if a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype.
     """
     arrays = {}
     for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
+    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes match the model."""
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
@@ -74,8 +74,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> No
 
     Args:
         model: the model whose parameters the optimizer updates.
-        optimizer: receives the state.
-        arrays: by name.
+        optimizer: gets the state.
+        arrays: arrays by name, from `optimizer_arrays`.
     """
     parameters = dict(model.named_parameters())
     group_of = {}
@@ -90,7 +90,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> No
         difference = shape_mismatch_error(value, parameter)
         if difference:
             raise ValueError(f"{full_name} is {difference}")
-        # A counter such as Adam's ``step`` is on the CPU, unless kernels of the parameter's device read it.
+        # A counter such as Adam's ``step`` stays on the CPU, unless kernels on the parameter's device read it.
         is_counter = value.ndim < parameter.ndim or key == "step"
         is_read_by_kernels = any(map(group_of[parameter].get, ("fused", "capturable")))
         if is_read_by_kernels or not is_counter:
@@ -99,7 +99,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> No
 
 
 def shape_mismatch_error(value: Tensor, parameter: Tensor) -> str | None:
-    """Return why ``value`` cannot be optimizer state of ``parameter``, or None if it can."""
+    """Return the reason why ``value`` cannot be optimizer state of ``parameter``; None if it can."""
     if value.ndim == 0:
         return None
     if value.shape == parameter.shape and value.dtype == parameter.dtype:

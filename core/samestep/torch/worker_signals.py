@@ -1,6 +1,6 @@
-"""Start workers of a DataLoader that outlive a stop signal to their process group, and end with their rank.
+"""Start a DataLoader's workers so that they survive a stop signal to their process group, and end with their rank.
 
-If a signal ends a worker, torch's handler of SIGCHLD raises RuntimeError in its rank, before the rank can save.
+If a signal ended a worker, torch's handler of SIGCHLD would raise RuntimeError in the rank before the rank can save.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from typing import Any
 
 from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
-_iterations: weakref.WeakSet[Any] = weakref.WeakSet()  # that have workers
+_PR_SET_PDEATHSIG = 1  # option of prctl(2)
+_iterations: weakref.WeakSet[Any] = weakref.WeakSet()  # the DataLoader iterations that have workers
 
 
 @contextlib.contextmanager
 def blocked_stop_signals(start_method: str) -> Iterator[None]:
-    """Block stop signals in this thread. Workers that start meanwhile inherit it until `WorkerInit` runs in them.
+    """Block stop signals in this thread during the context. Workers that start in the context inherit the block.
+
+    `WorkerInit` unblocks the signals in a worker.
 
     Args:
-        start_method: multiprocessing's name of the method by which workers start.
+        start_method: multiprocessing's start method of the workers, such as "fork".
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         if start_method != "fork":
-            resource_tracker.ensure_running()  # it unblocks TERM and INT at its first start
+            resource_tracker.ensure_running()  # the first start of the tracker unblocks TERM and INT
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
@@ -41,10 +43,10 @@ def blocked_stop_signals(start_method: str) -> Iterator[None]:
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that sets the signals of a worker, and then calls the user's own.
+    """A ``worker_init_fn`` that sets the signal handlers of a worker, and then calls the user's ``worker_init_fn``.
 
     The worker ignores stop signals for a second after the first one, because launchers repeat them. A later signal ends
-    it: multiprocessing ends a worker that hangs by TERM.
+    the worker, because multiprocessing sends TERM to a worker that hangs.
     """
 
     def __init__(self, start_method: str, user_function: Callable[[int], None] | None) -> None:
@@ -53,11 +55,11 @@ class WorkerInit:
         self._first_signal_time = 0.0
 
     def __call__(self, worker: int) -> None:
-        """Set the signals of worker number ``worker``."""
+        """Set the signal handlers in the worker with the number ``worker``."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if self._parent not in (None, os.getppid()):  # the rank has ended before
+        if self._parent not in (None, os.getppid()):  # the rank ended before prctl was called
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self._user_function:
@@ -71,17 +73,17 @@ class WorkerInit:
 
 
 def remember_workers(iteration: Any) -> None:
-    """Note an iteration of a DataLoader that has workers, for `stop_workers`, which Python's exit calls too.
+    """Register a DataLoader iteration with workers for `stop_workers`, which is also called at Python's exit.
 
-    At its exit, multiprocessing ends workers by TERM, which they ignore once, and then waits for them without a limit.
+    multiprocessing's exit function sends TERM to workers, which ignore it once, and then waits without a time limit.
     """
     if not _iterations:
         atexit.unregister(stop_workers)
-        atexit.register(stop_workers)  # runs before multiprocessing's own, which was registered earlier
+        atexit.register(stop_workers)  # runs before multiprocessing's exit function, which was registered earlier
     _iterations.add(iteration)
 
 
 def stop_workers() -> None:
-    """End all workers. Otherwise an exit in the middle of an epoch waits 5 s for each of them."""
+    """End all workers. Otherwise an exit in the middle of an epoch would wait 5 s for each worker."""
     for iteration in list(_iterations):
         iteration._shutdown_workers()
