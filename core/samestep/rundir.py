@@ -33,6 +33,8 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
+# The losses and the trace of every step. Their own modules need numpy, which a launch script may lack.
+RECORDS = ("log/losses.bin", "log/trace.jsonl")
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
@@ -302,8 +304,10 @@ def archive_previous_run(run_dir: Path) -> None:
     root = Root(run_dir)
     # Files of the best weights and of an average have names that begin with "model-".
     names = [name for name in root.names() if name in left or re.fullmatch(r"model-.*\.safetensors", name)]
+    names += [name for name in RECORDS if (run_dir / name).exists()]
     if names:
         aside = make_folder(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()), unique=True)
+        root.make_folder(f"{aside.name}/log")
         for name in names:
             root.rename(name, f"{aside.name}/{name}")
 

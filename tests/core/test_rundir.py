@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import HOLD, LIMIT, TRY, child, running, start
-from samestep import ConfigError, NonRetryableError, checkpoint, log, rundir
+from samestep import ConfigError, NonRetryableError, checkpoint, log, rundir, step_losses, trace
 from samestep.data import datasets, files
 from samestep.options import Options, Parser, add_common, resume_invariants
 from threads import parse, put
@@ -152,13 +152,16 @@ def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> Non
         for name in ("metrics.jsonl", "model.safetensors", "result.json", "notes.txt"):
             (tmp_path / name).write_text(name)
         (tmp_path / "log").mkdir(exist_ok=True)
+        for name in (*rundir.RECORDS, "log/rank-0.log"):
+            (tmp_path / name).write_text(name)
         rundir.archive_previous_run(tmp_path)
         assert checkpoint.newest(tmp_path, no_warning) is None
     aside = sorted(tmp_path.glob("earlier-*"))
     assert len(aside) == 3
     for folder in aside:
         moved = sorted(path.name for path in folder.iterdir())
-        assert moved == ["checkpoints", "metrics.jsonl", "model.safetensors", "result.json"]
+        assert moved == ["checkpoints", "log", "metrics.jsonl", "model.safetensors", "result.json"]
+        assert {f"log/{path.name}" for path in (folder / "log").iterdir()} == {step_losses.NAME, trace.NAME}
         assert steps(folder) == [3]
     assert sorted(path.name for path in tmp_path.iterdir() if path not in aside) == ["log", "notes.txt"]
 
