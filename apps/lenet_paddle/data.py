@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paddle import Tensor
 from samestep.data import datasets
 
-EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def train(run: Run, options: Options, device: str) -> None:
             line = run.log_metrics(evaluation)
             if scalars:
                 scalars.write(line)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas, rank 0 writes
 
     trainee: nn.Layer | HighLevel = model

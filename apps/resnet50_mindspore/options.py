@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own. Standard library only."""
+"""Define the app's options: the options that all apps share, and its own. Standard library only."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class AfterUpdate:
             if actions.evaluate:
                 evaluation = evaluate(run, self.model, self.evaluated, self.test_set)  # collective
             run.log_metrics(evaluation)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: average, compare; rank 0 writes
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
@@ -160,7 +160,7 @@ class AfterUpdate:
 
 
 def train(run: Run, options: Options) -> None:
-    """Train from the first step, or from the checkpoint that the run resumes."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     world = run.world
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
