@@ -41,14 +41,14 @@ def choose_device(requested: str, world: World) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """Return the name of the library that carries the gradients."""
+    """Return the name of the library that reduces the gradients."""
     if device.type == "cuda" and hvd.nccl_built():
         return "nccl"
     return os.environ["HOROVOD_CPU_OPERATIONS"]  # set by `rendezvous`
 
 
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
-    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
     return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
