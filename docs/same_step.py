@@ -1,4 +1,4 @@
-"""Draw docs/same_step.svg: the losses of one training at 1, 2, 3 and 4 ranks, and of one that was killed twice.
+"""Draw docs/same_step.svg: the losses of one training at 1, 2, 3 and 4 ranks, and of a run that was killed twice.
 
 python3.11 docs/same_step.py
 """

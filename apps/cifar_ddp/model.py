@@ -70,7 +70,7 @@ class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs 
         self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's init
             self.maxpool = nn.Identity()
 
 
@@ -94,5 +94,5 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
         model = ResNet(options.model, options.stem, options.dropout, norm=norm)
     model.freeze_bn = options.freeze_bn
     model.to(dtype)
-    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # as the images
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # the images' format
     return model.train()

@@ -149,7 +149,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if is_resnet(options.model):
         options.stem = options.stem or "cifar"
     if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule depends on --epochs, but not on --max-steps
     return options
 
 

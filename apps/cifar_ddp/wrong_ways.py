@@ -25,7 +25,7 @@ from samestep.sharding import GlobalBatches, shard, step_seed
 from samestep.torch import FixedRows, Rows, exact
 from torch import Tensor, nn
 
-BATCH = 25  # neither 2 nor 3 divides it
+BATCH = 25  # global batch size, not divisible by 2 or 3
 STEPS = 12
 LR = 0.2
 SEED = 1

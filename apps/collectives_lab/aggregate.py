@@ -266,7 +266,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     if "weights_difference" in each:
         difference = f"{each['weights_difference']:.1e}"
     in_collectives = ""
-    if each["strategy"] not in ("ddp", "module"):  # backward hides their collectives
+    if each["strategy"] not in ("ddp", "module"):  # their collectives are in backward
         in_collectives = duration(statistics.mean(each["collective_seconds_per_step"]))
     counts = ["", ""]
     if each["sent_messages_per_step"] > 0:

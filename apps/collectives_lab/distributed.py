@@ -5,7 +5,7 @@ errors and its time limit, and records its timestamps.
 
 On a GPU, calls return before their work is done, so each timestamp is read after `finish`. A collective begins when
 this rank's computation is done, and ends when its result is available. Unlike in other programs, a rank therefore
-cannot queue work while it waits in a collective.
+cannot queue a collective before its computation is done.
 """
 
 from __future__ import annotations

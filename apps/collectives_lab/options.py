@@ -1,4 +1,4 @@
-"""Define the commands of this app and their options. Uses the standard library only."""
+"""Define the commands of this app and their options. The module uses the standard library only."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
-    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # backward hides their collectives
+    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # their collectives are in backward
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
     places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only"

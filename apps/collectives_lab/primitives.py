@@ -482,7 +482,7 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
     The numbers are integers, or floating point if the operator is not defined for integers.
     """
     shown: dict[tuple[str, str], dict[str, Any]] = {}
-    for case in reversed(checks):  # int64 first
+    for case in reversed(checks):  # reversed, so that int64 comes first
         operator = case["operator"]
         name = case["primitive"]
         is_checked = case["defined"] and not case["refused"]

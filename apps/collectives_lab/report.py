@@ -60,7 +60,7 @@ def write(run_dir: Path, markdown: bool) -> None:
     parts = []
     texts = []
     for command, found in sections.items():
-        module = importlib.import_module(MODULES.get(command, command))  # lazily, because torch takes seconds
+        module = importlib.import_module(MODULES.get(command, command))  # not at the top, because torch loads slowly
         links.append(f'<a href="#{command}">{command}</a>')
         parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(SECTIONS[command])}</p>')
         parts += [figure(picture) for picture in module.pictures(found)]

@@ -39,7 +39,7 @@ from samestep.options import (
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # bytes from the start of the embedded text; None for all
 BLOCKS = 64  # number of blocks of a file that its fingerprint covers
-BLOCK = 2**16  # bytes
+BLOCK = 2**16  # size of a block, in bytes
 
 
 def fingerprint(path: Path) -> str:
@@ -196,7 +196,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.data_file = options.data_file.absolute()
     options.resolve_dataset = partial(resolve, options.data_file)
     if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule depends on --epochs, but not on --max-steps
     return options
 
 

@@ -175,7 +175,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     description = f"a GPT of {parameters:,} parameters, mesh {shape},"
     run.start(sampler.batches, test_set.bytes, description, device.type, metadata)
 
-    exact(model, sampler)  # dropout by row of the global batch
+    exact(model, sampler)  # draws dropout masks by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
     for windows in run.batches(loader):  # up to --max-steps
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))

@@ -35,7 +35,7 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
 
     With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank does not know how many ranks its machine has. "auto" then
-    selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose equally.
+    selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same.
 
     Args:
         requested: "auto", "cpu" or "gpu".

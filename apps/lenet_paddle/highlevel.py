@@ -23,7 +23,7 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, shard, step_seed
 from samestep.step_timer import COMMUNICATION, INPUT
 
-NO_LABEL = -1  # label of a padding row; paddle.Model needs batches of equal size, which are not empty
+NO_LABEL = -1  # label of a padding row; paddle.Model supports neither empty batches nor unequal batches
 
 
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]

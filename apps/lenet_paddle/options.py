@@ -1,4 +1,7 @@
-"""Define the app's options: the options that all apps share, and its own. Uses the standard library only."""
+"""Define the app's options: the options that all apps share, and its own.
+
+The module uses the standard library only.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SIZES = {"definitions-240": 240, "definitions": None}  # rows from the start of 
 MODELS = ("smollm2-135m", "tiny")  # names of models; any other value of --model is a folder
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BLOCKS = 64  # number of blocks of a file that its fingerprint covers
-BLOCK = 2**16  # bytes
+BLOCK = 2**16  # size of a block, in bytes
 
 
 fraction = bounded_float(0.0, below=1.0)
@@ -144,7 +144,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     set_model(options)
     options.resolve_dataset = partial(resolve, options.data_file)
     if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule depends on --epochs, but not on --max-steps
     return options
 
 
@@ -196,7 +196,7 @@ def cache_folder() -> Path:
 
 
 def is_cached() -> bool:
-    """Return whether the cache contains SmolLM2. The folder is complete if it exists, because `base` renames it."""
+    """Return whether the cache contains SmolLM2. The folder is complete, because base.py creates it atomically."""
     return (cache_folder() / "config.json").is_file()
 
 

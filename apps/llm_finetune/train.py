@@ -6,8 +6,8 @@
 
 A step's loss is the mean over the target tokens of its global batch. The targets are the tokens of the completions. The
 samples of a global batch, their micro-batches and the number of targets depend only on the data, the seed and the step.
-The step is therefore the same at any world size, and after a restart. README.md shows how common code changes the
-losses.
+The step is therefore the same at any world size, and after a restart. README.md shows how common mistakes change
+the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
@@ -83,7 +83,7 @@ def compute_gradients(
         is_last = len(losses) == count - 1
         with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
             loss_sum = model(micro_tokens, micro_labels)
-            # Scale to the mean over the global batch's targets, because micro-batches differ in their numbers.
+            # Scale to the mean over the global batch's targets: micro-batches have different numbers of targets.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
         losses.append(loss_sum.detach().double())
     return torch.stack(losses).sum()
@@ -112,7 +112,7 @@ def evaluate(run: Run, model: TokenLoss, test_set: Samples, micro_tokens: int) -
     model.eval()
     device = next(model.parameters()).device
     parts = cut_by_tokens(test_set.lengths, np.arange(len(test_set)), micro_tokens)
-    sums = torch.zeros(len(parts), dtype=torch.float64, device=device)  # summed per micro-batch, as at any world size
+    sums = torch.zeros(len(parts), dtype=torch.float64, device=device)  # summed loss of each micro-batch
     first, end = shard(len(parts), run.world.rank, run.world.world_size)
     for k in range(first, end):
         tokens, labels = test_set.__getitems__(parts[k])

@@ -19,7 +19,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> None:
-        """Keep the tensors. `batch` returns images of type ``dtype``."""
+        """Create the dataset. ``dtype`` is the type of a batch's images."""
         self.images = images
         self.labels = labels
         self.dtype = dtype

@@ -3,8 +3,8 @@
 torchft's lighthouse proposes the members. Ranks contact the lighthouse only when a rank fails, joins or leaves. In
 between, a step communicates only by its collectives.
 
-The lighthouse accepts any process, so a rank trusts only the names that it proposes. The launcher authenticates its
-ranks by the job's key. It returns the states of the proposed ranks that request a group.
+The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
+ranks by the job's key, and returns the states of the proposed ranks that request a group.
 
 Two properties make the result exact. First, a step depends only on the state and the step's number, so a failed step
 is repeated with the same bits on any rank. Second, a rank updates its weights only if the reduced sum counts each

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from samestep.job_info import JobInfo
 
-MAX_MESSAGE = 2**16  # bytes
+MAX_MESSAGE = 2**16  # maximum size of a message, in bytes
 
 
 class Process(Protocol):
@@ -36,7 +36,7 @@ class Starter:
     """Start the ranks of one job on this machine."""
 
     def __init__(self, program: Sequence[str], place: str) -> None:
-        """Keep the arguments.
+        """Prepare to start ranks, by fork if the launch script runs a forker.
 
         Args:
             program: path of train.py and its arguments.

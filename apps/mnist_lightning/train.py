@@ -59,7 +59,7 @@ class Digits(pl.LightningModule):
         tree: GradientTree | None,
     ) -> None:
         super().__init__()
-        self.model = exact(model, sampler)  # dropout by row of the global batch
+        self.model = exact(model, sampler)  # draws dropout masks by row of the global batch
         self.optimizer = optimizer
         self.sampler = sampler
         self.eval_sampler = eval_sampler

@@ -21,7 +21,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from model import ResNet
 from numpy.typing import NDArray
 
-MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParallel's names
+MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParallel's names of --parallel's values
 
 
 def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.Cell:

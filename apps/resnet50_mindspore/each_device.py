@@ -168,7 +168,7 @@ def _report(device: Device, returncode: int, log: Path) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to ranks and their child processes, and after at most STOP_SECONDS SIGKILL."""
+    """Send SIGTERM to ranks and their child processes, and SIGKILL after at most STOP_SECONDS."""
     deadline = time.monotonic() + STOP_SECONDS
     for process in processes:
         _signal(process, signal.SIGTERM)

@@ -125,11 +125,12 @@ def check(table: Table, product: Product | None = None) -> list[str]:
 def _check_layout(table: Table, product: Product) -> list[str]:
     """Check the numbers of devices by the rules of ``product``.
 
-    - training: one server has 1, 2, 4 or 8 devices. Each of several servers has 8. 2 or 4 devices lie within 0-3 or
-      within 4-7. Sources: MindSpore's tutorial on distributed training; CANN 5.0.4 and 6.0.RC1, tfmigr_mprtg_0011.
-    - training-cann7: n servers have n, 2n, 4n or 8n devices in total (CANN 7.0, tfmigr1_000026; TensorFlow migration
-      guide 8.5, tfmigr2_000030). Each server has the same number. 2 or 4 devices lie within one half (create_group,
-      hcclpython_07_0003).
+    - training: one server has 1, 2, 4 or 8 devices, and each of several servers has 8. If a server has 2 or 4 devices,
+      they lie within 0-3 or within 4-7. Sources: MindSpore's tutorial on distributed training, and tfmigr_mprtg_0011
+      of CANN 5.0.4 and 6.0.RC1.
+    - training-cann7: n servers have n, 2n, 4n or 8n devices in total, and each server has the same number. Sources:
+      CANN 7.0, tfmigr1_000026, and the TensorFlow migration guide 8.5, tfmigr2_000030. If a server has 2 or 4 devices,
+      they lie within 0-3 or within 4-7 (create_group, hcclpython_07_0003).
     - a2: one server has any number of devices. Each of several servers has 1 to 8, and equal numbers are faster
       (tfmigr2_000030).
     - a3: equal numbers of devices on each server are faster (tfmigr2_000030). A SuperPoD needs form 1.2, which this

@@ -1,4 +1,7 @@
-"""Define the app's options: the options that all apps share, and its own. Uses the standard library only."""
+"""Define the app's options: the options that all apps share, and its own.
+
+The module uses the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from samestep.options import (
 )
 
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # exists if Ascend's driver is installed, also in containers
-TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
+TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both variables
 FEATURES = {10: 512, 18: 512, 50: 2048}  # inputs of the last layer
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
 # Defaults of --image-size (pixels) and --first-step-timeout (seconds, long because Ascend's compiler takes minutes).

@@ -72,7 +72,7 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
 def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
     """Return loss and accuracy over the whole test set. Each example counts once, on one rank.
 
-    The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own.
+    The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
 
     Args:
         run: the run.
