@@ -255,8 +255,7 @@ def api_page(name: str) -> str:
 def configuration(pages: Iterable[str]) -> str:
     """Return the text of mkdocs.yml with its empty sections filled in.
 
-    Pages that are not in docs/ and not in the nav are added to ``not_in_nav``, so that only a page of docs/ must be in
-    the nav.
+    Only pages of docs/ must be in the nav. Other pages outside the nav are added to ``not_in_nav``.
 
     Args:
         pages: paths of all files of the site.

@@ -142,7 +142,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
     def sum_shards(self, test: Split) -> Tensor:
         """Return this rank's loss, top-1 and top-2 counts and number of examples, float64 [4], for train.evaluate.
 
-        paddle.Model gathers scores and labels of all ranks, so every rank has the counts of all ranks, and only rank 0
+        paddle.Model gathers scores and labels of all ranks, so every rank has the counts of all ranks. Only rank 0
         returns them. paddle.Model requires equal shapes, so shorter shards are padded with a row without a label.
         """
         n = len(test.labels)

@@ -6,7 +6,7 @@
     python apps/lenet_paddle/train.py                     # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py  # per machine
 
-Every rank runs this file. The comment "collective" marks each line in which ranks communicate:
+Every rank runs this file. Ranks communicate at these points, which comments mark as "collective":
 
 - the rendezvous, and the restore of a checkpoint;
 - the distribution of the model and the order of its gradient buckets;

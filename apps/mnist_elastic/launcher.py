@@ -2,8 +2,8 @@
 
     python launcher.py N WORLD_SIZE NODE_RANK ADDRESS PORT train.py [options]    # by scripts/run_mnist_elastic.sh
 
-N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py): it connects to
-the launcher at machine 0's ADDRESS and PORT, and starts ranks for the launcher.
+N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py). The agent
+connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for the launcher.
 
 The launcher runs torchft's lighthouse, which proposes the members of a group, and a store by which members connect. The
 launcher confirms which proposed names are ranks of this job. Only the launcher writes metrics.jsonl, checkpoints and

@@ -72,8 +72,8 @@ def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int])
     Args:
         part: this rank's part. All parts have the same shape and dtype.
         matrix: shape of MindSpore's grid of ranks, which is filled by rows.
-        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, counted from the last axis
-            (0), or -1 if the axis is whole. Ranks along the grid's axis hold consecutive parts.
+        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if the axis is whole.
+            Axes of the grid are counted from the last one (0). Ranks along such an axis hold consecutive parts.
     """
     parts = all_gather(part.ravel())  # collective
     cuts = [1 if axis == -1 else matrix[-1 - axis] for axis in tensor_map]

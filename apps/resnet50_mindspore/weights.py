@@ -1,7 +1,7 @@
 """Convert weights, running statistics and optimizer state to arrays and back.
 
-The arrays have torchvision's names. MindSpore and torchvision use the same layouts (convolutions OIHW, linear layers
-[out, in]) and the same running statistics (unbiased variance, new = 0.9 old + 0.1 batch).
+The arrays have torchvision's names. MindSpore's layouts equal torchvision's (convolutions OIHW, linear layers
+[out, in]). The running statistics are equal too (unbiased variance, new = 0.9 old + 0.1 batch).
 
 Each rank has its own running statistics ("buffers") of its images. Checkpoints and evaluations use their average over
 ranks. Afterwards each rank continues with its own statistics, so the result does not depend on the number of
