@@ -3,9 +3,8 @@
     python3 docs/app_tables.py            # writes the tables
     python3 docs/app_tables.py --check    # compares, and writes nothing
 
-Each app describes itself in tests/<app>/about.json. The version of its framework is the pin in its requirements.in.
-docs/comparison.py makes the comparison from the results of the scoreboard.
-Standard library only.
+The texts of an app come from tests/<app>/about.json, and the version of its framework from its requirements.in.
+docs/comparison.py makes the comparison from the results of the scoreboard. The program uses the standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HEADS = {
     "zh": "| app | 适用场景 | 框架 | 命令 | 测试环境 |",
 }
 PAGES = {"README.md": "en", "README.zh.md": "zh"}
-FIRST_CELLS = {"en": "program", "zh": "程序"}  # of the comparison
+FIRST_CELLS = {"en": "program", "zh": "程序"}  # first cell of the comparison's head, by language
 
 
 def main() -> None:
@@ -44,16 +43,16 @@ def main() -> None:
 
 
 def with_table(name: str, page: str, first_cell: str, made: str) -> str:
-    """Put a table in the place of the one before.
+    """Replace a table of a page, and return the page's new text.
 
     Args:
-        name: of the page, for the error.
+        name: file name of the page, for the error message.
         page: text of the page.
-        first_cell: by which the table is found.
-        made: the table.
+        first_cell: first cell of the old table's head.
+        made: the new table.
 
-    Returns:
-        The text of the page. Exits with one line if the page lacks such a table.
+    Raises:
+        SystemExit: the page has no table with this first cell.
     """
     found = re.search(rf"^\| {first_cell} \|.*(?:\n\|.*)*", page, re.MULTILINE)
     if not found:
@@ -62,7 +61,7 @@ def with_table(name: str, page: str, first_cell: str, made: str) -> str:
 
 
 def table(language: str) -> str:
-    """Return the table in a language of HEADS."""
+    """Return the table of apps in ``language``, a key of HEADS."""
     apps = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("tests/*/about.json")}
     lines = [HEADS[language], "|---|---|---|---|---|"]
     for app in sorted(apps, key=lambda name: (apps[name]["order"], name)):
@@ -78,7 +77,7 @@ def row(app: str, about: dict[str, Any], language: str) -> str:
 
 
 def pin(app: str, package: str) -> str:
-    """Return the version of a package that an app pins; a pin in a comment is of a package that its setup.sh builds."""
+    """Return the version of a package that an app pins. A pin in a comment counts: setup.sh builds that package."""
     requirements = (ROOT / "apps" / app / "requirements.in").read_text()
     pins = re.findall(rf"(?m)^(?:# )?{re.escape(package)}==(\S+)", requirements)
     if not pins:

@@ -1,9 +1,9 @@
-"""Draw docs/causes.svg: by how much the loss at 2 ranks differs from the loss at 1 rank, with one cause at a time.
+"""Draw docs/causes.svg: the relative difference of the losses at 1 and 2 ranks, for one cause at a time.
 
     .venvs/mnist_ddp/bin/python docs/causes.py FOLDER
 
-FOLDER gets the output of docs/causes_loop.py at 1 and 2 ranks. A run that it already has does not start again.
-One minute on 2 cores.
+The program saves the output of docs/causes_loop.py at 1 and 2 ranks in FOLDER. It repeats no run whose output FOLDER
+already contains. The two runs take one minute on 2 cores.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "docs" / "causes_loop.py"
 PICTURE = ROOT / "docs" / "causes.svg"
-LIMIT = 300.0  # seconds that no run needs
-# The causes by their names in the program, in the order of the page, with colors for light and dark pages.
+LIMIT = 300.0  # timeout of a run, in seconds
+# Label of each cause, and its colors for light and dark pages, in the order of the page. Keys are names in PROGRAM.
 CAUSES = {
     "batch": ("1 a batch per rank", "#cf222e", "#ff7b72"),
     "mean": ("2 mean of means", "#0969da", "#58a6ff"),
@@ -36,12 +36,12 @@ CAUSES = {
 WIDTH = 880
 HEIGHT = 360
 LEFT, RIGHT, TOP, BOTTOM = 60, 660, 20, 310
-LOWEST = -17  # power of ten
+LOWEST = -17  # bottom of the vertical axis, a power of ten
 HIGHEST = 0
 
 
 def train(count: int, folder: Path) -> dict[str, list[float]]:
-    """Return by cause the loss of each step at ``count`` ranks."""
+    """Train at ``count`` ranks, and return the loss of each step by cause."""
     log = folder / f"{count}.txt"
     if not log.exists():
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
@@ -59,7 +59,7 @@ def train(count: int, folder: Path) -> dict[str, list[float]]:
 
 
 def differences(folder: Path) -> dict[str, list[float]]:
-    """Return by cause the decimal logarithm of each step's relative difference from 1 rank."""
+    """Return log10 of the relative difference between the losses at 2 ranks and 1 rank, per step, by cause."""
     folder.mkdir(parents=True, exist_ok=True)
     alone, both = train(1, folder), train(2, folder)
     found: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Train with one cause at a time of a loss that depends on the number of ranks.
+"""Train once for each cause that makes a loss depend on the world size.
 
 docs/causes.py starts this program at 1 and 2 ranks, and draws docs/causes.svg.
 """
@@ -43,7 +43,7 @@ def read_digits(dtype):
 
 
 def make_loader(cause, train_set, rank, size):
-    """Return the loader, and the sampler of global batches, if the cause leaves one."""
+    """Return the loader and its GlobalBatchSampler, or None as sampler if the cause replaces it."""
     if cause == "padding":
         padded = DistributedSampler(train_set, seed=1)
         return torch.utils.data.DataLoader(train_set, BATCH_SIZE // size, sampler=padded), None

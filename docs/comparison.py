@@ -1,6 +1,6 @@
-"""The table that compares Samestep with published examples, from benchmarks/scoreboard/cells.json.
+"""Make the table that compares Samestep with published examples, from benchmarks/scoreboard/cells.json.
 
-docs/app_tables.py writes it into README.md and README.zh.md. Standard library only.
+docs/app_tables.py writes this table into README.md and README.zh.md. The module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CELLS = Path(__file__).resolve().parents[1] / "benchmarks" / "scoreboard" / "cells.json"
-# The programs by their names in cells.json.
+# Title of each program, by its name in cells.json.
 PROGRAMS = {
     "mnist_ddp": "**Samestep** (mnist_ddp)",
     "mnist_elastic": "**Samestep** (mnist_elastic)",
@@ -25,7 +25,7 @@ HEADS = {
     "zh": "| 程序 | 杀掉一个 rank | 向作业发送 TERM | 检查点损坏 | 与 1 个 rank 样本相同 | 评估 |",
 }
 ROWS = ("resume-position", "term", "checkpoint-damaged", "one-rank", "evaluation")
-# A report of the check as a pattern, and its short form in each language. The first pattern that is found counts.
+# Pattern of a message of `samestep check`, and its short form in English and Chinese. The first match counts.
 SHORT = (
     (r"resumes at step \d+ of \d+, sample for sample", "resumes exactly", "精确恢复"),
     (r"resumes at step (\d+): (\d+) samples repeated, 0 lost", "repeats {2} samples", "重复 {2} 个样本"),
@@ -49,7 +49,7 @@ SHORT = (
 
 
 def table(language: str) -> str:
-    """Return the table in a language of HEADS."""
+    """Return the comparison in ``language``, a key of HEADS."""
     cells = json.loads(CELLS.read_text())
     lines = [HEADS[language], "|---" * (len(ROWS) + 1) + "|"]
     for program, title in PROGRAMS.items():
@@ -60,7 +60,7 @@ def table(language: str) -> str:
 
 
 def short(seen: str, language: str) -> str:
-    """Return the short form of a report of the check. Exits with one line if SHORT lacks it."""
+    """Return the short form of a message of `samestep check`. Raises SystemExit if no pattern of SHORT matches."""
     for pattern, english, chinese in SHORT:
         found = re.search(pattern, seen)
         if found:
@@ -71,7 +71,7 @@ def short(seen: str, language: str) -> str:
 
 
 def seconds(cells: dict[str, Any], program: str, language: str) -> str:
-    """Return the seconds to the next step of a program that needs no new start of the job; "" for other programs."""
+    """Return how many seconds a program needs to recover, as text; "" if the job must be started again."""
     seen = cells["recovery-time"][program]["seen"]
     if "without a new start" not in seen:
         return ""

@@ -1,12 +1,12 @@
-"""Make docs/devices.md: the state of testing of every device path of every app.
+"""Make docs/devices.md, which lists how each device path of each app was tested.
 
     python docs/device_paths.py            # writes the page, and the status lines of both READMEs
     python docs/device_paths.py --check    # compares, and prints the differences
 
-Each app lists its own paths in tests/<app>/device_paths.py. A list must have the devices that the app's --device
-accepts, except auto. Each path that was run or simulated must name a test that exists. A path that a GPU must prove
-names rows of tools/gpu_proof.sh: its status is their outcome in benchmarks/gpu_proof.json, so that no page claims more.
-Standard library only.
+Each app lists its paths in tests/<app>/device_paths.py. The list must have every device that the app's --device
+accepts, except auto. Each path with the status "run" or "simulated" must name an existing test. A path with the status
+"proof" names rows of tools/gpu_proof.sh, and gets their outcome in benchmarks/gpu_proof.json. The program uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from gpu_proof.rows import entries  # noqa: E402
 
 PAGE = ROOT / "docs" / "devices.md"
 GPU_PROOF = ROOT / "benchmarks" / "gpu_proof.json"
-ROWS = [entry.name for entry in entries()]  # of tools/gpu_proof.sh
-HOW = ("run", "simulated", "read", "proof")  # proof: by the app's rows of these kinds, such as "bits; killed"
+ROWS = [entry.name for entry in entries()]  # rows of tools/gpu_proof.sh
+HOW = ("run", "simulated", "read", "proof")  # how a path was tested ("proof": by rows of tools/gpu_proof.sh)
 ENGLISH_STATUS = (
     "All tests run on CPU. ",
     " No app ran on Ascend ",
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
     "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",
 )
-# The status on each page: the phrases around it, and its text without and with passed rows of several ranks.
+# For each page: the phrases before and after the status, and its text without and with passed rows of several ranks.
 STATUS = {
     "README.md": ENGLISH_STATUS,
     "docs/which_app.md": ENGLISH_STATUS,
@@ -95,13 +95,13 @@ Earlier runs of the proof found four faults, which are mended:
 
 
 class DevicePath(NamedTuple):
-    """Describe a device, a transport and a part of an app that a test or a source covers."""
+    """A combination of device, transport and part of an app, and the evidence that it works."""
 
-    device: str  # as --device has it
+    device: str  # a value of --device
     transport: str
-    part: str  # how the ranks are started, or which part of the program it is
+    part: str  # part of the program, or how the ranks are started
     how: str  # one of HOW
-    by: str  # a folder of tests or file::function; or a source (read), or kinds of rows (proof)
+    by: str  # a folder of tests or file::function, a source ("read"), or kinds such as "bits; killed" ("proof")
 
 
 def main() -> None:
@@ -141,21 +141,21 @@ def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
 
 
 def devices(app: str) -> set[str]:
-    """Return the values of the app's --device except auto; if the app has commands, all commands' values."""
-    sys.path.insert(0, str(ROOT / "core"))  # an app's options.py needs nothing else
+    """Return the values of the app's --device, or of its commands' --device, except auto."""
+    sys.path.insert(0, str(ROOT / "core"))  # the app's options.py imports samestep
     parser = runpy.run_path(str(ROOT / "apps" / app / "options.py"))["build_parser"]()
     actions = [action for each in [parser, *parser.commands().values()] for action in each._actions]
     return {str(name) for action in actions if action.dest == "device" for name in action.choices or ()} - {"auto"}
 
 
 def exists(by: str) -> bool:
-    """Return whether this folder of tests, or this function in a file of tests, exists."""
+    """Return whether ``by``, a folder of tests or file::function, exists."""
     file, _, function = by.partition("::")
     return (ROOT / file).is_dir() if not function else function in tests(ROOT / file)
 
 
 def tests(file: Path) -> dict[str, bool]:
-    """Return the functions of a file of tests, and whether each is a soak test."""
+    """Return for each function of a test file whether it is marked as a soak test, by name."""
     tree = ast.parse(file.read_text() if file.is_file() else "")
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     soak = "pytest.mark.soak"
@@ -167,7 +167,16 @@ def _unknown_kinds(kinds: str) -> list[str]:
 
 
 def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
-    """Return "run" if all rows of an app passed that are of these ``kinds``, "failed" if one failed, else "not run"."""
+    """Return the outcome of an app's rows of the given kinds.
+
+    Args:
+        app: name of the app.
+        kinds: kinds of rows, such as "bits; killed".
+        results: content of benchmarks/gpu_proof.json.
+
+    Returns:
+        "run" if all rows passed, "failed" if one failed, otherwise "not run".
+    """
     outcomes = {row["row"]: str(row["outcome"]).partition(":")[0] for row in results["rows"]}
     wanted = [row for kind in kinds.split("; ") for row in ROWS if re.match(rf"{kind} {app}\b", row)]
     found = [outcomes.get(row, "not run") for row in wanted]
@@ -177,7 +186,7 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
 
 
 def pages_with_status(results: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the text of each page of STATUS with the status that the results allow."""
+    """Return the text of each page of STATUS, with the status that follows from the results."""
     texts = {}
     outcomes = [row["outcome"] for row in results["rows"] if row["row"] in ROWS]
     passed = outcomes.count(PASSED)
@@ -208,7 +217,7 @@ def page(lists: dict[str, list[DevicePath]], results: Mapping[str, Any]) -> str:
 
 
 def _shown(app: str, path: DevicePath, results: Mapping[str, Any]) -> str:
-    """Return the cells of a path's status and evidence."""
+    """Return the two cells with the status and the evidence of a path."""
     if path.how == "read":
         return f"read | {path.by}"
     if path.how == "proof":

@@ -1,12 +1,12 @@
-"""Draw docs/first_picture.svg: the losses of docs/usual_loop.py, and of the same program with the README's diff.
+"""Draw docs/first_picture.svg: the losses of docs/usual_loop.py before and after the README's diff.
 
-docs/first_picture.zh.svg is the same picture for README.zh.md.
+The program also draws docs/first_picture.zh.svg, the same picture for README.zh.md.
 
     .venvs/mnist_ddp/bin/python docs/first_picture.py FOLDER
 
-Both programs train in float64 at 1, 2 and 4 ranks. A fourth run at 4 ranks is killed at step 70, and started again by
-the same command. FOLDER gets the output of each run; a run that it already has does not start again. Four minutes on 2
-cores. The program writes NOT EQUAL into the picture if the losses with Samestep differ.
+Both loops train in float64 at 1, 2 and 4 ranks. In a fourth run at 4 ranks, rank 1 is killed at step 70, and the same
+command starts the job again. FOLDER gets the output of each run, and finished runs in FOLDER are not repeated. All runs
+take four minutes on 2 cores. If the losses with Samestep differ, the picture says NOT EQUAL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 PROGRAM = ROOT / "docs" / "usual_loop.py"
 PICTURE = ROOT / "docs" / "first_picture.svg"
-# Words of the picture, and of the picture in Chinese, as regular expressions and replacements in this order.
+# Translations of the picture's words: regular expressions and their replacements. `in_chinese` applies all in order.
 CHINESE = {
     "The losses of one training at 1, 2 and 4 ranks, and after a kill, by two programs": (
         "同一训练在 1、2、4 个 rank 上以及被杀之后的 loss，两个程序"
@@ -42,11 +42,11 @@ LOSS = re.compile(r"epoch (\d+) step (\d+) loss (\S+)")
 STEPS_PER_EPOCH = 32
 BATCH_SIZE = 128
 KILL_AT = 70
-EQUAL = 1e-12  # relative difference of two losses that differ by rounding only
+EQUAL = 1e-12  # limit of the relative difference of losses that differ by rounding only
 COUNTS = (1, 2, 4)
-LIMIT = 600.0  # seconds that no run needs
+LIMIT = 600.0  # timeout of a run, in seconds
 
-# A browser shows the picture in light or dark as the reader's system is set.
+# The style has a light and a dark version, from which the browser chooses.
 STYLE = """
 text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a }
 .title { font-weight: 600; font-size: 15px; fill: #24292f }
@@ -70,14 +70,14 @@ WIDTH, HEIGHT = 880, 356
 LEFT, RIGHT, PANEL = 44, 484, 372
 TOP, BOTTOM = 62, 250
 HIGHEST_LOSS = 2.5
-WINDOW = 8  # steps of the moving average, so that noisy curves can be told apart
+WINDOW = 8  # length of the moving average that smooths the curves, in steps
 
 Losses = list[float]
 Runs = dict[str, Losses]
 
 
 def diff_of_the_page(page: str) -> list[str]:
-    """Return the lines of a page's diff of the usual loop."""
+    """Return the lines of the first ```diff block of a page."""
     found = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
     if not found:
         raise SystemExit("error: README.md has no diff: write it between ```diff and ```")
@@ -85,16 +85,16 @@ def diff_of_the_page(page: str) -> list[str]:
 
 
 def changed(program: str, diff: Sequence[str]) -> str:
-    """Apply a diff without line numbers, in which ``@@`` marks lines that it leaves out.
+    """Apply a diff without line numbers, and return the new program.
 
     Args:
         program: text of the program.
-        diff: lines that begin with a space, ``-`` or ``+``, in the order of the program.
+        diff: lines that begin with a space, ``-`` or ``+``, in the order of the program. ``@@`` marks omitted lines.
     """
     lines = program.splitlines()
     made: list[str] = []
     position = 0
-    is_next = False  # the line must follow the one before
+    is_next = False  # whether the next line of the diff must directly follow the previous one in the program
     for line in diff:
         mark, text = line[:1] or " ", line[1:]
         if line.startswith("@@"):
@@ -117,9 +117,9 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
     """Train on ``count`` ranks and return the loss of each step.
 
     Args:
-        program: the program.
+        program: path of the training script.
         count: number of ranks.
-        folder: gets the output; if it has a whole run, nothing starts.
+        folder: folder for the output. If it contains a complete run, its losses are returned without training.
         kill: send SIGKILL to rank 1 at step KILL_AT, and start the job again by the same command.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
 
 
 def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False) -> int:
-    """Start a job and return its exit code."""
+    """Run a job to its end, append its output to ``log``, and return its exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += [str(program), "--dtype", "float64", "--out", str(folder / "out")]
     paths = os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])
@@ -153,7 +153,7 @@ def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process started, in order."""
+    """Return the PIDs of a process's children, in ascending order."""
     done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
     return sorted(int(word) for word in done.stdout.split())
 
@@ -163,7 +163,7 @@ def step_of(found: re.Match[str]) -> int:
 
 
 def losses(output: str) -> Losses:
-    """Return the loss of each step; the second loss if a step was taken twice."""
+    """Return the loss of each step. For a step that a resumed run repeated, the later loss counts."""
     by_step = {step_of(found): float(found[3]) for found in LOSS.finditer(output)}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -174,7 +174,7 @@ def last_epoch(values: Sequence[float]) -> float:
 
 
 def largest_difference(reference: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-    """Return the largest relative difference from the reference."""
+    """Return the largest relative difference between a reference value and the same step's value in ``others``."""
     differences: list[float] = []
     for other in others:
         differences += [abs(a - b) / a for a, b in zip(reference, other, strict=True)]
@@ -182,7 +182,7 @@ def largest_difference(reference: Sequence[float], others: Sequence[Sequence[flo
 
 
 def measure(folder: Path) -> tuple[Runs, Runs]:
-    """Return the losses of all runs of the usual loop, and with Samestep."""
+    """Return the losses of all runs of the usual loop, and of all runs of the loop with Samestep."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "with_samestep.py"
     program.write_text(changed(PROGRAM.read_text(), diff_of_the_page(PAGE.read_text())))
@@ -200,7 +200,15 @@ def smooth(values: Sequence[float]) -> Losses:
 
 
 def panel(x0: int, title: str, claim: str, style: str, runs: Mapping[str, Losses]) -> list[str]:
-    """Return one half of the picture."""
+    """Return the SVG elements of one half of the picture.
+
+    Args:
+        x0: left edge, in pixels.
+        title: first line.
+        claim: second line, the result.
+        style: CSS class of the claim, "good" or "bad"; "good" dashes the curves.
+        runs: losses by name of the run.
+    """
     steps = len(runs["1"])
 
     def x(step: float) -> float:
@@ -221,7 +229,7 @@ def panel(x0: int, title: str, claim: str, style: str, runs: Mapping[str, Losses
     shown.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{BOTTOM}"/>')
     shown.append(f'<text x="{at + 5:.1f}" y="{TOP + 14}">rank 1 killed, job repeated</text>')
     for number, (name, values) in enumerate(runs.items()):
-        # Each of four equal curves shows a quarter of the line.
+        # The four curves are equal: each one draws a different quarter of every dash period.
         dash = f'stroke-dasharray="7 21" stroke-dashoffset="{-7 * number}"' if style == "good" else ""
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in enumerate(smooth(values), 1))
         shown.append(f'<polyline class="curve c{number}" {dash} points="{points}"/>')

@@ -1,6 +1,6 @@
-"""Make the changes of docs/mend_a_row.md from check/samestep_check/mending.py: python docs/mending.py.
+"""Write docs/mend_a_row.md from check/samestep_check/mending.py: python docs/mending.py.
 
-The paragraphs before the first change stay.
+The page keeps its paragraphs before the first heading of level 2.
 """
 
 from __future__ import annotations

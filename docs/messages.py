@@ -1,14 +1,14 @@
-"""Make docs/messages.md: every message with which the programs end on purpose, by the file that prints it.
+"""Make docs/messages.md, which lists the error messages of all programs by file.
 
     python3.11 docs/messages.py            # writes the page
     python3.11 docs/messages.py --check    # compares, writes nothing
 
-A message is the argument of an error of `ERRORS` that core/ or apps/ makes. `log.error` prints messages, too, and so do
-`print_stderr` and a `Decision` of the launcher after "error: ".
+A message is an argument of an exception of `ERRORS`, of `log.error`, or of `parser.error`. Arguments of `print_stderr`
+and of the launcher's `Decision` are messages if they begin with "error: ".
 
-An ellipsis replaces each part that is known only when the program runs. An f-string keeps its fixed words. A name
-becomes each string that is assigned to it, and a parameter becomes the arguments of the calls. A dict's item becomes
-its values, and a call becomes the values that a function of its file returns.
+The program evaluates an argument without running it. A name can be each string that is assigned to it, and a parameter
+each argument of the function's calls. An item of a dict can be each of its values, and a call each value that the
+function returns, if the file defines it. An ellipsis replaces any other value.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
     "ConfigError": "2",
-    "EnvError": "2",  # a ConfigError
-    "ArgumentTypeError": "2",  # argparse makes a ConfigError of it, with the option's name before
+    "EnvError": "2",  # a subclass of ConfigError
+    "ArgumentTypeError": "2",  # argparse turns it into a ConfigError that begins with the option's name
     "NonRetryableError": "1",
     "RetryableError": "again",
 }
-AFTER_ERROR = ("print_stderr", "Decision")  # their last argument is a message if it begins with "error: "
+AFTER_ERROR = ("print_stderr", "Decision")  # calls whose last argument is a message if it begins with "error: "
 PRINTED = {"log.error": "1", "error": "1", "parser.error": "2", **dict.fromkeys(AFTER_ERROR, "1")}
 ELLIPSIS = "…"
-DEPTH = 4  # of names whose value is another name
-Scope = dict[str, list[str]]  # what the parameters of a function may be, as `Source.words` gives it
+DEPTH = 4  # limit of nested names and calls that `Source.words` follows
+Scope = dict[str, list[str]]  # the possible strings of each parameter of a function, as `Source.words` returns them
 HEAD = """\
 # Messages
 
@@ -61,7 +61,7 @@ PARTS = {
 
 
 class Message(NamedTuple):
-    """A message: its words, the exit code, and the files that print it, relative to the root."""
+    """An error message: its text, the exit code, and the files that print it, relative to the repository's root."""
 
     words: str
     code: str
@@ -74,9 +74,9 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.module, self.tree = path.stem, ast.parse(path.read_text())
         self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-        self._functions: dict[str, list[ast.FunctionDef]] = {}  # by name, as calls
+        self._functions: dict[str, list[ast.FunctionDef]] = {}  # by name
         self._calls: dict[str, list[ast.Call]] = {}
-        self._imported: set[str] = set()  # names, also of modules
+        self._imported: set[str] = set()  # names of imported objects and modules
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef):
                 self._functions.setdefault(node.name, []).append(node)
@@ -86,13 +86,13 @@ class Source:
                 self._imported |= {alias.name for alias in node.names}
 
     def messages(self, others: Sequence[Source] = ()) -> Iterator[tuple[str, str]]:
-        """Yield (words, code) of each error; words are ELLIPSIS if it passes on another message."""
+        """Yield the text and exit code of each message. The text is ELLIPSIS if only the running program knows it."""
         made = [(call, code) for name, code in ERRORS.items() for call in self._calls.get(name, [])]
         printed = [call for name in ("error", *AFTER_ERROR) for call in self._calls.get(name, [])]
         made += [(call, PRINTED[name]) for call in printed if (name := ast.unparse(call.func)) in PRINTED]
         for call, code in sorted(made, key=lambda each: each[0].lineno):
             message = call.args[-1] if call.args else ast.Constant("")
-            if ast.unparse(call.func) in ("log.error", "error"):  # a kind of event may follow
+            if ast.unparse(call.func) in ("log.error", "error"):  # a second argument is the kind of event
                 message = call.args[0]
             for bound in self._scopes(call, message, others) if call.args else ():
                 for words in self.words(message, bound):
@@ -101,7 +101,13 @@ class Source:
                         yield re.sub(f"{ELLIPSIS}+", ELLIPSIS, line).rstrip(": "), code
 
     def words(self, node: ast.expr, bound: Scope, depth: int = 0) -> list[str]:  # noqa: C901
-        """Return the strings that an expression may be, with ELLIPSIS for run-time values; ``bound`` are parameters."""
+        """Return the possible strings of an expression, with ELLIPSIS for values that only the running program knows.
+
+        Args:
+            node: the expression.
+            bound: possible strings of the parameters of the function around the expression.
+            depth: number of names and calls that led to this expression.
+        """
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
         if isinstance(node, ast.FormattedValue):
@@ -118,12 +124,12 @@ class Source:
             return bound[node.id]
         if isinstance(node, ast.Name) and depth < DEPTH and (made := self._caught(node)):
             return self._each([call.args[0] for call in made if call.args], bound, depth)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):  # one of a dict's values
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):  # an item of a dict
             dicts = [value for value in self._assigned(node.value) if isinstance(value, ast.Dict)]
             return self._each([value for each in dicts for value in each.values], bound, depth)
         if isinstance(node, ast.Name) and depth < DEPTH:
             found = self._each(self._assigned(node), bound, depth)
-            for more in self._added(node):  # `name += more`, perhaps
+            for more in self._added(node):  # `name += more`, which may be conditional
                 found += [before + after for before in found for after in self.words(more, bound, depth + 1)]
             return found
         if isinstance(node, ast.Call) and depth < DEPTH:
@@ -142,7 +148,7 @@ class Source:
         return list(dict.fromkeys(found)) or [ELLIPSIS]
 
     def _caught(self, name: ast.Name) -> list[ast.Call]:
-        """Return the calls that make an error which ``name`` catches, if its class is private to this file."""
+        """Return the calls that create the exception ``name`` of an `except` clause, if its class is private."""
         node: ast.AST = name
         while node in self._parents:
             node = self._parents[node]
@@ -152,16 +158,16 @@ class Source:
         return []
 
     def _scopes(self, call: ast.Call, message: ast.expr, others: Sequence[Source]) -> list[Scope]:
-        """Return the arguments of each call to the function around ``call``, or one empty scope if nothing calls it.
+        """Return a scope for each call of the function around ``call``, or one empty scope if nothing calls it.
 
-        The elements of a returned tuple belong together, so each such tuple makes another scope.
+        If the message uses several names that a returned tuple assigns, each such tuple adds a scope.
         """
         function = self._around(call)
         if not function:
             return [{}]
         calls = self._calls.get(function.name, [])
         scopes = [self._arguments(function, each, {}, 0) for each in calls]
-        for other in others:  # those that import this function, or its module
+        for other in others:  # files that may import this function or its module
             if {function.name, self.module} & other._imported and not function.name.startswith("_"):
                 scopes += [other._arguments(function, each, {}, 0) for each in other._calls.get(function.name, [])]
         scopes = scopes or [{}]
@@ -176,16 +182,16 @@ class Source:
         return scopes
 
     def _arguments(self, function: ast.FunctionDef, call: ast.Call, bound: Scope, depth: int) -> Scope:
-        """Return the words that a call gives to a function's parameters."""
+        """Return the possible strings of each parameter of ``function`` in one call."""
         names = [each.arg for each in [*function.args.posonlyargs, *function.args.args]]
         names = names[1:] if names[:1] == ["self"] else names
         given = {**dict(zip(names, call.args)), **{each.arg: each.value for each in call.keywords if each.arg}}
         return {name: self.words(value, bound, depth) for name, value in given.items()}
 
     def _assigned(self, name: ast.Name) -> list[ast.expr]:
-        """Return the expressions that are assigned to a name in the function around it, else in the module."""
+        """Return the expressions that are assigned to a name in the nearest function around it, or in the module."""
         function = self._around(name)
-        while function:  # and those around a nested one
+        while function:  # continue with the outer functions
             if found := [value for node in ast.walk(function) for value in self._values(node, name.id)]:
                 return found
             function = self._around(function)
@@ -197,7 +203,7 @@ class Source:
         return [node.value for node in nodes if _last_name(node.target) == name.id]
 
     def _values(self, node: ast.AST, name: str) -> list[ast.expr]:
-        """Return the expressions that an assignment or a loop gives to a name, also by a tuple of targets."""
+        """Return the expressions that one statement assigns to a name: an assignment, or a loop over a literal."""
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
             pairs = [(node.target, node.value)]
@@ -216,7 +222,7 @@ class Source:
         return found
 
     def _results(self, call: ast.Call) -> list[ast.expr]:
-        """Return the results of the functions of this file that a call may call."""
+        """Return the return values of all functions of this file that have the call's name."""
         functions = self._functions.get(_last_name(call.func), [])
         return [value for function in functions for value in self._returned(function)]
 
@@ -237,12 +243,12 @@ def _last_name(node: ast.expr) -> str:
 
 
 def files() -> list[Path]:
-    """Return the files of the programs."""
+    """Return the Python files whose messages the page lists, sorted."""
     return sorted(path for part in (*PARTS, "apps/*") for path in ROOT.glob(f"{part}/*.py"))
 
 
 def collect() -> list[Message]:
-    """Return all messages with words of their own, each once, in the order of the first file that prints them."""
+    """Return each message that contains fixed words once, in the order of the first file that prints it."""
     files_of: dict[tuple[str, str], list[str]] = {}
     sources = {path: Source(path) for path in files()}
     for path, source in sources.items():
@@ -278,7 +284,7 @@ def _link(name: str, several: bool) -> str:
 
 
 def _code(words: str) -> str:
-    """Return the words as code in a cell of a Markdown table."""
+    """Return the text as Markdown code for a cell of a table."""
     fence = "``" if "`" in words else "`"
     pad = " " if fence == "``" else ""
     return f"{fence}{pad}{words.replace('|', chr(92) + '|')}{pad}{fence}"

@@ -1,10 +1,10 @@
-"""Make docs/options.md: every option of every program, from the parsers that print --help.
+"""Make docs/options.md, which lists the options of all programs, from the parsers that print --help.
 
     .tox/core/bin/python docs/options.py            # writes the page
     .tox/core/bin/python docs/options.py --check    # compares, writes nothing
 
-The options of `samestep.options.add_common` come first, once, with a table of the values that differ between apps. Each
-app follows with its own, then the commands of `samestep` and the programs that show runs.
+The page begins with the options of `samestep.options.add_common` and a table of their values that differ between apps.
+Then it lists each app's own options, the commands of `samestep`, and the programs that show runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa
 from samestep_check import command as check_command  # noqa: E402
 from samestep_launch import run_command  # noqa: E402
 
-PROGRAMS = {  # with their modules
+PROGRAMS = {  # module of each program that shows runs
     "report": "report",
     "watch": "watch",
     "track": "track",
@@ -56,18 +56,18 @@ TABLE = ["| option | meaning | default |", "|---|---|---|"]
 
 
 class Captured(Exception):
-    """Carry a parser that is about to parse."""
+    """Carry a program's parser out of its `main`, instead of parsing."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="make docs/options.md")
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     check = parser.parse_args().check
-    for name in [name for name in os.environ if name.startswith("SAMESTEP_")]:  # some are defaults of options
+    for name in [name for name in os.environ if name.startswith("SAMESTEP_")]:  # some of these variables set defaults
         del os.environ[name]
     known = PAGE.read_text() if check and PAGE.exists() else ""
     paths = sorted(ROOT.glob("apps/*/options.py"))
-    if check:  # new_app.sh, whose Python has no numpy, cannot add its apps to the page
+    if check:  # ignore apps that new_app.sh created: new_app.sh does not update the page
         paths = [path for path in paths if f"\n## {path.parent.name}\n" in known]
     made = page({path.parent.name: app_parser(path) for path in paths})
     if not check:
@@ -77,13 +77,17 @@ def main() -> None:
 
 
 def page(parsers: Mapping[str, Parser]) -> str:
-    """Return the text of docs/options.md, with the parsers of these apps."""
+    """Return the text of docs/options.md.
+
+    Args:
+        parsers: parser of each app by its name.
+    """
     common = Parser()
     add_common(common, epochs=0, global_batch_size=0, lr="", datasets=("",), devices=("",))
     shared = {action.dest for action in common._actions}
     training = {app: each for app, each in parsers.items() if shared <= {action.dest for action in each._actions}}
     lines = [HEAD, SHARED]
-    model = next(iter(training.values()))  # groups and texts as an app shows them
+    model = next(iter(training.values()))  # its groups and help texts serve for all apps
     different = [dest for dest in sorted(shared) if len({str(cell(each, dest)) for each in training.values()}) > 1]
     for title, actions in groups(model):
         rows = [
@@ -148,7 +152,7 @@ def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse
 
 
 def command_tables(parser: Parser) -> Iterator[str]:
-    """Yield the options of an app that has commands: first those that all commands have."""
+    """Yield the lines of the tables of an app with commands: first the shared options, then each command's own."""
     commands = parser.commands()
     every = [{str(each.dest) for _, actions in groups(command) for each in actions} for command in commands.values()]
     alike = set.intersection(*every)
@@ -167,7 +171,13 @@ def table(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def row(action: argparse.Action, differs: bool = False, star: bool = False) -> str:
-    """Return an option as a row: its names, its help without the default, and the default."""
+    """Return an option's row of the table: its names, its help without the default, and the default.
+
+    Args:
+        action: the option.
+        differs: show "see below" as the default, and omit the choices.
+        star: mark the option as changeable at a resume.
+    """
     value = "" if action.nargs == 0 else action.metavar or action.dest.upper()
     if action.nargs == "?":
         value = f"[{value}]"
@@ -177,7 +187,7 @@ def row(action: argparse.Action, differs: bool = False, star: bool = False) -> s
     words = help_text(action)
     match = re.search(r" ?\(default: ((?:[^()]|\([^()]*\))*)\)| ?\((?:the )?default\)", words)
     default = match[1] if match else None
-    if match and (default or action.default is not None):  # the other column shows it
+    if match and (default or action.default is not None):  # the last column shows the default
         words = words.replace(match[0], "")
     if default is None and action.default not in (None, argparse.SUPPRESS):
         default = {True: "yes", False: "no"}.get(action.default, str(action.default))
@@ -201,7 +211,7 @@ def help_text(action: argparse.Action) -> str:
 
 
 def text(words: str | None) -> str:
-    """Return words as one line of Markdown, for a cell of a table."""
+    """Return ``words`` as one line of Markdown for a cell of a table."""
     return re.sub(r"(?<!`)<([\w ]+)>", r"&lt;\1&gt;", " ".join(str(words or "").split())).replace("|", "\\|")
 
 

@@ -47,7 +47,7 @@ def main() -> None:
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             run.log_metrics({})
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
     with torch.inference_mode():
         scores = model(torch.tensor(digits.test_images).flatten(1) / 255)

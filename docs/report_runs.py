@@ -1,13 +1,13 @@
-"""Make the runs of docs/seeing.md, their page, a picture of it, and the frames of runs that are watched.
+"""Make the runs of docs/seeing.md, their report, its screenshot, and the frames of `samestep watch`.
 
     bash scripts/run_mnist_ddp.sh 1 --max-steps 0                # makes .venvs/mnist_ddp
     bash scripts/run_lenet_paddle.sh 1 --max-steps 0             # makes .venvs/lenet_paddle
     apt-get install -y --no-install-recommends chromium          # or CHROMIUM=/path/to/it in the environment
     .venvs/mnist_ddp/bin/python docs/report_runs.py FOLDER
-    python3 docs/report_runs.py FOLDER elastic                   # of mnist_elastic alone: frames while a rank is killed
+    python3 docs/report_runs.py FOLDER elastic                   # only mnist_elastic: frames while a rank is killed
 
-LeNet in PyTorch and in Paddle, from the same weights, in float64: at 1 and 4 ranks, killed twice, stopped by a signal,
-and with another learning rate. A run that FOLDER already holds does not start again.
+The runs train LeNet in PyTorch and in Paddle from the same weights, in float64. They have different world sizes, kills,
+a stop signal, and another learning rate. Runs that FOLDER already contains are not repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WINDOW = "1280,1800"
 
 
 def step_of(run_dir: Path) -> int:
-    """Return the last step that a run has recorded."""
+    """Return the last step in a run's metrics.jsonl, or 0 if the file is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line[-1] == "}"]
         return max((line.get("step", 0) for line in lines), default=0)
@@ -46,7 +46,16 @@ def step_of(run_dir: Path) -> int:
 
 
 def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[int] = (), stop: int = 0) -> None:
-    """Train at n ranks; one is killed at each step of ``kill``, and the run gets a TERM at ``stop``."""
+    """Train at ``n`` ranks, unless the run exists.
+
+    Args:
+        framework: key of OF.
+        n: number of ranks.
+        run_dir: folder of the run.
+        options: more options of the app.
+        kill: steps at which rank 1 gets SIGKILL.
+        stop: step at which the launch script gets SIGTERM; 0 for never.
+    """
     if (run_dir / "metrics.jsonl").exists():
         return
     print(run_dir.name, flush=True)
@@ -68,7 +77,7 @@ def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[i
 
 @contextlib.contextmanager
 def watched(run_dir: Path, output: Path) -> Iterator[None]:
-    """Watch a run in a terminal meanwhile; its frames go to ``output``, each when it differs from the one before."""
+    """Run `samestep watch` in a pseudo-terminal during the block, and write its distinct frames to ``output``."""
     pid, terminal = pty.fork()
     if pid == 0:
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "core"), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
@@ -77,7 +86,7 @@ def watched(run_dir: Path, output: Path) -> Iterator[None]:
     shown: list[bytes] = []
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # at its end
+        with contextlib.suppress(OSError):  # the read fails when the program ends
             while content := os.read(terminal, 2**16):
                 shown.append(content)
 
@@ -86,7 +95,7 @@ def watched(run_dir: Path, output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        reader.join(timeout=30)  # it ends by itself
+        reader.join(timeout=30)  # `samestep watch` exits at the end of the run
         if reader.is_alive():
             os.kill(pid, signal.SIGINT)
             reader.join()

@@ -1,4 +1,4 @@
-"""Draw docs/same_step.svg: the losses of one training at 1, 2, 3 and 4 ranks, and of one that was killed twice.
+"""Draw docs/same_step.svg: the losses of one training at 1, 2, 3 and 4 ranks, and of a run that was killed twice.
 
 python3.11 docs/same_step.py
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ["--dataset=mnist-5k", "--dtype=float64", "--epochs=10", "--log-every=1", "--checkpoint-every=10", "--quiet"]
 KILLED = "3 ranks, killed at steps 90 and 210"
 
-# A browser shows the picture in light or dark as the reader's system is set; text and axes are mid-gray in both.
+# The style has a light and a dark version, from which the browser chooses.
 STYLE = """
 text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a }
 .title { font-weight: 600; fill: #24292f }
@@ -37,8 +37,8 @@ text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57
 }
 """
 WIDTH, HEIGHT = 880, 320
-TOP, BOTTOM = 36, 270  # of both plots
-DASH = 7  # pixels
+TOP, BOTTOM = 36, 270  # edges of both plots, in pixels
+DASH = 7  # length of a dash, in pixels
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -50,7 +50,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def train(n: int, run_dir: Path, kill_at: tuple[int, ...] = ()) -> list[float]:
-    """Train at n ranks and return the loss of each step. Kill rank 1 when the run reaches each step of ``kill_at``."""
+    """Train at ``n`` ranks, kill rank 1 at each step of ``kill_at``, and return the loss of each step."""
     script = subprocess.Popen(
         ["bash", str(ROOT / "scripts/run_mnist_ddp.sh"), str(n), f"--run-dir={run_dir}", *OPTIONS]
     )
@@ -73,7 +73,15 @@ def measure() -> dict[str, list[float]]:
 def plot(
     left: int, title: str, curves: Mapping[int, Sequence[float]], ticks: Mapping[float, str], dashes: Mapping[int, str]
 ) -> list[str]:
-    """Return one plot of ``curves``, by the numbers of their colors. ``ticks`` are the labels of the vertical axis."""
+    """Return the SVG elements of one plot.
+
+    Args:
+        left: left edge, in pixels.
+        title: text above the plot.
+        curves: value of each step, by the number of the curve's color.
+        ticks: labels of the vertical axis, by value.
+        dashes: dash attributes of the curves, by the number of the color.
+    """
     right, low, high = left + 360, min(ticks), max(ticks)
     steps = max(map(len, curves.values()))
 
@@ -97,18 +105,19 @@ def plot(
 
 
 def largest_so_far(reference: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return the decimal logarithm of the largest relative difference up to each step, -17 for equal losses."""
+    """Return log10 of the largest relative difference up to each step; -17 for equal losses."""
     differences = (math.log10(max(abs(a - b) / a, 1e-17)) for a, b in zip(reference, other))
     return [*itertools.accumulate(differences, max)]
 
 
 def draw(curves: Mapping[str, Sequence[float]]) -> str:
-    """Return the picture as SVG. The first curve is the one that the others are compared with."""
+    """Return the picture as SVG. The right plot compares all other curves with the first curve."""
     reference, *others = curves.values()
     differences = {i: largest_so_far(reference, other) for i, other in enumerate(others, 1)}
     loss_ticks = {value / 2: f"{value / 2:.1f}" for value in range(0, 6)}
     ticks = {float(power): f"1e{power}" for power in range(-17, -8, 2)}
-    # Equal curves stay visible: on the left each shows a fifth of the line, on the right the last one is dashed.
+    # The curves are almost equal. On the left, each draws a different fifth of every dash period; on the right, the
+    # last curve is dashed.
     fifths = {i: f'stroke-dasharray="{DASH} {DASH * 4}" stroke-dashoffset="{-DASH * i}"' for i in range(len(curves))}
     dashed = {len(others): f'stroke-dasharray="{DASH}"'}
     shown = plot(

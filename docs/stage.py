@@ -1,16 +1,16 @@
-"""Write the pages of the site to one folder, which Zensical and MkDocs read.
+"""Write the pages of the documentation site to one folder, from which Zensical and MkDocs build the site.
 
     python3 docs/stage.py             # writes site/pages and site/mkdocs.yml
     python3 docs/stage.py FOLDER      # the same in another folder
 
-The pages of the repository are written to be read there, where a link leads to any file of it. On the site:
+The repository's pages link to other pages, files and folders of the repository. On the site:
 
-- A link to a page of docs/, a README.md or one of the few other pages of the repository leads to that page.
-- A link to anything else that git knows leads to source/<its path>, which shows the file or lists the folder.
+- A link to a page (a .md file, notebook or image) leads to that page.
+- A link to any other file or folder in git leads to source/<its path>, which shows the file or lists the folder.
 
-No link therefore needs an address of the repository. The README of the repository is the first page. Each module of
-core/ that an app imports has a page of its docstrings. A notebook becomes a page. The configuration is the
-repository's mkdocs.yml, with the pages of its empty sections. Standard library only.
+The repository's README.md becomes the first page. Each module of core/ that an app imports gets a page of its
+docstrings. The configuration is the repository's mkdocs.yml, with its empty sections filled in. The program uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "core" / "samestep"
 IMAGES = (".png", ".svg")
-PROGRAMS = (".py", ".sh")  # of docs/, which the site shows as pages below source/
+PROGRAMS = (".py", ".sh")  # suffixes of files in docs/ that the site shows below source/
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ini": "ini", ".json": "json"}
-# Code, which is left as it is, or the target of a link.
+# Matches code, which stays unchanged, or the target of a link.
 CODE_OR_TARGET = re.compile(
     r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=[)\s])", re.M | re.S
 )
-PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # a user's own program may be a copy of one
-KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # of the names that samestep.torch exports
-# Launchers of apps call these, or an app names them in a type. A program of a user needs none of them.
+PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # programs whose imports define the public API
+KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # a module in the table of names that samestep.torch exports
+# Modules that apps import only in launchers or for type annotations. A user's program does not need them.
 INTERNAL = {
     "samestep.job_info",
     "samestep.monitor",
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def write(folder: Path, pages: dict[str, bytes]) -> None:
-    """Write the files that changed, so that a server builds their pages only, and delete all others."""
+    """Write changed files to ``folder``, so that a server rebuilds only their pages, and delete obsolete files."""
     for name, content in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def write(folder: Path, pages: dict[str, bytes]) -> None:
 
 
 def staged() -> dict[str, bytes]:
-    """Return the content of each file of the site by its place."""
+    """Return the content of each file of the site, by its path on the site."""
     pages = {"api/index.md": b"# The package samestep\n\n::: samestep\n"}
     pages |= {api_page(name): api_content(name).encode() for name in modules()}
     for path in reached():
@@ -87,7 +87,7 @@ def staged() -> dict[str, bytes]:
 
 
 def reached() -> set[str]:
-    """Return the pages of the repository and the targets of their links, as paths relative to the root."""
+    """Return the paths of all pages and link targets, relative to the repository's root."""
     is_first = re.compile(r"README\.md|docs/.*\.md|apps/\w+/README\.md|docs/\w+\.ipynb")
     waiting = [path for path in known() if is_first.fullmatch(path)]
     seen: set[str] = set()
@@ -103,7 +103,7 @@ def reached() -> set[str]:
 
 
 def content(path: str) -> bytes:
-    """Return what the site shows of a file or folder: a page, an image, or a page with its text or its list."""
+    """Return the site's content for a path: the page, the image, or a page that shows the file or lists the folder."""
     source = ROOT / path
     if path.endswith(IMAGES):
         return source.read_bytes()
@@ -118,7 +118,7 @@ def content(path: str) -> bytes:
 
 
 def folder_page(path: str) -> str:
-    """Return a page that lists the files of a folder. Pages of docs/ are links."""
+    """Return a page that lists the files of a folder, with links to pages of docs/."""
     names = sorted(name.removeprefix(f"{path}/") for name in known() if name.startswith(f"{path}/"))
     shown = [name for name in names if path.startswith("docs/") and name.endswith(".md")]
     links = {name: f"[`{name}`]({posixpath.relpath(place(f'{path}/{name}'), f'source/{path}')})" for name in shown}
@@ -127,7 +127,7 @@ def folder_page(path: str) -> str:
 
 
 def notebook_page(source: Path) -> str:
-    """Return a notebook as Markdown: its texts, its code, and the text and pictures that the code prints."""
+    """Return a notebook as Markdown, with its texts, code and outputs (text and PNG)."""
     cells = json.loads(source.read_text())["cells"]
     parts = [f"[Download this notebook]({source.name})"]
     for cell in cells:
@@ -140,7 +140,7 @@ def notebook_page(source: Path) -> str:
                 parts.append(f"![Output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})")
             elif printed:
                 parts.append(f"```text\n{printed}\n```")
-    first = next((index for index, part in enumerate(parts) if part.startswith("# ")), 0)  # the title comes first
+    first = next((index for index, part in enumerate(parts) if part.startswith("# ")), 0)  # move the title to the top
     return "\n\n".join([parts[first], *parts[:first], *parts[first + 1 :]]) + "\n"
 
 
@@ -148,7 +148,7 @@ def notebook_page(source: Path) -> str:
 
 
 def with_places(markdown: str, origin: str) -> str:
-    """Return a page of the repository with the places on the site as the targets of its links."""
+    """Return the text of the page ``origin`` with its links changed to paths on the site."""
     here = posixpath.dirname(place(origin))
 
     def replace(match: re.Match[str]) -> str:
@@ -168,9 +168,9 @@ def targets(markdown: str) -> Iterator[str]:
 
 
 def resolved(origin: str, target: str) -> str | None:
-    """Return the path, relative to the root, of a relative link in the file ``origin``.
+    """Return the path, relative to the root, of the target of a link in the file ``origin``.
 
-    For a folder with a README.md, return that file. Return None for a target that is not in the repository.
+    A folder with a README.md gives the path of that README.md. A target outside the repository gives None.
     """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):
@@ -185,7 +185,7 @@ def resolved(origin: str, target: str) -> str | None:
 
 
 def place(path: str) -> str:
-    """Return the place on the site of a file or folder of the repository."""
+    """Return the path on the site for a file or folder of the repository."""
     if path == "README.md":
         return "index.md"
     if not is_page(path):
@@ -194,13 +194,13 @@ def place(path: str) -> str:
 
 
 def is_page(path: str) -> bool:
-    """Return whether the site shows the file as it is: a text with links, a notebook or an image."""
+    """Return whether the file is a page of the site: Markdown, a notebook or an image."""
     return path.endswith((".md", ".ipynb", *IMAGES))
 
 
 @lru_cache
 def known() -> frozenset[str]:
-    """Return the files of the repository, with new ones that git does not ignore."""
+    """Return the existing files that git tracks or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return frozenset(name for name in listed.stdout.splitlines() if (ROOT / name).is_file())
@@ -218,9 +218,9 @@ def folders() -> frozenset[str]:
 
 
 def modules() -> list[str]:
-    """Return the names of the public modules: those that programs of apps/ and docs/ import.
+    """Return the names of the public modules: the modules that programs of apps/ and docs/ import.
 
-    The parts of the kit are imported from one package, and have its page.
+    All modules of the kit are listed as `samestep.torch`, because one page documents them.
     """
     text = "\n".join((ROOT / name).read_text() for name in sorted(known()) if re.fullmatch(PROGRAM, name))
     imported = {f"samestep.{name}" for name in re.findall(r"^ *from samestep\.([\w.]+) import", text, re.M)}
@@ -232,20 +232,20 @@ def modules() -> list[str]:
 
 
 def kit_modules() -> list[str]:
-    """Return the names of the modules that define the kit's parts."""
+    """Return the names of the modules that define the names of samestep.torch."""
     text = (PACKAGE / "torch" / "__init__.py").read_text()
     return sorted({f"{KIT}.{name}" for name in KIT_MODULE.findall(text)})
 
 
 def api_content(name: str) -> str:
-    """Return the Markdown of a module's page. The page of the kit has all modules of its parts."""
+    """Return the Markdown of a module's page. The page of samestep.torch includes the kit's modules."""
     shown = [name, *kit_modules()] if name == KIT else [name]
     directives = "".join(f"::: {module}\n\n" for module in shown)
     return f"# {name}\n\n{directives}"
 
 
 def api_page(name: str) -> str:
-    """Return the page of a module, such as api/data/datasets.md."""
+    """Return the path on the site for a module's page, such as api/data/datasets.md."""
     return f"api/{name.removeprefix('samestep.').replace('.', '/')}.md"
 
 
@@ -253,9 +253,12 @@ def api_page(name: str) -> str:
 
 
 def configuration(pages: Iterable[str]) -> str:
-    """Return mkdocs.yml with the pages of its empty sections, for the pages at these places.
+    """Return the text of mkdocs.yml with its empty sections filled in.
 
-    A page of docs/ must be in its nav. All other pages may be reached by links alone.
+    Only pages of docs/ must be in the nav. Other pages outside the nav are added to ``not_in_nav``.
+
+    Args:
+        pages: paths of all files of the site.
     """
     text = (ROOT / "mkdocs.yml").read_text()
     for title, section in sections().items():
@@ -271,7 +274,7 @@ def configuration(pages: Iterable[str]) -> str:
 
 
 def sections() -> dict[str, list[Any]]:
-    """Return the pages of the sections that mkdocs.yml leaves empty, by their titles."""
+    """Return the nav entries of the sections that are empty in mkdocs.yml, by title."""
     apps = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("apps/*/README.md"))
     coming_from = sorted(path for path in ROOT.glob("docs/coming_from/*.md") if not path.name.endswith(".zh.md"))
     return {

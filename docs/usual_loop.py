@@ -1,4 +1,4 @@
-"""Train a CNN on digits with DistributedDataParallel, 128 digits a step at any number of ranks that divides 128."""
+"""Train a CNN on digits with DistributedDataParallel, in global batches of 128 at any world size that divides 128."""
 
 import argparse
 import gc

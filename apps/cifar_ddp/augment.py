@@ -1,4 +1,4 @@
-"""Crop and flip images at random, as a function of the sample: the same in any rank, batch or micro-batch."""
+"""Crop and flip images at random, independently of the rank, batch and micro-batch that a sample belongs to."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from samestep.sharding import sample_bits
 from torch import Tensor
 from torch.nn.functional import pad
 
-PADDING = 4  # pixels on each side, within which a crop may begin
+PADDING = 4  # width of the border around the image before cropping, in pixels
 
 
 def choices(
     indices: NDArray[np.int64], seed: int, epoch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return for each sample [m] the top and left of its window in the padded image, and whether to flip it.
+    """Return random crop positions and flips, as functions of (seed, epoch, index).
 
-    The result depends only on (seed, epoch, index). A draw from a generator of the rank or worker would change with the
-    number of ranks and workers, and at each resume.
+    A generator per rank or worker would draw other values at another number of ranks or workers, or after a resume.
+
+    Returns:
+        Arrays [m]: top edge and left edge of each crop in the padded image, in pixels, and whether to flip the crop.
     """
     bits = sample_bits(seed, epoch, indices)
     positions = np.uint64(2 * PADDING + 1)
@@ -29,7 +31,10 @@ def choices(
 
 
 def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: int) -> Tensor:
-    """Crop each of the images uint8 [m, s, s, 3], samples ``indices`` of an epoch, after padding; flip half of them."""
+    """Pad images uint8 [m, s, s, 3], crop each to its old size at random, and flip about half of them.
+
+    ``indices`` [m] are the images' numbers in the dataset.
+    """
     device = images.device
     top, left, flipped = (torch.from_numpy(each).to(device) for each in choices(indices, seed, epoch))
     side = images.shape[1]
@@ -37,6 +42,6 @@ def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: 
     windows = padded.unfold(1, side, 1).unfold(2, side, 1)  # a view: [m, 9, 9, 3, s, s]
     windows = windows.permute(0, 1, 2, 4, 5, 3)
     rows = torch.arange(len(images), device=device)
-    crops = windows[rows, top, left]  # whole windows are copied
+    crops = windows[rows, top, left]  # copies only the chosen windows
     crops[flipped] = crops[flipped].flip(2)
     return crops

@@ -1,4 +1,4 @@
-"""Read the same batches in two ways: by one index into a uint8 tensor in memory, or by a DataLoader with workers."""
+"""Read the same batches in one of two ways: from a uint8 tensor in memory, or by a DataLoader with workers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ SIDE = 32
 
 @dataclass(frozen=True, eq=False)
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """Images uint8 [n, 32, 32, 3] and labels int64 [n], with ``mean`` and ``std`` [3], on one device.
+    """A dataset of images uint8 [n, 32, 32, 3] and labels int64 [n], on one device.
 
-    A `samestep.torch.DataLoader` reads whole batches from it. The images of a batch have ``dtype``. With
-    ``augment_seed``, they are cropped and flipped.
+    A `samestep.torch.DataLoader` reads whole batches from it.
+
+    Attributes:
+        mean, std: statistics [3] of the training pixels, by which images are normalized.
+        dtype: type of a batch's images.
+        augment_seed: seed of random crops and flips; None for no augmentation.
     """
 
     images: Tensor
@@ -47,7 +51,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     def batch(self, indices: IndexArray) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 3, 32, 32] and labels int64 [m]; m may be 0.
 
-        The images are channels last in memory, as stored.
+        The images are in the channels-last memory format.
         """
         chosen = torch.from_numpy(indices).to(self.images.device)
         images = self.images[chosen]
@@ -55,7 +59,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
             images = crop_and_flip(images, indices, self.augment_seed, epoch=indices.epoch)
         return self.normalize(images), self.labels[chosen]
 
-    __getitems__ = batch  # a DataLoader's name for it
+    __getitems__ = batch  # the method that a DataLoader calls
 
     def normalize(self, images: Tensor) -> Tensor:
         """Map images uint8 [m, 32, 32, 3] to normalized images [m, 3, 32, 32]."""
@@ -66,7 +70,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Read one sample at a time. For a dataset that does not fit into memory, read a file here instead."""
+    """Read one sample at a time. For a dataset that does not fit into memory, change `read` to read a file."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -79,7 +83,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return [self.read(index, indices.epoch) for index in indices.tolist()]
 
     def read(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return an image uint8 [3, 32, 32] and its label. Crop and flip depend only on (seed, epoch, index)."""
+        """Return an image uint8 [3, 32, 32] and its label. With an augment_seed, crop and flip the image."""
         split = self._split
         image = split.images[index].permute(2, 0, 1)
         if split.augment_seed is not None:
@@ -91,14 +95,14 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return image, split.labels[index]
 
     def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the samples as `Split.batch` does."""
+        """Return the samples as one batch, as `Split.batch` returns it."""
         images, labels = zip(*samples)
         channels_last = torch.stack(images).permute(0, 2, 3, 1).contiguous()
         return self._split.normalize(channels_last), torch.stack(labels)
 
 
 def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler) -> DataLoader:
-    """Return the loader of --input. Both inputs have the same batches."""
+    """Return the loader that --input chooses. Both inputs give the same batches."""
     if options.input == "memory":
         return DataLoader(train_set, batch_sampler=sampler)
     samples = Samples(train_set)
@@ -112,7 +116,7 @@ def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler)
 
 
 def no_empty_shards(sampler: GlobalBatchSampler, step: int) -> bool:
-    """Return whether every rank has samples in each micro-batch of the step."""
+    """Return whether every rank has at least one sample in each micro-batch of update ``step``."""
     batches = sampler.batches
     smallest = batches.size(step) // batches.num_micro_batches(step)
     return smallest >= batches.world_size
@@ -134,7 +138,7 @@ def load(options: Options, device: torch.device) -> tuple[Split, Split]:
     def split(
         images: NDArray[np.uint8], labels: NDArray[np.uint8], device: torch.device, augment_seed: int | None = None
     ) -> Split:
-        if images.ndim == 3:  # gray: repeat it in three channels, with a border of background
+        if images.ndim == 3:  # grayscale: pad to 32 x 32 with black, and repeat in three channels
             edge = (SIDE - images.shape[1]) // 2
             padded = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))
             images = padded[..., None].repeat(3, axis=3)

@@ -1,4 +1,4 @@
-"""Keep the moving average of a model's weights, which --ema evaluates and checkpoints hold."""
+"""Compute the exponential moving average of a model's weights (--ema)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 
 class Average:
-    """Average weights and running statistics exponentially in ``model``, a copy.
+    """Keep an exponential moving average of weights and running statistics in ``model``, a copy of the model.
 
-    After update ``step``, from 0, it moves by 1 - min(decay, (step + 1) / (step + 10)) towards the weights. It
-    moves faster at first, to forget the initial weights soon. Source: TensorFlow's ExponentialMovingAverage with
-    ``num_updates``. The step alone decides it, so checkpoints need only the average.
+    After update ``step`` (from 0), the average moves towards the weights by the fraction
+    1 - min(decay, (step + 1) / (step + 10)). Early updates therefore move it faster, so that the initial weights fade
+    soon. The fraction depends only on the step, so checkpoints contain the average and no other state.
+    Source: TensorFlow's ExponentialMovingAverage with ``num_updates``.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -31,11 +32,11 @@ class Average:
             if averaged.is_floating_point():
                 averaged.lerp_(current, pace)
             else:
-                averaged.copy_(current)  # a count
+                averaged.copy_(current)  # an integer, such as BatchNorm2d.num_batches_tracked
 
 
 def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> dict[str, Arrays]:
-    """Return what a checkpoint holds: as `weights.groups`, and the average."""
+    """Return the arrays of a checkpoint: model, optimizer, and the average as "ema" if there is one."""
     found = dict(weights.groups(model, optimizer))
     if average:
         found["ema"] = weights.model_arrays(average.model)
@@ -43,7 +44,11 @@ def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> d
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """Load what `groups` returned, or weights alone, from which the average then starts. Raises ValueError."""
+    """Load the arrays of `groups`, or weights alone. Without a stored average, the average starts at the weights.
+
+    Raises:
+        ValueError: an array does not fit the model or the optimizer.
+    """
     weights.load(model, optimizer, groups)
     if average:
         weights.load_model(average.model, groups.get("ema", groups["model"]))

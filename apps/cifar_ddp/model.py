@@ -19,7 +19,10 @@ RESNETS: dict[str, tuple[Any, list[int]]] = {
 
 
 class FreezableNorms(nn.Module):
-    """With ``freeze_bn``, let `train` leave batch norms in evaluation mode: they use and keep the stored statistics."""
+    """A module whose `train` keeps batch norms in evaluation mode if ``freeze_bn`` is true.
+
+    Frozen batch norms normalize by their stored statistics, and do not update them.
+    """
 
     freeze_bn = False
 
@@ -33,7 +36,7 @@ class FreezableNorms(nn.Module):
 
 
 class VGG(FreezableNorms):
-    """Classify by four convolutions of 3 x 3 and a linear layer: 242,474 parameters.
+    """Classify images by four convolutions of 3 x 3 and a linear layer (242,474 parameters).
 
     Pooling comes before normalization and activation, which then process a quarter of the values.
     """
@@ -58,7 +61,7 @@ class VGG(FreezableNorms):
 class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs without torchvision
     """Map images [m, 3, 32, 32] to scores [m, 10] by torchvision's ResNet, with a dropout before its last layer.
 
-    ``stem`` "cifar" keeps the size of 32 x 32 images; "imagenet" reduces them to 8 x 8.
+    The first layers (``stem``) keep the size of 32 x 32 images ("cifar"), or reduce it to 8 x 8 ("imagenet").
     """
 
     def __init__(self, name: str, stem: str, dropout: float, norm: Callable[[int], nn.Module]) -> None:
@@ -67,12 +70,12 @@ class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs 
         self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's init
             self.maxpool = nn.Identity()
 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
-    """Return the norm ``kind``: "batch", or "group" (8 groups of a sample's channels, independent of other samples)."""
+    """Return a normalization layer: BatchNorm2d for ``kind`` "batch", GroupNorm with 8 groups for "group"."""
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     return nn.GroupNorm(8, channels)
@@ -81,7 +84,7 @@ def make_norm(kind: str, channels: int) -> nn.Module:
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
     """Return the model with the initial weights that --seed decides.
 
-    They are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
+    The weights are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """
     torch.manual_seed(options.seed)
     norm = partial(make_norm, options.norm)
@@ -91,5 +94,5 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
         model = ResNet(options.model, options.stem, options.dropout, norm=norm)
     model.freeze_bn = options.freeze_bn
     model.to(dtype)
-    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # as the images
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # the images' format
     return model.train()

@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own.
+"""Define the app's options: the options that all apps share, and its own.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -149,12 +149,12 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if is_resnet(options.model):
         options.stem = options.stem or "cifar"
     if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule depends on --epochs, but not on --max-steps
     return options
 
 
 def is_resnet(model: str) -> bool:
-    """Return whether a model is one of torchvision's."""
+    """Return whether ``model`` names a ResNet of torchvision."""
     return model.startswith("resnet")
 
 
@@ -168,7 +168,7 @@ def check(options: Options) -> None:
         raise ConfigError(f"--autocast {options.autocast} is less precise than --dtype float64: leave one of them out")
     if options.virtual_ranks and options.compile:
         raise ConfigError("--compile makes kernels for the shapes that a rank sees: leave it or --virtual-ranks out")
-    compiler = os.environ.get("CXX", "g++")  # as torch chooses
+    compiler = os.environ.get("CXX", "g++")  # torch.compile uses the same compiler
     if options.compile and not shutil.which(compiler):
         raise ConfigError(f"--compile needs a C++ compiler, but {compiler!r} is missing: install g++, or set CXX")
 

@@ -1,13 +1,13 @@
-"""Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel, with all that a step usually has.
+"""Train a convolutional network on CIFAR-10 with DistributedDataParallel, augmentation, schedules and accumulation.
 
     bash scripts/run_cifar_ddp.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/cifar_ddp/train.py
     python apps/cifar_ddp/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
-Each part of the step, from the schedule to batch normalization, depends only on the step's number, the sample or the
-global batch. The step is therefore the same at any number of ranks, and after a kill. README.md shows how usual code
-changes the losses.
+Each part of a step, from the schedule to batch normalization, depends only on the step's number, the sample or the
+global batch. The step is therefore the same at any world size, and after a restart. README.md shows how common
+mistakes change the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_ranks import VirtualRanks, check_sub_shards
 
-EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "constant": lambda step, steps: schedules.constant(step),
@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer. Norms and biases are not decayed: they only shift and scale."""
+    """Return the optimizer of --optimizer, without weight decay for norms and biases."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [
@@ -64,9 +64,9 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``, a function of the step that needs no saved state.
+    """Return the learning rate of update ``step`` of ``steps``.
 
-    A torch scheduler counts its calls instead, so a checkpoint must contain its state.
+    A function of the step needs no state in checkpoints. A torch scheduler does, because it counts its calls.
     """
     if step < options.warmup_steps:
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
@@ -91,14 +91,14 @@ def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tens
 def compute_gradients(
     options: Options, model: DistributedDataParallel, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Add up the gradients of this rank's micro-batches; return their summed loss."""
+    """Accumulate the gradients of this rank's micro-batches, and return their summed loss."""
     losses: list[Tensor] = []
     last = sampler.batches.num_micro_batches(sampler.step - 1) - 1
     for micro_images, micro_labels in sampler.micro_batches((images, labels)):
         is_last = len(losses) == last
         with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
             loss_sum = summed_loss(options, model, micro_images, micro_labels)
-            # The mean over the global batch, although shards and micro-batches may differ in size or be empty.
+            # Scale to the mean over the global batch: shards and micro-batches may differ in size or be empty.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
         losses.append(loss_sum.detach())
     return torch.stack(losses).sum()
@@ -113,18 +113,18 @@ def train_step(
     labels: Tensor,
     compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch; return the shard's summed loss."""
+    """Update once with this rank's shard of a global batch, and return the shard's summed loss."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(options, model, sampler, images, labels)  # collective
     if options.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, after DDP reduced them
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # DDP has reduced the gradients
     optimizer.step()
     return loss_sum
 
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
+    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -141,7 +141,7 @@ def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSample
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train from the first step, or from the checkpoint that the run resumes."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     rank = run.world.rank
     world_size = run.world.world_size
     dtype = getattr(torch, options.dtype)
@@ -163,7 +163,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     evaluated = "ema" if average else "model"
     run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
 
-    # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
+    # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
     sampler = GlobalBatchSampler(
         len(train_set),
@@ -181,7 +181,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Batch norm, dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
+    # Make batch norm, dropout and all-reduces independent of the world size, and of when a run restarts.
     if options.virtual_ranks:
         check_sub_shards(options, sampler)
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
@@ -196,23 +196,23 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
-        # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
+        # A module compiled by torch 2.13 fails on an empty shard. If one is empty, all ranks use the uncompiled module.
         step_model = compiled if no_empty_shards(sampler, run.step) else ddp
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
         if average:
             average.update(model, run.step)
-        actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
-        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
 
-    stop_workers()  # of --input loader
+    stop_workers()  # end the worker processes of --input loader
     metrics = run.eval_metrics or evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
     run.finish(metrics)  # collective: compare replicas; rank 0 writes
 

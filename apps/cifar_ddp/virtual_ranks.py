@@ -1,4 +1,4 @@
-"""Compute gradients with the same bits at any number of ranks (--virtual-ranks)."""
+"""Compute gradients with the same bits at any world size (--virtual-ranks)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def check_sub_shards(options: Options, sampler: GlobalBatchSampler) -> None:
-    """Raise ConfigError if batch norm, which takes the statistics of a sub-shard, would get fewer than 2 samples."""
+    """Raise ConfigError if a sub-shard has fewer than 2 samples, which batch norm needs for its statistics."""
     batches = sampler.batches
     last = len(sampler) - 1
     size = batches.size(last)
@@ -26,12 +26,12 @@ def check_sub_shards(options: Options, sampler: GlobalBatchSampler) -> None:
 
 
 class VirtualRanks:
-    """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree.
+    """Split a global batch into the same sub-shards at any world size, and reduce their gradients in one tree.
 
     Args:
-        ddp: the model; the tree replaces its reduction.
-        sampler: has the sub-shards.
-        summed_loss: returns the summed loss of ``(options, model, images, labels)``.
+        ddp: the model. The tree replaces DDP's all-reduce.
+        sampler: its micro-batches are the sub-shards.
+        summed_loss: function of ``(options, model, images, labels)`` that returns the summed loss.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class VirtualRanks:
     def compute_gradients(
         self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set the gradients of a global batch; return its summed loss on rank 0, and 0 elsewhere."""
+        """Set the gradients of the global batch. Returns: its summed loss on rank 0, 0 on other ranks."""
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = self.summed_loss(options, model, sub_images, sub_labels)
             sampler.scale(loss_sum).backward()

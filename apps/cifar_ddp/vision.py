@@ -1,14 +1,14 @@
-"""Import torchvision so that it also works with a CPU build of torch. No other file imports it.
+"""Import torchvision with CUDA or CPU builds of torch. Other files of this app import torchvision only from here.
 
-The published wheel for x86-64 is built for a CUDA torch. With a CPU torch its compiled operators are not registered,
-and the import fails at the first operator that it names. A declaration is enough, because this app calls none of them.
+The published wheel for x86-64 needs a CUDA build of torch. With a CPU build, its operators are not registered, and the
+import fails. This file then declares the operators that the import needs. The app does not call them.
 """
 
 import torch
 
 try:
     from torchvision import models
-except RuntimeError:  # operator torchvision::nms does not exist
+except RuntimeError:  # "operator torchvision::nms does not exist"
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,11 +1,11 @@
-"""Measure what each usual way of writing a step changes.
+"""Measure how much each common mistake in a training step changes the losses.
 
     .venvs/cifar_ddp/bin/python apps/cifar_ddp/wrong_ways.py      # prints JSON
 
-Train twelve steps in float64 as a whole; then on two ranks, in three micro-batches, or stopped after six steps and
-resumed. The output is the largest relative difference of the losses for each way. One process simulates DDP: each
-rank's shard, its own random numbers, and the mean of the ranks' gradients. The way "none" is this app's, which differs
-by rounding only.
+The program trains twelve steps in float64 on whole global batches. Then it trains again on two ranks, in three
+micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
+mistake. One process simulates DDP: each rank's shard and random numbers, and the mean of the ranks' gradients. Without
+a mistake ("none"), the losses differ by rounding only.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from samestep.sharding import GlobalBatches, shard, step_seed
 from samestep.torch import FixedRows, Rows, exact
 from torch import Tensor, nn
 
-BATCH = 25  # neither 2 nor 3 divides it
+BATCH = 25  # global batch size, not divisible by 2 or 3
 STEPS = 12
 LR = 0.2
 SEED = 1
-CLIP = 0.5  # norm of the gradient
-DECAY = 0.9  # of the averaged weights
-# How training is divided, and the usual ways to do it wrong.
+CLIP = 0.5  # maximum norm of the gradient
+DECAY = 0.9  # decay of the averaged weights
+# Common mistakes, by how the training is divided.
 WAYS = {
     "ranks": ("none", "mean over ranks", "augmentation", "dropout", "batch norm", "clipping"),
     "micro-batches": ("none", "mean over micro-batches", "dropout"),
     "resumed": ("none", "scheduler", "average"),
 }
-PLACE = FixedRows()  # of the part that is computed
+PLACE = FixedRows()  # rows of the global batch that the current part contains
 
 
 class Net(nn.Module):
-    """Classify by two convolutions, a norm, and dropout that is drawn by the rank or for the global batch."""
+    """Classify images by two convolutions, a norm and dropout."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -52,24 +52,33 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, parts: Sequence[Tensor], rows: Sequence[Rows], wrong: str) -> list[Tensor]:
-        """Map the images of each part to its scores; ``rows`` are the parts' places in the global batch."""
+        """Map the images of each part to scores.
+
+        Args:
+            parts: images [m, 3, 32, 32] of each part of the global batch.
+            rows: rows of the global batch that each part contains.
+            wrong: the mistake; "batch norm" normalizes each part by its own statistics.
+
+        Returns:
+            Scores [m, 10] of each part.
+        """
         xs = [self.conv2(F.relu(self.conv1(images))) for images in parts]
-        if wrong == "batch norm":  # statistics of each part
+        if wrong == "batch norm":  # by the statistics of each part
             xs = [self.norm(x) for x in xs]
-        else:  # statistics of all parts, which an all-reduce of `exact` computes
+        else:  # by the statistics of all parts, which `exact` computes by an all-reduce
             normalized = self.norm(torch.cat(xs))
             xs = list(normalized.split([len(x) for x in xs]))
         xs = [F.relu(x).mean((2, 3)) for x in xs]
         state = torch.get_rng_state()
         for i, (x, part_rows) in enumerate(zip(xs, rows)):
-            torch.set_rng_state(state)  # all ranks have the same seed
+            torch.set_rng_state(state)  # all ranks use the same seed
             PLACE.set(*part_rows)
             xs[i] = self.dropout(x)
         return [self.fc(x) for x in xs]
 
 
 def crop_by_rank(images: Tensor) -> Tensor:
-    """Crop as usual: with draws from the generator of the process that has the images."""
+    """Crop each image at random by the process's generator, as many programs do."""
     padded = F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     corners = torch.randint(0, 2 * PADDING + 1, (len(images), 2)).tolist()
     crops = []
@@ -79,9 +88,16 @@ def crop_by_rank(images: Tensor) -> Tensor:
 
 
 def compute_gradients(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[int], wrong: str) -> list[Tensor]:
-    """Return the gradients of the mean loss over the global batch, clipped; ``sums`` are the parts' summed losses."""
+    """Return the clipped gradients of the mean loss over the global batch.
+
+    Args:
+        model: the model.
+        sums: summed loss of each part.
+        sizes: number of samples of each part.
+        wrong: the mistake, one of WAYS.
+    """
     parameters = list(model.parameters())
-    if wrong == "clipping":  # each rank clips its own, before DDP averages the gradients
+    if wrong == "clipping":  # each rank clips its gradients before DDP averages them
         clipped = []
         for part in sums:
             loss = part * len(sums) / sum(sizes)
@@ -105,26 +121,33 @@ def clip(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]:
-    """Return the mean loss of each step's global batch, and at the end the loss of the averaged weights [STEPS + 1]."""
+    """Return the losses [STEPS + 1]: the mean of each step's global batch, then the loss of the averaged weights.
+
+    Args:
+        train_set: the training set.
+        divided: key of WAYS.
+        parts: number of ranks, micro-batches or runs.
+        wrong: the mistake, or "none".
+    """
     torch.manual_seed(SEED)
     norm: nn.Module = nn.BatchNorm2d(16)
     if divided == "micro-batches":
         norm = nn.GroupNorm(4, 16)
     model = Net(norm).double()
     if wrong != "dropout":
-        exact(model.dropout, PLACE)  # the masks of the global batch
+        exact(model.dropout, PLACE)  # draw masks by row of the global batch
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     count = parts
-    resumed_at = STEPS  # never
+    resumed_at = STEPS  # no resume
     if divided == "resumed":
         count = 1
         resumed_at = STEPS // parts
     losses = []
     for step in range(STEPS):
-        if step == resumed_at:  # with saved weights and optimizer state
-            optimizer.param_groups[0]["lr"] = LR  # as at the start of the program
+        if step == resumed_at:  # weights and optimizer state are kept, as if loaded from a checkpoint
+            optimizer.param_groups[0]["lr"] = LR  # the program starts with this rate
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             if wrong == "average":
                 average = copy.deepcopy(model)
@@ -151,13 +174,13 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
 
 
 def move(average: nn.Module, model: nn.Module) -> None:
-    """Move the averaged weights towards the model's."""
+    """Move the averaged weights towards the weights of ``model``."""
     for averaged, current in zip(average.parameters(), model.parameters()):
         averaged.data.lerp_(current.data, 1 - DECAY)
 
 
 def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
-    """Return a global batch in ``count`` parts: images [m, 3, 32, 32], labels [m], and their rows in the batch."""
+    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch."""
     batches = GlobalBatches(len(train_set.labels), BATCH, SEED)
     images = []
     labels = []
@@ -167,7 +190,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
         indices = batches.indices(step)[first:last]
         chosen = train_set.images[torch.from_numpy(indices)]
         if wrong == "augmentation":
-            torch.manual_seed(step_seed(SEED, step))  # all ranks have the same seed
+            torch.manual_seed(step_seed(SEED, step))  # all ranks use the same seed
             chosen = crop_by_rank(chosen)
         else:
             chosen = crop_and_flip(chosen, indices, SEED, batches.epoch(step))
@@ -178,7 +201,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
 
 
 def lost_updates(train_set: Split) -> float:
-    """Return the share of weights that a step does not change if they are bfloat16; in float32 it is nearly zero."""
+    """Return the fraction of weights that a step leaves unchanged in bfloat16. In float32, it is nearly zero."""
     torch.manual_seed(SEED)
     model = Net(nn.BatchNorm2d(16))
     images, labels, rows = split_batch(train_set, 0, 1, "none")

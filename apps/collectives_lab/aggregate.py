@@ -1,10 +1,10 @@
-"""Train once by every strategy, on the same batches from the same weights, and compare time, bytes and results.
+"""Train by every strategy on the same batches from the same weights, and compare time, bytes and results.
 
     bash scripts/run_collectives_lab.sh 4 aggregate
     torchrun --standalone --nproc-per-node=2 apps/collectives_lab/aggregate.py
 
-First each scheme averages one large vector, in interleaved rounds; the kernel's counter shows what crosses loopback.
-Then mnist_ddp's model is trained on mnist-5k by each strategy.
+First, each scheme averages one large vector in interleaved rounds, while the kernel counts the bytes on loopback. Then
+each strategy trains mnist_ddp's model on mnist-5k.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch import Tensor
 from training import Trainer
 from waits import publish_waits
 
-EVALUATE_EVERY = 16  # steps: every local SGD here has averaged just before
+EVALUATE_EVERY = 16  # steps between evaluations; a multiple of each local SGD's averaging interval
 
 
 # --- one large vector ----------------------------------------------------------------------------------------------
 
 
 def compare_schemes(options: Options, world: env.World, device: torch.device) -> dict[str, Any]:
-    """Average --bytes of float32 once by each scheme in each round; return seconds and bytes."""
+    """Average a float32 vector of --bytes by each scheme in each round, and return seconds and bytes per scheme."""
     x = torch.empty(options.bytes // 4, device=device)
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEMES}
     loopback_bytes: dict[str, list[int]] = {name: [] for name in SCHEMES}
@@ -74,12 +74,12 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
     schemes["ring"]["sent_bytes"] = [count for count, _ in of_ranks]
     schemes["ring"]["sent_messages"] = [messages for _, messages in of_ranks]
     schemes["ring"]["formula_messages"] = ring_messages(world.world_size)
-    # A network namespace of the job's own has only a loopback interface.
+    # The job has its own network namespace if loopback is the only interface.
     return {"bytes": x.nbytes, "alone_on_loopback": list(received_bytes()) == ["lo"], "schemes": schemes}
 
 
 def received_bytes() -> dict[str, int]:
-    """Return the bytes that each network interface has received, with headers; {} if the kernel does not report them.
+    """Return the bytes that each network interface has received, including headers, or {} if they are unknown.
 
     Source: proc(5), /proc/net/dev.
     """
@@ -94,11 +94,11 @@ def received_bytes() -> dict[str, int]:
 
 
 def loopback_after_barrier() -> int:
-    """Return the bytes on loopback when all ranks have arrived here; 0 if the kernel does not report them."""
+    """Wait for all ranks, and return the bytes received on loopback so far, or 0 if they are unknown."""
     with collective("barrier"):
         dist.barrier()
         count = received_bytes().get("lo", 0)
-        dist.barrier()  # no rank sends again before all have read
+        dist.barrier()  # no rank sends before all ranks have read the counter
     return count
 
 
@@ -107,7 +107,7 @@ def loopback_after_barrier() -> int:
 
 @torch.inference_mode()
 def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set; each example is counted on exactly one rank."""
+    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
     model = trainer.model.eval()
     first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
     images, labels = test.batch(np.arange(first, last), trainer.dtype)
@@ -123,16 +123,16 @@ def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
 
 
 def train(name: str, options: Options, world: env.World, training: Split, test: Split) -> tuple[dict[str, Any], Tensor]:
-    """Train by one strategy, without the evaluations' time; return what was measured, and the final weights [n]."""
+    """Train by one strategy, and return the measurements and the final weights [n]. Times exclude evaluations."""
     strategy = STRATEGIES[name]()
     trainer = Trainer(strategy, options, training, world)
     total = options.epochs * trainer.batches.steps_per_epoch
     if options.max_steps is not None:
         total = min(total, options.max_steps)
-    seconds: list[float] = []  # of each step, on this rank
-    in_collectives = 0.0  # seconds in all steps
-    loopback_bytes = 0  # of all ranks, in all steps
-    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # this rank's sums
+    seconds: list[float] = []  # duration of each step on this rank
+    in_collectives = 0.0  # seconds in collectives, over all steps
+    loopback_bytes = 0  # bytes of all ranks, over all steps
+    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # summed losses of this rank
     curve = [{"step": 0, "seconds": 0.0, **evaluate(trainer, test)}]
     sent.clear()
     before = loopback_after_barrier()
@@ -174,7 +174,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
 
 
 def seconds_in_collectives(strategy: Strategy) -> float:
-    """Return how long this rank was in collectives since the events were cleared, without the backward pass."""
+    """Return the seconds that this rank spent in collectives since the events were cleared, except backward passes."""
     return sum(end - begin for event, begin, end in session.events if event != strategy.backward)
 
 
@@ -186,7 +186,7 @@ def main() -> None:
     facts = {**run_metadata(world, device), "dtype": options.dtype}
     result: dict[str, Any] = {"facts": facts, "training": []}
     result["large"] = compare_schemes(options, world, device)
-    first: Tensor | None = None  # the weights that the first synchronous strategy ends with
+    first: Tensor | None = None  # final weights of the first synchronous strategy
     for name in options.strategies:
         log.info(f"{name} on {ranks_of(world.world_size)}")
         measured, weights = train(name, options, world, training, test)
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield the tables of one number of ranks."""
+    """Yield the tables of one world size."""
     p = result["facts"]["world_size"]
     large = result["large"]
     training = result["training"]
@@ -266,7 +266,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     if "weights_difference" in each:
         difference = f"{each['weights_difference']:.1e}"
     in_collectives = ""
-    if each["strategy"] not in ("ddp", "module"):  # these call no collective by name
+    if each["strategy"] not in ("ddp", "module"):  # their collectives are in backward
         in_collectives = duration(statistics.mean(each["collective_seconds_per_step"]))
     counts = ["", ""]
     if each["sent_messages_per_step"] > 0:
@@ -286,7 +286,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
 
 
 def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield one picture for each number of ranks, and one that compares them."""
+    """Yield one picture for each world size, and one picture that compares the world sizes."""
     for result in results:
         if result["training"]:
             yield _curves(result)
@@ -297,7 +297,7 @@ def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
 
 
 def _draw_steps(axes: Any, results: list[dict[str, Any]]) -> None:
-    """Draw a bar for the median step of each strategy and number of ranks."""
+    """Draw a bar for the median step of each strategy at each world size."""
     width = 0.8 / len(results)
     for index, result in enumerate(results):
         names = [each["strategy"] for each in result["training"]]
@@ -310,7 +310,7 @@ def _draw_steps(axes: Any, results: list[dict[str, Any]]) -> None:
 
 
 def _draw_large(axes: Any, results: list[dict[str, Any]]) -> None:
-    """Draw a dot for each round of each scheme and number of ranks, beside each other."""
+    """Draw a dot for each round of each scheme, with world sizes side by side."""
     several = [result for result in results if result["facts"]["world_size"] > 1]
     for place, result in enumerate(several):
         color = f"C{results.index(result)}"
@@ -320,7 +320,7 @@ def _draw_large(axes: Any, results: list[dict[str, Any]]) -> None:
             count = len(milliseconds)
             xs = [i + shift + 0.15 * (k / count - 0.5) for k in range(count)]
             axes.scatter(xs, milliseconds, s=9, color=color)
-        axes.scatter([], [], s=9, color=color, label=ranks_of(result["facts"]["world_size"]))  # for the legend
+        axes.scatter([], [], s=9, color=color, label=ranks_of(result["facts"]["world_size"]))  # entry of the legend
     if several:
         axes.legend(fontsize=8)
     axes.set_xticks(range(len(SCHEMES)), list(SCHEMES), rotation=30, ha="right", fontsize=8)

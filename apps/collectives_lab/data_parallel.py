@@ -1,19 +1,19 @@
-"""Compare DataParallel with DDP: the same steps on the same global batches, from the same weights, in float64.
+"""Compare DataParallel with DDP on the same global batches, from the same weights, in float64.
 
     bash scripts/run_collectives_lab.sh 2 launchers
     torchrun --standalone --nproc-per-node=2 apps/collectives_lab/data_parallel.py
 
-DataParallel is one process and has no ranks. In every step it cuts the batch into a piece for each GPU, and copies
-the model to each. It computes each piece in its own thread, and puts the outputs together on the first GPU. The loss
-over them is over the global batch, so its gradient needs no factor; in DDP a rank has the loss of its own part only.
+DataParallel runs in one process without ranks. In every step, it splits the batch into a piece per GPU, and copies the
+model to each GPU. It computes each piece in its own thread, and gathers the outputs on the first GPU. The loss is the
+loss of the global batch, so its gradient needs no factor. With DDP, a rank has only the loss of its own shard.
 
-Without a GPU it does nothing. Its __init__ finds no device and leaves ``device_ids`` empty. Its forward then calls
-the module as it is (torch 2.13, torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). ``in_pieces`` is
-what it does with several, written out. DataParallel itself was never run on a GPU here.
+Without a GPU, DataParallel calls the module itself, because its __init__ leaves ``device_ids`` empty (torch 2.13,
+torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). `in_pieces` implements its algorithm for several
+devices on one device. DataParallel itself has not run on a GPU for this app.
 
-The output device needs more memory than the others. It is the first GPU by default (line 158), and has the outputs of
-all pieces (line 197; torch/nn/parallel/_functions.py, line 109), and the loss over them. The GPU of the weights, also
-the first, has the sum of all gradients (_functions.py, lines 39 to 41) and the state of the optimizer.
+The output device needs more memory than the other devices. By default, the output device is the first GPU (line 158).
+It holds the outputs of all pieces (line 197; torch/nn/parallel/_functions.py, line 109) and the loss. The first GPU
+also holds the weights, the sum of all gradients (_functions.py, lines 39 to 41) and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from strategies import Strategy, TorchDDP
 from torch import Tensor, nn
 from training import Trainer
 
-# A batch that 2 and 3 pieces do not divide evenly. No dropout: DataParallel's copies would each draw for their piece.
+# The batch is not divisible by 2 or 3. Dropout is off, because each of DataParallel's copies would draw its own masks.
 SAMPLES = 125
 CLASSES = 10
 TRAINING = (f"--global-batch-size={SAMPLES}", "--dropout=0", "--dtype=float64")
@@ -43,7 +43,7 @@ ALONE = World(0, 1)
 
 
 class Wrapped(Strategy):
-    """Average nothing: one process has the whole global batch, and calls what ``wrap`` makes of the model."""
+    """A strategy for one process, which trains the wrapped model on the whole global batch without averaging."""
 
     def __init__(self, wrap: Callable[[nn.Module], Any]) -> None:
         self.wrap = wrap
@@ -53,7 +53,7 @@ class Wrapped(Strategy):
 
 
 def in_pieces(model: nn.Module, count: int) -> Callable[[Tensor, BatchSlice], Tensor]:
-    """Return DataParallel's forward with ``count`` devices, on one: scatter, apply the copies, gather."""
+    """Return DataParallel's forward pass for ``count`` devices, computed on one device: scatter, apply, gather."""
 
     def forward(images: Tensor, rows: BatchSlice) -> Tensor:
         outputs = [model(piece, rows) for piece in images.chunk(count)]
@@ -63,16 +63,16 @@ def in_pieces(model: nn.Module, count: int) -> Callable[[Tensor, BatchSlice], Te
 
 
 def measure(strategy: Strategy, steps: int, training: Split, world: World = ALONE) -> dict[str, Any]:
-    """Train by a strategy; with more than one rank this is collective.
+    """Train ``steps`` steps by a strategy. With several ranks, the call is collective.
 
     Returns:
-        The first step's gradients and the last weights, float64 [21840], how often a step calls the model, and the
-        model after the strategy.
+        A dict with the first step's "gradients" and the final "weights", both float64 [21840]. It also has the model's
+        "calls" per step, and the "module" that the strategy prepared.
     """
     options = parse(["aggregate", *TRAINING])
     trainer = Trainer(strategy, options, training, world)
     calls: list[Any] = []
-    trainer.model.register_forward_hook(lambda *_: calls.append(None))  # DataParallel's copies have it, too
+    trainer.model.register_forward_hook(lambda *_: calls.append(None))  # DataParallel's copies have this hook too
     gradients = torch.empty(0)
     for step in range(steps):
         trainer.update(trainer.batch())
@@ -87,15 +87,15 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
 
 
 def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes that the output device, and each of the n - 1 others, holds beside activations.
+    """Return the bytes on the output device and on each other device, without activations.
 
     Args:
-        model_bytes: all parameters, in float64.
-        sample_bytes: one image, in float64.
-        samples: the global batch.
+        model_bytes: size of all parameters in float64, in bytes.
+        sample_bytes: size of one image in float64, in bytes.
+        samples: number of samples in the global batch.
         n: number of devices.
     """
-    piece = -(-samples // n)  # the others have one of at most this size
+    piece = -(-samples // n)  # largest number of samples on another device
     return {
         "weights": (model_bytes, model_bytes),
         "gradients": (model_bytes, model_bytes),
@@ -112,7 +112,7 @@ def main() -> None:
     training, _ = load("mnist-5k", Path("data"), device)
     n = world.world_size
     ddp = measure(TorchDDP(), options.steps, training, world)
-    if world.rank > 0:  # the rest is one process's, and may use every GPU
+    if world.rank > 0:  # the remaining measurements run in one process, which may use every GPU
         return
     devices: list[int] = []
     if device.type == "cuda":
@@ -125,7 +125,7 @@ def main() -> None:
     ways = {}
     peaks = {}
     for name, wrap in wraps.items():
-        held = [torch.cuda.memory_allocated(each) for each in devices]  # before; the training set, for example
+        held = [torch.cuda.memory_allocated(each) for each in devices]  # bytes in use before training
         for each in devices:
             torch.cuda.reset_peak_memory_stats(each)
         ways[name] = measure(Wrapped(wrap), options.steps, training)
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def compared(name: str, way: dict[str, Any], plain: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Return how far what `measure` returned for a way is from the plain step."""
+    """Return the largest differences between a way and the plain step, from the results of `measure`."""
     gradients = (way["gradients"] - plain["gradients"]).abs()
     weights = (way["weights"] - plain["weights"]).abs()
     return {

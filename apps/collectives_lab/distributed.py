@@ -1,11 +1,11 @@
 """Join the other ranks, name and time every collective, and exchange results as JSON.
 
-Every collective of this app runs inside ``with collective("its name"):``. The context gives it a name in the error that
-ends a rank if the collective fails, a time limit, and the timestamps that timelines are made of.
+Every collective of this app runs inside ``with collective("its name"):``. The context sets the collective's name in
+errors and its time limit, and records its timestamps.
 
 On a GPU, calls return before their work is done, so each timestamp is read after `finish`. A collective begins when
-this rank's computation is done and ends when its result is there. So a rank cannot queue work ahead of a collective
-here, as it would in a program that is not measured.
+this rank's computation is done, and ends when its result is available. Unlike in other programs, a rank therefore
+cannot queue a collective before its computation is done.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from samestep.root import Root
 from samestep.stop import Stopped, StopRequest
 from samestep.torch.distributed import all_gather, broadcast, choose_device
 
-RENDEZVOUS_SECONDS = 60.0  # Python starts slowly on a busy machine; --timeout applies after the rendezvous
-REPORT_SECONDS = 10.0  # for one line on a busy machine; torchrun kills a rank 30 s after TERM
+RENDEZVOUS_SECONDS = 60.0  # minimum time limit of the rendezvous, because Python starts slowly on a busy machine
+REPORT_SECONDS = 10.0  # time limit to print an error after SIGTERM; torchrun kills the rank after 30 s
 
 
 @dataclass
 class Session:
-    """The state of this process, which is one rank."""
+    """The state of this process, which is one rank of the job."""
 
     world: env.World = field(default_factory=lambda: env.World(0, 1))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    timeout: float = RENDEZVOUS_SECONDS  # seconds for one collective: --timeout
-    pending: tuple[str, float, float] | None = None  # a collective, its begin by time.monotonic(), and its limit, in s
-    failed: bool = False  # a collective has failed, and the main thread reports it
-    events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of those that are done
-    trace: IO[str] | None = None  # with --trace, this rank's file of all events
-    condition: str = ""  # the condition that a command measures now, for the trace
+    timeout: float = RENDEZVOUS_SECONDS  # time limit of one collective in seconds (--timeout)
+    pending: tuple[str, float, float] | None = None  # current collective: name, begin by time.monotonic(), limit in s
+    failed: bool = False  # whether a collective has failed, which the main thread reports
+    events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of completed collectives
+    trace: IO[str] | None = None  # this rank's file of all events, with --trace
+    condition: str = ""  # the condition that a command currently measures, for the trace
 
 
 session = Session()
@@ -61,21 +61,21 @@ session = Session()
 
 @contextmanager
 def collective(name: str, limit: float | None = None) -> Iterator[None]:
-    """Name, limit and time the collective inside.
+    """Run a collective in the block with a name and a time limit, and record its timestamps.
 
     Args:
-        name: what errors and timelines call it.
-        limit: seconds that it may take; default: --timeout.
+        name: name of the collective in errors and timelines.
+        limit: time limit in seconds (default: --timeout).
 
     Raises:
-        NonRetryableError: the collective failed; one line with its name.
+        NonRetryableError: the collective failed. The message has its name.
     """
     finish()
     begun = time.monotonic()
     session.pending = (name, begun, limit or session.timeout)
     try:
         yield
-        finish()  # inside: with NCCL a rank waits for the others here, and a failure is raised here
+        finish()  # with NCCL, a rank waits for the other ranks here, and a failure is raised here
     except (RuntimeError, ValueError) as error:
         session.failed = True
         failure = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
@@ -90,25 +90,25 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
 
 
 def finish() -> None:
-    """Wait until this rank's device has done its work.
+    """Wait until this rank's device has completed the work of its current stream.
 
-    Only the current stream counts. A strategy's all_reduce with async_op runs beside it. ``work.wait()`` then orders
-    that all_reduce before the rest of the stream.
+    A strategy's all_reduce with async_op runs on another stream, and ``work.wait()`` makes the current stream wait for
+    that all_reduce.
     """
     if session.device.type == "cuda":
         torch.cuda.current_stream(session.device).synchronize()
 
 
 def reason(error: BaseException) -> str:
-    """Return what torch reports, without source lines of C++, and with gloo's words explained."""
+    """Return torch's error message without C++ source locations, and with an explanation if a rank is missing."""
     line = log.first_line(str(error)) or type(error).__name__
-    text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # the place in C++, and gloo's advice
+    text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # remove C++ source location and gloo's advice
     missing = missing_rank(text)
     return f"{text}: {missing}" if missing else text
 
 
 def missing_rank(text: str) -> str:
-    """Return what torch's message means if another rank did not answer, else ""."""
+    """Return an explanation of torch's message if another rank did not answer, otherwise ""."""
     if re.search("closed by peer|reset by peer|broken pipe", text, re.IGNORECASE):
         return "another rank has ended"
     if re.search("timed out|timeout", text, re.IGNORECASE):
@@ -117,14 +117,14 @@ def missing_rank(text: str) -> str:
 
 
 def _exit_on_signal(stopped: Stopped) -> None:
-    """End this rank at once. A launcher sends TERM after another rank has failed: report the pending collective."""
+    """End this rank. At SIGTERM, first report the pending collective, because another rank may have failed."""
     if stopped.exit_code != 128 + signal.SIGTERM:
         os._exit(stopped.exit_code)
     deadline = time.monotonic() + 0.5
     while not (session.failed or session.pending) and time.monotonic() < deadline:
-        time.sleep(0.01)  # between two collectives of a loop
+        time.sleep(0.01)  # the main thread may be between two collectives
     if session.failed:
-        threading.main_thread().join(REPORT_SECONDS)  # it ends the process
+        threading.main_thread().join(REPORT_SECONDS)  # the main thread reports the failure and ends the process
     elif session.pending:
         name, _, _ = session.pending
         log.error(
@@ -135,14 +135,14 @@ def _exit_on_signal(stopped: Stopped) -> None:
 
 
 def _watch_limits() -> None:
-    """End this rank if a collective exceeds its limit, whatever the backend does."""
+    """End this rank if a collective exceeds its time limit and the backend does not raise an error."""
     while True:
         time.sleep(0.1)
         pending = session.pending
         if not pending:
             continue
         name, since, limit = pending
-        # A little later than the backend's own limit, because the backend's message has more details.
+        # Wait 1 s longer than the backend, because the backend's message has more details.
         if time.monotonic() - since > limit + 1:
             log.error(
                 f"rank {session.world.rank}: {name} did not end within {limit:g} s: another rank is stopped, or never "
@@ -152,31 +152,31 @@ def _watch_limits() -> None:
 
 
 def rendezvous(options: Options) -> tuple[env.World, torch.device]:
-    """Join the other ranks, and choose the run dir if the launch script has not.
+    """Join the other ranks, and choose a run dir unless --run-dir is given.
 
     Args:
-        options: the options of any command that runs on ranks; ``run_dir`` is set.
+        options: options of a command that runs on ranks. The function sets ``run_dir``.
 
     Returns:
         This process's place among the ranks, and its device.
 
     Raises:
-        ConfigError: the environment or --device cannot be right.
-        NonRetryableError: the other ranks do not answer.
+        ConfigError: the environment or --device is invalid.
+        NonRetryableError: another rank does not answer.
     """
     world = env.detect()
     session.world = world
     session.timeout = options.timeout
-    if options.run_dir:  # the launch script decides it
+    if options.run_dir:  # set by the launch script
         log.start(options.run_dir, world.rank, options.quiet)
-    # Both work in threads, because the main thread may wait in C++.
+    # Stop signals and time limits are handled in threads, because the main thread may wait in C++.
     StopRequest(math.inf, _exit_on_signal).install()
     threading.Thread(target=_watch_limits, name="limits", daemon=True).start()
     device = choose_device(options.device, world)
     session.device = device
     limit = max(RENDEZVOUS_SECONDS, options.timeout)
     with collective("the rendezvous", limit):
-        torch_distributed.rendezvous(world, device, limit - 30)  # it waits 30 s longer
+        torch_distributed.rendezvous(world, device, limit - 30)  # the function adds 30 s to this limit
         dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=options.timeout))
     if options.run_dir is None:
@@ -188,23 +188,23 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
         log.start(options.run_dir, world.rank, options.quiet)
     if options.trace:
         _open_trace(options)
-    watchdog = Watchdog()  # ends a rank without a launcher; `collective` limits the waiting
+    watchdog = Watchdog()  # ends this rank if its launcher ends; `collective` has its own time limits
     watchdog.start(world, Options(timeout=math.inf))
     watchdog.write_to(options.run_dir / "log")
     return world, device
 
 
 def _open_trace(options: Options) -> None:
-    """Open this rank's file of all events in the run dir."""
+    """Open this rank's trace file in the run dir."""
     root = Root(options.run_dir)
     folder = f"trace-{options.command}-{session.world.world_size}"
     root.make_folder(folder)
     file = root.create(f"{folder}/rank-{session.world.rank}.jsonl")
-    session.trace = io.TextIOWrapper(file, line_buffering=True)  # a killed rank leaves all that it had done
+    session.trace = io.TextIOWrapper(file, line_buffering=True)  # lines are complete even if the rank is killed
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return every rank's ``value`` on every rank, in rank order. It is JSON, because pickle is never loaded."""
+    """Return the values of all ranks on every rank, in rank order. Values are sent as JSON instead of pickle."""
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with collective("all_gather of results"):
         lengths = all_gather(np.array([len(content)]))
@@ -214,12 +214,12 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
-    """Return every rank's list, by rank, without those that are empty."""
+    """Return the nonempty lists of all ranks, by rank."""
     return {str(rank): each for rank, each in enumerate(gather_json(value)) if each}
 
 
 def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
-    """Return what decides a measurement's numbers beside its options."""
+    """Return facts besides the options that a measurement's numbers depend on."""
     processors = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
@@ -236,10 +236,10 @@ def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
 
 
 def slowest_seconds(spans: list[tuple[float, float]]) -> list[float]:
-    """Return how long each of m calls took over all ranks.
+    """Return the duration of each of m calls over all ranks.
 
-    On one machine all ranks read one clock, and a call lasts from the last rank's entry to the last rank's exit. The
-    wait for a late rank does not count. Across machines it is the slowest rank's own time.
+    On one machine, all ranks read the same clock. A call then lasts from the last rank's entry to the last rank's exit,
+    so that the wait for a late rank does not count. On several machines, the duration is the slowest rank's own time.
 
     Args:
         spans: (begin, end) of each of this rank's m calls, by time.monotonic().

@@ -1,9 +1,9 @@
-"""Start the ranks for a command, or run the command here if it needs none.
+"""Run a command: start its ranks, or run it in this process if it needs no ranks.
 
     lab.py COMMAND [options] --by python -m torch.distributed.run --nproc-per-node=4 ...
 
-scripts/run_collectives_lab.sh hands over torchrun's command line. `primitives`, `aggregate` and `straggler` are
-programs for ranks, which this one starts. `launchers`, `predict` and `report` are one process. `all` runs all in
+scripts/run_collectives_lab.sh passes torchrun's command line after --by. `primitives`, `aggregate` and `straggler` run
+on ranks, which this program starts. `launchers`, `predict` and `report` run in this process. `all` runs all commands in
 turn.
 """
 
@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequence[str]) -> None:
-    """Run one program on ``n`` ranks. Exits with code 1 if it fails; its ranks have reported why."""
-    # torchrun uses the last of several --nproc-per-node.
+    """Run the program of a command on ``n`` ranks. If it fails, exit with code 1. Its ranks report the reason."""
+    # torchrun uses the last --nproc-per-node of its command line.
     words = [*torchrun, f"--nproc-per-node={n}", str(HERE / f"{command}.py"), *arguments]
     code = subprocess.run(words, check=False).returncode
     if code != 0:
@@ -39,9 +39,9 @@ def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequen
 
 
 def own_network() -> list[str]:
-    """Return the prefix of a command that gives it a network of its own, with only a loopback interface.
+    """Return a command prefix that runs a command in a new network namespace, which has only a loopback interface.
 
-    It is [] if that is impossible here, because it needs root or user namespaces.
+    Without root and without user namespaces, return [].
     """
     for unshare in (["unshare", "--net"], ["unshare", "--net", "--map-root-user"]):
         words = [*unshare, sys.executable, str(HERE / "loopback.py")]
@@ -53,7 +53,7 @@ def own_network() -> list[str]:
 
 
 def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: Sequence[str]) -> None:
-    """Run ``aggregate`` once for each number of ranks, if possible in a network of its own, whose bytes are counted."""
+    """Run ``aggregate`` at each world size, if possible in a new network namespace, to count its bytes."""
     counts = options.ranks or sorted({r for r in RANKS if r <= n} | {n})
     if max(counts) > n:
         raise ConfigError(f"--ranks {max(counts)} is more than N={n}")
@@ -65,7 +65,7 @@ def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: 
 
 
 def run_predict(torchrun: Sequence[str], n: int, options: Options) -> None:
-    """Run ``predict``; measure first if the run dir has no measurements of two ranks or more."""
+    """Run ``predict``. If the run dir has no measurements of two or more ranks, run ``primitives`` first."""
     measured = {path.stem for path in options.run_dir.glob("primitives-*.json")}
     if not measured - {"primitives-1"}:
         ranks = max(n, 2)
@@ -78,7 +78,7 @@ def run_predict(torchrun: Sequence[str], n: int, options: Options) -> None:
 
 
 def run(command: str, torchrun: Sequence[str], n: int, arguments: Sequence[str]) -> None:
-    """Run one command."""
+    """Run one command on ``n`` ranks, or in this process."""
     options = parse([command, *arguments])
     if command == "aggregate":
         run_aggregate(torchrun, n, options, arguments)
@@ -93,7 +93,7 @@ def run(command: str, torchrun: Sequence[str], n: int, arguments: Sequence[str])
 
 
 def main() -> None:
-    """Run the command line; print RESULT, or report a failure as the launch script expects it."""
+    """Run the command line, and print RESULT or write the exit code of a failure for the launch script."""
     split = sys.argv.index("--by")
     command, *arguments = sys.argv[1:split]
     torchrun = sys.argv[split + 1 :]
@@ -101,14 +101,14 @@ def main() -> None:
     word = next(word for word in torchrun if word.startswith("--nproc-per-node="))
     n = int(word.partition("=")[2])
     commands = [command]
-    if command == "all":  # it takes the common options alone; each command's own have their defaults
+    if command == "all":  # accepts the common options only; the commands' own options have their defaults
         commands = [name for name in COMMANDS if name != "all"]
     begun = time.monotonic()
     try:
         for each in commands:
             run(each, torchrun, n, arguments)
     except (ConfigError, NonRetryableError) as error:
-        # The launch script's exit code; `log` would write it for a rank.
+        # Write the launch script's exit code, as `log` does for a rank.
         code = 2 if isinstance(error, ConfigError) else 1
         write_atomic(options.run_dir / "log" / "no-restart", json.dumps({"code": code}).encode())
         raise

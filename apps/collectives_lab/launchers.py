@@ -1,9 +1,9 @@
-"""Start the same small job by torchrun, launch, spawn and Process: what each sets, and how each fails.
+"""Start the same small job by torchrun, launch, spawn and Process, and compare their variables and failures.
 
     bash scripts/run_collectives_lab.sh 2 launchers
 
-Each runs the job twice: once to its end, and once with its last rank killed halfway. The script small_job.py
-is the job. The script data_parallel.py compares DataParallel, which has no ranks to start, with DDP.
+Each launcher runs the job (small_job.py) twice: once to its end, and once with its last rank killed halfway.
+data_parallel.py compares DataParallel, which has no ranks, with DDP.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from samestep.root import Root
 from show import Picture, Table, duration, publish, ranks_of, size
 
 HERE = Path(__file__).resolve().parent
-LIMIT = 300  # seconds for one job
-MARK = "COLLECTIVES_LAB_JOB"  # the variable that marks the processes of one job
-WAYS = {  # name: small_job.py's WAY, and a description
+LIMIT = 300  # time limit of one job, in seconds
+MARK = "COLLECTIVES_LAB_JOB"  # environment variable that identifies the processes of one job
+WAYS = {  # for each launcher: small_job.py's argument WAY, and a description
     "torchrun": ("rank", "starts processes; gives them their places and an address by the environment"),
     "torch.distributed.launch": ("rank", "torchrun's deprecated predecessor; also gives each an argument --local-rank"),
     "multiprocessing.spawn": ("spawn", "starts processes; gives each its number as an argument, no more"),
     "Process": ("process", "one process each; no process watches them, and the caller must read exit codes"),
 }
-CLOSE = 1e-12  # between float64 gradients, and weights, that differ by the order of summation alone
-CLOSE_STEPS = 100  # so many steps weights stay so: training makes rounding grow
+CLOSE = 1e-12  # limit for differences of float64 gradients and weights by the order of summation
+CLOSE_STEPS = 100  # number of steps up to which weights are checked, because training amplifies rounding
 
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
-    """Return the command line that runs the small job."""
+    """Return the command line that runs the small job by the launcher ``way``."""
     kind, _ = WAYS[way]
     job = [str(HERE / "small_job.py"), kind, str(n), str(run_dir), str(steps), str(dying)]
     if kind != "rank":
@@ -55,7 +55,7 @@ def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str
 
 
 def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[str]:
-    """Return the command line that starts n ranks of a program on a free port."""
+    """Return the command line that starts ``n`` ranks of a program by torchrun on a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -64,13 +64,13 @@ def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[s
 
 
 def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
-    """Run a job; return how it ended, in numbers and in its own words."""
+    """Run a job, and return its exit code, duration, error messages and results."""
     root = Root(run_dir)
     root.make_folder("log")
     for old in run_dir.glob("*.json"):
         old.unlink()
     mark = uuid.uuid4().hex
-    info = replace(JobInfo.from_environ(os.environ), errors=None)  # this function reads them, not the launch script
+    info = replace(JobInfo.from_environ(os.environ), errors=None)  # errors go to stderr, which this function reads
     environ = {**os.environ, **info.to_environ(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", MARK: mark}
     begun = time.monotonic()
     process = subprocess.Popen(words, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -96,12 +96,12 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
 
 
 def read_results(run_dir: Path, environ: Mapping[str, str], ended: float) -> dict[str, Any]:
-    """Return what the ranks of the small job have written.
+    """Return the results that the ranks of the small job have written.
 
     Args:
-        run_dir: of the job.
-        environ: the environment of its launcher.
-        ended: when the launcher ended, by time.monotonic().
+        run_dir: run dir of the job.
+        environ: environment of the job's launcher.
+        ended: time at which the launcher ended, by time.monotonic().
     """
     ranks = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rank-*.json"))]
     found: dict[str, Any] = {
@@ -124,14 +124,14 @@ def read_results(run_dir: Path, environ: Mapping[str, str], ended: float) -> dic
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes that carry this mark in their environment."""
+    """Kill the processes whose environment has the variable MARK with this value."""
     for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes that carry this mark in their environment."""
+    """Return the PIDs of processes whose environment has the variable MARK with this value."""
     entry_of_mark = f"{MARK}={mark}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
@@ -142,7 +142,7 @@ def marked(mark: str) -> list[int]:
 
 
 def compare(n: int, options: Options) -> None:
-    """Run the job in each way, whole and with a rank killed; write launchers.json."""
+    """Run the job by each launcher, to its end and with a killed rank, and write launchers.json."""
     folder = options.run_dir / "launchers"
     facts = {"torch": version("torch"), "world_size": n}
     result: dict[str, Any] = {"facts": facts, "ways": {}}
@@ -166,7 +166,7 @@ def compare(n: int, options: Options) -> None:
 
 
 def is_complete(job: dict[str, Any], n: int) -> bool:
-    """Return whether all n ranks of a job have ended well, with the same weights."""
+    """Return whether all n ranks of a job have succeeded with the same weights."""
     if job["code"] != 0 or job["ranks_done"] != n:
         return False
     return len(job["weights_sha256"]) == 1
@@ -189,7 +189,7 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
     if result["steps"] <= CLOSE_STEPS:
         checked.append("weights_difference")
     for each in result["ways"]:
-        if not all(each[name] <= CLOSE for name in checked):  # false for NaN, too
+        if not all(each[name] <= CLOSE for name in checked):  # NaN fails this check too
             raise NonRetryableError(f"{each['way']} does not take the plain step: {each}")
     return result
 
@@ -198,7 +198,7 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield the tables of the command."""
+    """Yield all tables of the command."""
     n = result["facts"]["world_size"]
     rows = []
     failures = []
@@ -211,7 +211,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     note = "Time is from the kill to the launcher's end; lines are those on stderr beside the ranks' own."
     header = ["launcher", "exit code", "after", "left running", "lines", "message of a surviving rank"]
     yield Table("When the last rank is killed halfway", note, header=header, rows=failures)
-    if "data_parallel" not in result:  # earlier versions did not write it
+    if "data_parallel" not in result:  # results of earlier versions lack this key
         return
     yield data_parallel_table(result["data_parallel"])
     if n > 1 and "memory" in result["data_parallel"]:
@@ -219,7 +219,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def _whole_row(way: str, job: dict[str, Any], n: int) -> list[str]:
-    """Return the variables that a launcher set, and the duration of the undisturbed job."""
+    """Return a row with the variables that a launcher set, and the duration of the job without a kill."""
     names = sorted(name for name in job["sets"] if not name.startswith("TORCHELASTIC_"))
     elastic = len(job["sets"]) - len(names)
     if elastic:
@@ -231,7 +231,7 @@ def _whole_row(way: str, job: dict[str, Any], n: int) -> list[str]:
 
 
 def _killed_row(way: str, job: dict[str, Any]) -> list[str]:
-    """Return what a launcher did when a rank was killed."""
+    """Return a row about a launcher's behavior after a rank was killed."""
     after = ""
     if job["seconds_after_death"]:
         after = duration(job["seconds_after_death"])
@@ -241,7 +241,7 @@ def _killed_row(way: str, job: dict[str, Any]) -> list[str]:
 
 
 def data_parallel_table(result: dict[str, Any]) -> Table:
-    """Return how far each way is from the plain step."""
+    """Return the table of differences between each way and the plain step."""
     rows = []
     for each in result["ways"]:
         gradients = _difference(each["gradients_difference"])
@@ -267,7 +267,7 @@ def _difference(value: float) -> str:
 
 
 def memory_table(memory: dict[str, Any], n: int) -> Table:
-    """Return what DataParallel keeps on its output device, and on each other device."""
+    """Return the table of DataParallel's memory on its output device and on each other device."""
     computed = memory["computed"]
     rows = [[what, *map(size, each)] for what, each in computed.items()]
     sums = [sum(each) for each in zip(*computed.values())]
@@ -283,5 +283,5 @@ def memory_table(memory: dict[str, Any], n: int) -> Table:
 
 
 def pictures(results: list[dict[str, Any]]) -> list[Picture]:
-    """Return no pictures: the tables are all."""
+    """Return no pictures, because this command has only tables."""
     return []

@@ -1,4 +1,4 @@
-"""Bring up loopback in a fresh network namespace, then become the command.
+"""Enable loopback in a new network namespace, then execute a command in place of this process.
 
 Usage: ``unshare --net python loopback.py COMMAND``
 """
@@ -11,9 +11,9 @@ import socket
 import struct
 import sys
 
-SIOCGIFFLAGS = 0x8913  # linux/sockios.h
+SIOCGIFFLAGS = 0x8913  # from linux/sockios.h
 SIOCSIFFLAGS = 0x8914
-IFF_UP = 0x1  # linux/if.h
+IFF_UP = 0x1  # from linux/if.h
 
 if __name__ == "__main__":
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

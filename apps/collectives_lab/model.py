@@ -1,4 +1,4 @@
-"""Define the model: the CNN of many MNIST examples, as mnist_ddp trains it."""
+"""Define the model of mnist_ddp, the CNN of many MNIST tutorials."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
-    """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
+    """Set channels of x [m, c, ...] to zero with probability ``p``, and scale the remaining ones by 1 / (1 - p).
 
-    Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows.
-    The result does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
+    Every rank draws masks for the whole global batch from the same seed, and uses the masks of its own rows. The result
+    therefore does not depend on the world size. torch's dropout draws masks only for the rank's shard.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)
     own = drawn[rows.first : rows.first + len(x)]
@@ -23,7 +23,7 @@ def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers: 21,840 parameters."""
+    """Classify by two convolutions and two linear layers: 21,840 parameters."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(50, 10)
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
+        """Map images [m, 1, 28, 28], which are ``rows`` of a global batch, to log-probabilities [m, 10]."""
         x = self.conv1(images)
         x = F.relu(F.max_pool2d(x, 2))
         x = self.drop(self.conv2(x), rows)
@@ -44,13 +44,13 @@ class Net(nn.Module):
         return F.log_softmax(x, dim=1)
 
     def drop(self, x: Tensor, rows: BatchSlice) -> Tensor:
-        """Return ``x`` after dropout of its channels in training, and ``x`` itself in an evaluation."""
+        """Return ``x`` after dropout of channels in training, or ``x`` itself in evaluation."""
         if not self.training or not self.dropout:
             return x
         return channel_dropout(x, self.dropout, rows)
 
 
 def build_model(dropout: float, dtype: torch.dtype, seed: int) -> Net:
-    """Return the model with the initial weights that ``seed`` decides, drawn in float32 whatever ``dtype`` is."""
+    """Return the model with initial weights from ``seed``, which are drawn in float32 for any ``dtype``."""
     torch.manual_seed(seed)
     return Net(dropout).to(dtype)

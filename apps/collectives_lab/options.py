@@ -1,4 +1,4 @@
-"""Define the commands of this app and their options. Standard library only."""
+"""Define the commands of this app and their options. The module uses the standard library only."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ STRATEGIES = (
     *("ring", "local_1", "local_4", "local_16"),
 )
 SLOWED = ("all_reduce", "overlap", "local_4", "local_16")  # the strategies that straggler compares by default
-PLACES = ("start", "aggregation", "backward", "once")  # of straggler's sleeps
+PLACES = ("start", "aggregation", "backward", "once")  # places where straggler's ranks sleep
 USUAL_PLACES = PLACES[:3]
 KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
-RANKS = (1, 2, 4)  # aggregate's numbers of ranks, as far as they are below N; then N
-TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # most bytes: primitives' timed calls of tensors up to this size
+RANKS = (1, 2, 4)  # aggregate's default world sizes up to N; N itself is added
+TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # primitives' timed calls, by the largest size in bytes
 DEFAULT = "(default: %(default)s)"
 
 
 class QuickDefault(NamedTuple):
-    """Hold a default that --quick changes; ``parse`` replaces it by its value. Its text is for --help."""
+    """A default that --quick changes. `parse` replaces it by one of its values, and --help prints its text."""
 
     value: Any
     quick: Any
-    words: str = ""  # describe ``value`` if it is None because the program decides
+    words: str = ""  # description of ``value`` for --help, if ``value`` is None
 
     def __str__(self) -> str:
         value = self.words or _shown(self.value)
@@ -56,14 +56,14 @@ class QuickDefault(NamedTuple):
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a user writes it on the command line."""
+    """Return a value in its command-line form: a tuple separated by commas."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
 
 
 def timed_calls(count: int) -> int:
-    """Return how often primitives times one size of ``count`` bytes without --repeats and --quick."""
+    """Return the default number of timed calls in ``primitives`` for a tensor of ``count`` bytes."""
     return next(calls for most, calls in TIMED_CALLS.items() if count <= most)
 
 
@@ -78,14 +78,14 @@ def _timed_calls() -> str:
 
 
 def device_argument(options: Options) -> str:
-    """Return the argument by which other ranks take the same device."""
+    """Return the command-line argument that selects the same device for other ranks."""
     if options.share_gpu:
         return "--share-gpu"
     return f"--device={options.device}"
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of all commands; ``usage`` of a command has its name in place of COMMAND."""
+    """Return the parser of all commands. In ``usage``, the name of a command replaces COMMAND."""
     description = "Measure and predict collectives among N processes; write tables, pictures and JSON to the run dir."
     parser = Parser(prog=prog, usage=usage, description=description)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
@@ -96,13 +96,13 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         if usage:
             own_usage = usage.replace("COMMAND", name)
         commands[name] = subparsers.add_parser(name, help=text, description=description, usage=own_usage)
-        commands[name].set_defaults(trace=False)  # also of commands that have no --trace
+        commands[name].set_defaults(trace=False)  # for commands without --trace
         _add_run(commands[name])
     for name in ("primitives", "aggregate", "straggler"):
         trace = "write each rank's times before and after each collective, and show who waited for whom"
         commands[name].add_argument("--trace", action="store_true", help=trace)
     for name in ("primitives", "aggregate", "straggler", "launchers"):
-        # `python -m torch.distributed.launch` puts it before a program's own arguments, and sets LOCAL_RANK as well.
+        # torch.distributed.launch adds this option before a program's own arguments. It also sets LOCAL_RANK.
         commands[name].add_argument("--local-rank", "--local_rank", type=bounded_int(0), help=argparse.SUPPRESS)
     _add_primitives(commands["primitives"])
     _add_aggregate(commands["aggregate"])
@@ -184,7 +184,7 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
-    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these call no collective by name
+    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # their collectives are in backward
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
     places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only"
@@ -198,7 +198,7 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> Callable[..., Any]:
-    """Add the options of a training; return the function that adds more."""
+    """Add the options of a training, and return the function that adds more options to the group."""
     add = parser.add_argument_group("Training (mnist_ddp's model on mnist-5k)").add_argument
     batch = f"samples per step, over all ranks {DEFAULT}"
     add("--global-batch-size", type=bounded_int(1), default=128, metavar="B", help=batch)
@@ -213,7 +213,7 @@ def _add_training(parser: argparse.ArgumentParser) -> Callable[..., Any]:
 
 
 def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the type of an option: names out of ``known``, separated by commas."""
+    """Return an argparse type: a list of names out of ``known``, separated by commas."""
 
     def convert(text: str) -> list[str]:
         names = text.split(",")
@@ -226,7 +226,7 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _integers(minimum: int) -> Callable[[str], list[int]]:
-    """Return the type of an option: integers of at least ``minimum``, separated by commas."""
+    """Return an argparse type: a sorted list of integers of at least ``minimum``, separated by commas."""
     integer = bounded_int(minimum)
 
     def convert(text: str) -> list[int]:
@@ -236,7 +236,7 @@ def _integers(minimum: int) -> Callable[[str], list[int]]:
 
 
 def _sleeps(text: str) -> list[tuple[str, int]]:
-    """Convert the value of --sleeps: places and milliseconds."""
+    """Convert the value of --sleeps, such as once:1,backward:10, to pairs of place and milliseconds."""
     milliseconds = bounded_int(1)
     found = []
     for each in text.split(","):
@@ -248,7 +248,10 @@ def _sleeps(text: str) -> list[tuple[str, int]]:
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError for several machines, or options that N ranks cannot have; the launch script calls this."""
+    """Raise ConfigError for several machines, or for options that do not suit ``ranks`` ranks.
+
+    The launch script calls this function.
+    """
     check_size(options, ranks)
     remedy = "unset it, or start torchrun by hand (see README.md)"
     name, count = env.machine_count(os.environ)
@@ -257,7 +260,7 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def check_size(options: Options, n: int) -> None:
-    """Raise ConfigError if n ranks cannot have the options of ``primitives`` or ``straggler``."""
+    """Raise ConfigError if the options of ``primitives`` or ``straggler`` do not suit ``n`` ranks."""
     if options.command == "primitives":
         if n < 2 and options.fault:
             raise ConfigError(f"--only {options.only} --fault needs 2 ranks, N is 1: use N=2")
@@ -270,7 +273,7 @@ def check_size(options: Options, n: int) -> None:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Parse and check the options. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if options.command == "straggler" and options.sleeps:
         _check_sleeps(options)
@@ -285,7 +288,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def _check_sleeps(options: Options) -> None:
-    """Raise ConfigError if --sleeps comes with an option that it replaces."""
+    """Raise ConfigError if --sleeps is combined with an option that it replaces."""
     has_defaults = isinstance(options.delays, QuickDefault) and options.where == USUAL_PLACES and options.kind == KINDS
     if not has_defaults:
         raise ConfigError("--sleeps has places and lengths of its own: omit --delays, --where and --kind")

@@ -1,11 +1,11 @@
-"""Fit latency and bandwidth of this machine's ranks, and predict what follows for many more.
+"""Fit latency and bandwidth of this machine's ranks, and predict times for up to 65,536 ranks.
 
     bash scripts/run_collectives_lab.sh 2 predict --run-dir=RUN     after primitives with the same --run-dir
 
-Every primitive's times are fitted on every second size and tested on the others. The fit of isend_irecv gives latency
-a and seconds per byte b; the fit of all_reduce gives seconds per summed byte c. Standard formulas then predict times,
-and a simulation shows stragglers. Beyond this machine they follow the formulas, not a network: one link of one speed
-between any two ranks, no congestion, no topology.
+Each primitive's times are fitted on every second size, and tested on the remaining sizes. The fit of isend_irecv gives
+the latency a and the seconds per byte b. The fit of all_reduce gives the seconds per summed byte c. Standard formulas
+then predict times, and a simulation shows the effect of stragglers. The formulas assume a link of equal speed between
+any two ranks, without congestion or topology.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from samestep import ConfigError
 from samestep.options import Options
 from show import Picture, Table, duration, new_figure, picture, publish, results, size
 
-RANKS = [2**k for k in range(1, 17)]  # 2 to 65,536
-TABLE_RANKS = (2, 16, 256, 4096, 65536)  # of them, those in short tables
-MODELS = {  # bytes of float32 gradients
+RANKS = [2**k for k in range(1, 17)]  # predicted world sizes, 2 to 65,536
+TABLE_RANKS = (2, 16, 256, 4096, 65536)  # world sizes in short tables
+MODELS = {  # bytes of float32 gradients, by description
     "mnist_ddp's net, 87 KB": 87_360,
     "25 million parameters, 100 MB": 10**8,
     "1 GB": 10**9,
@@ -34,14 +34,20 @@ MODELS = {  # bytes of float32 gradients
 SIMULATED_STEPS = 96
 SIMULATED_BYTES = 10**8
 SIMULATED = ("synchronous", "overlap", "local_4", "local_16")
-BACKWARD_SHARE = 2 / 3  # of a step's computation, behind which an overlapping strategy hides communication
+BACKWARD_SHARE = 2 / 3  # fraction of a step's computation that can overlap with communication
 
 # --- formulas ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Link:
-    """Hold seconds per message, per ``byte`` sent, and per byte summed (``reduce``). Hockney's model and a sum."""
+    """Hockney's model of a link, with the cost of a sum.
+
+    Attributes:
+        latency: seconds per message.
+        byte: seconds per byte sent.
+        reduce: seconds per byte summed.
+    """
 
     latency: float
     byte: float
@@ -51,8 +57,8 @@ class Link:
 def ring(n: float, p: int, link: Link) -> float:
     """Return the seconds of reduce-scatter and all-gather in a ring: 2(p-1)a + 2n(p-1)/p b + n(p-1)/p c.
 
-    Source of this and the next two: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations
-    in MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005.
+    Source, also of `halving_doubling` and `tree`: Thakur, Rabenseifner & Gropp, "Optimization of collective
+    communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005.
     """
     return _reduce_scatter_all_gather(n, p, link, p - 1)
 
@@ -82,11 +88,11 @@ def tree(n: float, p: int, link: Link) -> float:
 
 
 def parameter_server(n: float, p: int, link: Link, shards: int = 1) -> float:
-    """Return the seconds with s servers that hold n/s bytes each: 2p(a + n b / s) + p n c / s.
+    """Return the seconds with s = ``shards`` parameter servers of n/s bytes each: 2p(a + n b / s) + p n c / s.
 
-    All ranks send to each server, and a server's link carries all that the server gets. The cost counts p messages
-    into a server and p out of it. Source of the scheme: Li et al., "Scaling distributed machine learning with the
-    parameter server", OSDI 2014.
+    All ranks send to each server over the server's single link. The cost therefore counts p messages to a server, and p
+    messages from it. Source of the scheme: Li et al., "Scaling distributed machine learning with the parameter server",
+    OSDI 2014.
     """
     share = n / shards
     transfer = 2 * p * (link.latency + share * link.byte)
@@ -95,7 +101,7 @@ def parameter_server(n: float, p: int, link: Link, shards: int = 1) -> float:
 
 
 def eight_parameter_servers(n: float, p: int, link: Link) -> float:
-    """Return the seconds with 8 servers, or with one on each rank of fewer."""
+    """Return the seconds with 8 parameter servers, or with p servers if p < 8."""
     return parameter_server(n, p, link, shards=min(8, p))
 
 
@@ -112,9 +118,9 @@ ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
 
 
 def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return (A, B) of t = A + B n with the least squared *relative* errors and A, B >= 0; from (n, t) pairs.
+    """Fit t = A + B n to points (n, t) by least squared relative errors, and return (A, B), both >= 0.
 
-    They are relative, because times span four orders of magnitude: plain least squares would fit the largest alone.
+    The times span four orders of magnitude, so absolute errors would fit only the largest times.
     """
     n, t = np.array(points, dtype=np.float64).T
     design = np.stack([1 / t, n / t], axis=1)
@@ -123,19 +129,23 @@ def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
         return float(((design @ line - 1) ** 2).sum())
 
     line, *_ = np.linalg.lstsq(design, np.ones_like(t), rcond=None)
-    if line.min() < 0:  # one of them is at its bound, 0
+    if line.min() < 0:  # A or B is at its bound, 0
         alone = design.sum(axis=0) / (design**2).sum(axis=0)
         line = min(np.diag(alone), key=squared_error)
     return float(line[0]), float(line[1])
 
 
 def errors(points: list[tuple[float, float]], model: Callable[[float], float]) -> list[float]:
-    """Return the relative errors: predicted / measured - 1."""
+    """Return the relative error of ``model`` at each point: predicted / measured - 1."""
     return [model(n) / t - 1 for n, t in points]
 
 
 def fit(measured: dict[str, Any]) -> dict[str, Any]:
-    """Fit each primitive's line, and the link, to one number of ranks; add the errors on the sizes held out."""
+    """Fit a line for each primitive, and the link, to measurements at one world size.
+
+    Returns:
+        "world_size", "lines" by primitive, "link", and "ring_errors" of the ring formula on the held-out sizes.
+    """
     p = measured["facts"]["world_size"]
     times: dict[str, list[tuple[float, float]]] = {}
     for timing in measured["timings"]:
@@ -150,7 +160,7 @@ def fit(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
-    """Fit a line to every second size, and return it with its errors on the others."""
+    """Fit a line to every second size, and return it with its errors on the held-out sizes."""
     points = sorted(points)
     fitted = points[::2]
     held_out = points[1::2]
@@ -161,9 +171,9 @@ def fit_held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def fit_reduce(points: list[tuple[float, float]], p: int, link: Link) -> float:
-    """Return the seconds per summed byte, c, of a ring whose a and b are known.
+    """Return c, the seconds per summed byte of a ring, given its latency a and seconds per byte b.
 
-    Least squares of the relative errors of n(p-1)/p c against what a and b leave.
+    The fit minimizes the squared relative errors of n(p-1)/p c plus the time that a and b explain.
     """
     parts = []
     for n, t in points:
@@ -181,16 +191,18 @@ def fit_reduce(points: list[tuple[float, float]], p: int, link: Link) -> float:
 def simulate(compute: float, mean_delay: float, communicate: dict[int, float], seed: int) -> list[dict[str, float]]:
     """Simulate steps in which every rank needs ``compute`` seconds and an exponential delay.
 
+    The expected longest of p exponential delays is mean * (1 + 1/2 + ... + 1/p). Source: Renyi, "On the theory of order
+    statistics", Acta Math. Hung. 4, 1953.
+
     Args:
         compute: seconds of computation per step.
-        mean_delay: seconds.
-        communicate: seconds of communication per step, by number of ranks.
-        seed: of the random delays.
+        mean_delay: mean of the delays, in seconds.
+        communicate: seconds of communication per step, by world size.
+        seed: seed of the random delays.
 
     Returns:
-        Seconds per step by strategy, for each number of ranks; also the longest delay per step, and the expected
-        longest of p exponential delays, mean * (1 + 1/2 + ... + 1/p) (Renyi, "On the theory of order statistics", Acta
-        Math. Hung. 4, 1953), which the synchronous step must show.
+        A row for each world size, in seconds per step: the time by strategy, and the simulated and expected longest
+        delay.
     """
     random = np.random.default_rng(seed)
     rows = []
@@ -208,7 +220,7 @@ def simulate(compute: float, mean_delay: float, communicate: dict[int, float], s
             "overlap": compute + longest + not_hidden,
         }
         for every in (4, 16):
-            blocks = delays.reshape(-1, every, p).sum(axis=1)  # each rank's delays add up before all wait
+            blocks = delays.reshape(-1, every, p).sum(axis=1)  # a rank's delays add up between two averages
             waited = float(blocks.max(axis=1).mean())
             row[f"local_{every}"] = compute + (waited + communicate[p]) / every
         rows.append(row)
@@ -219,7 +231,11 @@ def simulate(compute: float, mean_delay: float, communicate: dict[int, float], s
 
 
 def predict(options: Options) -> None:
-    """Read what primitives left in the run dir, and write predict.json. Raises ConfigError if there is nothing."""
+    """Read the results of ``primitives`` in the run dir, and write predict.json.
+
+    Raises:
+        ConfigError: the run dir lacks timings that can be fitted.
+    """
     measured = results(options.run_dir, "primitives")
     usable = [each for each in measured if each["facts"]["world_size"] > 1 and _can_fit(each["timings"])]
     if not usable:
@@ -228,7 +244,7 @@ def predict(options: Options) -> None:
             "run primitives with N=2 and the same --run-dir first"
         )
     fits = [fit(each) for each in usable]
-    link = Link(**fits[0]["link"])  # of the fewest ranks, which wait least for a processor
+    link = Link(**fits[0]["link"])  # from the fewest ranks, which wait least for a processor
     result = {
         "facts": usable[0]["facts"],
         "fits": fits,
@@ -240,7 +256,7 @@ def predict(options: Options) -> None:
 
 
 def predicted_times(link: Link) -> list[dict[str, Any]]:
-    """Return the seconds of each algorithm, for each model and number of ranks."""
+    """Return the seconds of each algorithm, for each model and world size."""
     times = []
     for model, n in MODELS.items():
         for p in RANKS:
@@ -251,12 +267,12 @@ def predicted_times(link: Link) -> list[dict[str, Any]]:
 
 
 def costs(n: float, p: int, link: Link) -> dict[str, float]:
-    """Return the seconds in which each algorithm sums n bytes over p ranks."""
+    """Return the seconds that each algorithm needs to sum n bytes over p ranks."""
     return {name: cost(n, p, link) for name, cost in ALGORITHMS.items()}
 
 
 def simulate_stragglers(options: Options, link: Link) -> dict[str, Any]:
-    """Return the simulation of stragglers, and its settings. Communication takes the fastest algorithm's time."""
+    """Return the simulation of stragglers and its settings. Communication uses the fastest algorithm."""
     mean_delay = options.compute / 20
     communicate = {p: min(costs(SIMULATED_BYTES, p, link).values()) for p in RANKS}
     return {
@@ -291,7 +307,7 @@ def _summary(errors: list[float]) -> list[str]:
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield the tables of the command."""
+    """Yield all tables of the command."""
     link = Link(**result["link"])
     yield _fit_table(result["fits"], link)
     yield _best_table(result["times"], link)
@@ -406,7 +422,7 @@ def _fit_picture(fitted: dict[str, Any], simulation: dict[str, Any]) -> Picture:
 
 
 def _scatter(axes: Any, points: list[tuple[float, float]], color: str, fill: str) -> None:
-    """Draw points of bytes and seconds."""
+    """Draw points (bytes, seconds), with seconds in milliseconds."""
     counts = [count for count, _ in points]
     milliseconds = [seconds * 1e3 for _, seconds in points]
     axes.scatter(counts, milliseconds, s=18, facecolor=fill, edgecolor=color)

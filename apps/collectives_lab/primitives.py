@@ -1,11 +1,10 @@
-"""Show, check and time every collective.
+"""Show the result of every collective, check it, and measure its time.
 
     bash scripts/run_collectives_lab.sh 4 primitives
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/primitives.py
 
-Each primitive is one short function below. Its result is checked against a definition, which computes each rank's
-output from all ranks' inputs. A "whole" tensor has a row for each rank, [world_size, m]; a
-"part" is one such row, [m].
+Each primitive is one short function of this file. Its result is checked against a definition, which computes each
+rank's output from all ranks' inputs. A "whole" tensor [world_size, m] has a row for each rank. A "part" [m] is one row.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from torch import Tensor
 from waits import publish_waits
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-MARKERS = "osD^v<>ph*"  # of matplotlib, one for each line of a picture
-LAYOUTS = {"contiguous": 5, "strided": 5, "empty": 0}  # numbers in a checked row
+MARKERS = "osD^v<>ph*"  # matplotlib's markers, one for each line of a picture
+LAYOUTS = {"contiguous": 5, "strided": 5, "empty": 0}  # length of a row in the checks, by layout
 SUM = dist.ReduceOp.SUM
 FAULT_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 # --- the primitives ----------------------------------------------------------------------------------------------
-# Each takes this rank's tensor and the root's rank, and returns what this rank holds then: None if the definition gives
-# it nothing. The first three work in place, as they do in torch.
+# Each function takes this rank's tensor and the root's rank, and returns this rank's result, or None if the definition
+# gives this rank no result. As in torch, the first three functions work in place.
 
 
 def broadcast(x: Tensor, root: int) -> Tensor:
@@ -67,7 +66,7 @@ def broadcast(x: Tensor, root: int) -> Tensor:
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Sum all ranks' whole tensors on the root. The other ranks' result is undefined (gloo leaves partial sums)."""
+    """Sum all ranks' whole tensors on the root. Results on other ranks are undefined (gloo leaves partial sums)."""
     y = x.contiguous()
     dist.reduce(y, dst=root, op=op, group=group)
     result = in_place(x, y)
@@ -119,22 +118,22 @@ def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Te
 
 
 def all_to_all(x: Tensor, root: int) -> Tensor:
-    """Transpose: rank i gets row i of every rank's whole tensor, in rank order."""
+    """Send row i of every rank's whole tensor to rank i, in rank order."""
     whole = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all(list(whole), list(x.contiguous()))
     return whole
 
 
 def barrier(x: Tensor, root: int) -> Tensor:
-    """Wait until every rank has entered; exchange no data."""
+    """Wait until every rank has entered the barrier."""
     dist.barrier()
     return x
 
 
 def send_recv(x: Tensor, root: int) -> Tensor:
-    """Exchange whole tensors in a ring: rank i gets the tensor of rank i - 1.
+    """Exchange whole tensors in a ring by blocking send and recv: rank i gets the tensor of rank i - 1.
 
-    Both calls block. Even ranks send first and odd ranks receive first, because two blocking sends would deadlock.
+    Even ranks send first and odd ranks receive first, because two blocking sends would deadlock.
     """
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = neighbors()
@@ -148,14 +147,14 @@ def send_recv(x: Tensor, root: int) -> Tensor:
 
 
 def isend_irecv(x: Tensor, root: int) -> Tensor:
-    """Exchange whole tensors in the same ring. The calls do not block, so their order does not matter."""
+    """Exchange whole tensors in the same ring by isend and irecv, which do not block and may have any order."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x.contiguous(), received)
     return received
 
 
 def in_place(x: Tensor, y: Tensor) -> Tensor:
-    """Return ``x`` with the values of ``y``: itself, or the contiguous copy that backends need of a strided tensor."""
+    """Copy ``y``, which is ``x`` or its contiguous copy for the backend, into ``x``, and return ``x``."""
     if y is not x:
         x.copy_(y)
     return x
@@ -163,33 +162,39 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Primitive:
-    """Hold a collective and its definition, which maps all ranks' inputs, a rank and the root to that rank's result.
+    """A collective and its definition.
 
-    ``bus(p)`` is nccl-tests' factor from algorithm to bus bandwidth among p ranks. A bus bandwidth can be compared with
-    the hardware's at any p. As in nccl-tests, the size of the whole tensor counts. Source: nccl-tests,
-    doc/PERFORMANCE.md, and src/gather.cu, scatter.cu and sendrecv.cu.
+    The bus bandwidth of nccl-tests can be compared with the hardware's bandwidth at any world size. As in nccl-tests,
+    sizes refer to the whole tensor. Source: nccl-tests, doc/PERFORMANCE.md, src/gather.cu, scatter.cu and sendrecv.cu.
+
+    Attributes:
+        run: function of this rank's input and the root that calls the collective.
+        definition: function of all ranks' inputs, a rank and the root that returns the rank's result.
+        takes: input of a rank, "whole" or "part".
+        bus: function of the world size that returns bus bandwidth / algorithm bandwidth.
+        least_ranks: minimum world size.
     """
 
     run: Callable[[Tensor, int], Tensor | None]
     definition: Callable[[list[Tensor], int, int], Tensor | None]
-    takes: str  # "whole" or "part"
+    takes: str
     bus: Callable[[int], float]
     least_ranks: int = 1
 
     def shape(self, m: int) -> tuple[int, ...]:
-        """Return the shape of its input, with ``m`` numbers a row."""
+        """Return the shape of a rank's input with rows of length ``m``."""
         if self.takes == "whole":
             return (dist.get_world_size(), m)
         return (m,)
 
 
 def one(p: int) -> float:
-    """Return the bus factor of a primitive in which one rank's data cross each link."""
+    """Return the bus factor of a primitive that sends one whole tensor over each link."""
     return 1.0
 
 
 def others(p: int) -> float:
-    """Return the bus factor of a primitive in which each rank keeps its own part."""
+    """Return the bus factor of a primitive in which each rank keeps its own part of the data."""
     return (p - 1) / p
 
 
@@ -198,7 +203,7 @@ def twice_others(p: int) -> float:
     return 2 * (p - 1) / p
 
 
-# --- their definitions: from all ranks' inputs, a rank and the root to that rank's result --------------------------
+# --- definitions: functions of all ranks' inputs, a rank and the root that return the rank's result ----------------
 
 
 def of_root(xs: list[Tensor], rank: int, root: int) -> Tensor:
@@ -257,9 +262,9 @@ PRIMITIVES = {
 
 
 def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what ``rank`` holds before: small integers, exact in every dtype, different everywhere.
+    """Return the input of ``rank``: small integers, which are exact in every dtype and differ between ranks.
 
-    Any rank can compute any other's, so results are checked without a collective.
+    Every rank can compute the inputs of all ranks, so checking a result needs no collective.
     """
     shape = primitive.shape(m)
     count = torch.arange(math.prod(shape), device=device)
@@ -270,7 +275,7 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
 
 
 def show(name: str, run: Callable[..., Tensor | None], x: Tensor, *arguments: Any) -> list[dict[str, Any]]:
-    """Run a collective with root 0 on this rank's ``x``; return all ranks' numbers before and after it."""
+    """Run a collective with root 0 on this rank's ``x``, and return all ranks' numbers before and after it."""
     numbers: dict[str, Any] = {"before": x.flatten().tolist(), "after": None}
     with collective(name):
         after = run(x, 0, *arguments)
@@ -280,7 +285,7 @@ def show(name: str, run: Callable[..., Tensor | None], x: Tensor, *arguments: An
 
 
 def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """Show each primitive on one number a row."""
+    """Run each primitive on rows of length 1, and return all ranks' numbers before and after."""
     shown = []
     for name in names:
         primitive = PRIMITIVES[name]
@@ -291,7 +296,7 @@ def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
 
 
 def check(names: list[str], world: env.World, device: torch.device) -> list[dict[str, Any]]:
-    """Check each primitive against its definition, for every dtype, layout and root; list the wrong ranks."""
+    """Check each primitive against its definition for every dtype, layout and root, and list wrong roots by rank."""
     p = dist.get_world_size()
     has_one_clock = world.node_count == 1
     checks = []
@@ -312,7 +317,7 @@ def check(names: list[str], world: env.World, device: torch.device) -> list[dict
 
 
 def check_root(name: str, inputs: list[Tensor], layout: str, root: int) -> bool:
-    """Run a primitive. Return whether this rank's result matches the definition, if there is one for this rank."""
+    """Run a primitive, and return whether this rank's result matches the definition, or has no definition."""
     rank = dist.get_rank()
     x = laid_out(inputs[rank], layout)
     with collective(name):
@@ -322,7 +327,7 @@ def check_root(name: str, inputs: list[Tensor], layout: str, root: int) -> bool:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """Return a copy of ``x`` that is contiguous, or, strided, every second number of a contiguous tensor."""
+    """Return a copy of ``x`` that is contiguous, or that is a strided view if ``layout`` is "strided"."""
     if layout != "strided":
         return x.clone()
     pairs = torch.stack([x, torch.full_like(x, -1)], dim=-1)
@@ -332,14 +337,17 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def left_early() -> bool:
-    """Return whether this rank left the last collective before every rank had entered it. One machine has one clock."""
+    """Return whether this rank left the last collective before every rank had entered it.
+
+    The result is valid on one machine only, where all ranks read the same clock.
+    """
     _, begun, ended = session.events[-1]
     last_begun = max(gather_json(begun))
     return bool(ended < last_begun)
 
 
 def is_right(result: Tensor | None, expected: Tensor | None, rtol: float = 0.0) -> bool:
-    """Return whether the results are equal, except for the relative difference ``rtol``; None equals None."""
+    """Return whether two results are equal up to the relative difference ``rtol``, or are both None."""
     if result is None or expected is None:
         return result is expected
     return result.shape == expected.shape and torch.allclose(result, expected, rtol=rtol, atol=0)
@@ -352,20 +360,20 @@ REDUCERS = {"all_reduce": all_reduce, "reduce": reduce, "reduce_scatter": reduce
 
 @dataclass(frozen=True)
 class Operator:
-    """Hold a reduction operator and its definition: all ranks' tensors, [world_size, ...], to their reduction."""
+    """A reduction operator and its definition, which reduces all ranks' tensors, [world_size, ...]."""
 
     op: Any
     definition: Callable[[Tensor], Tensor]
-    dtypes: Sequence[str] = tuple(DTYPES)  # that it is defined for
-    not_by: str = ""  # the backend that documents that it lacks the operator
+    dtypes: Sequence[str] = tuple(DTYPES)  # dtypes for which the operator is defined
+    not_by: str = ""  # backend that does not support the operator, according to its documentation
 
     def may_be_refused(self, dtype: str, backend: str) -> bool:
-        """Return whether ``backend`` may refuse the operator."""
+        """Return whether ``backend`` may reject the operator for ``dtype``."""
         return dtype not in self.dtypes or backend == self.not_by
 
 
 def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
-    """Return the operator that combines the bits of integers."""
+    """Return the bitwise operator ``op`` of integers, which is defined by ``of_two`` for two tensors."""
     return Operator(op, lambda xs: functools.reduce(of_two, xs), dtypes=["int64"], not_by="nccl")
 
 
@@ -383,7 +391,7 @@ OPERATORS = {
 
 
 def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what ``rank`` reduces, [world_size, m]: 3 to 10, so that every operator gives another result."""
+    """Return the input of ``rank`` [world_size, m] for a reduction: 3 to 10, so that operators' results differ."""
     p = dist.get_world_size()
     count = torch.arange(p * m, device=device)
     numbers = 3 + (2 * rank + count) % 8
@@ -391,7 +399,7 @@ def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> Tensor | None:
-    """Return what this rank must hold after collective ``name``; None if the definition gives it nothing."""
+    """Return this rank's result of the reduction ``name`` by definition, or None if it has no result."""
     rank = dist.get_rank()
     if name == "reduce" and rank != root:
         return None
@@ -402,10 +410,10 @@ def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> T
 
 
 def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.device) -> str:
-    """Try a reduction once; return the backend's message if it refuses, else "".
+    """Try a reduction, and return the backend's message if the backend rejects it, otherwise "".
 
     Raises:
-        NonRetryableError: the backend must be able to do it, or a rank is missing.
+        NonRetryableError: the reduction failed although the backend must support it, or a rank is missing.
     """
     x = operand(dist.get_rank(), 1, DTYPES[dtype], device)
     try:
@@ -421,14 +429,15 @@ def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.devi
 
 
 def check_operators(names: list[str], operators: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """Check each operator by each reducing collective, for every dtype, layout and root; list the wrong ranks.
+    """Check each operator in each reduction for every dtype, layout and root, and list wrong cases by rank.
 
-    A refusal is reported in the backend's words. Undefined cases that a backend accepts are not checked.
+    If the backend rejects an operator, the result has the backend's message. Undefined cases that the backend accepts
+    are not checked.
 
     Raises:
-        NonRetryableError: a backend fails at anything else.
+        NonRetryableError: a supported reduction failed.
     """
-    with collective("new_group"):  # for calls that may fail: a barrier in the same group would then fail, too
+    with collective("new_group"):  # calls that may fail use their own group, because later barriers in it fail too
         group = dist.new_group(timeout=timedelta(seconds=session.timeout))
     checks = []
     for operator, name, dtype in itertools.product(operators, names, DTYPES):
@@ -453,11 +462,11 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
 
 
 def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: int, device: torch.device) -> bool:
-    """Run a reduction. Return whether this rank's result matches the operator's definition."""
+    """Run a reduction, and return whether this rank's result matches the operator's definition."""
     p = dist.get_world_size()
     rank = dist.get_rank()
     numbers = DTYPES[dtype]
-    # Backends order the terms of a product or mean as they like; the sums here are exact.
+    # Backends may compute a product or mean in any order. Sums of these small integers are exact.
     rtol = p * torch.finfo(numbers).eps if numbers.is_floating_point else 0.0
     inputs = [operand(each, LAYOUTS[layout], numbers, device) for each in range(p)]
     x = laid_out(inputs[rank], layout)
@@ -468,12 +477,12 @@ def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: i
 
 
 def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-    """Show each operator by each reducing collective on one number a row.
+    """Run each operator in each reduction on rows of length 1, and return all ranks' numbers before and after.
 
-    They are integers, or floating point if nothing is defined for integers.
+    The numbers are integers, or floating point if the operator is not defined for integers.
     """
     shown: dict[tuple[str, str], dict[str, Any]] = {}
-    for case in reversed(checks):  # int64 first
+    for case in reversed(checks):  # reversed, so that int64 comes first
         operator = case["operator"]
         name = case["primitive"]
         is_checked = case["defined"] and not case["refused"]
@@ -488,7 +497,10 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
 
 
 def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Time ``repeats`` calls over a whole tensor of ``count`` bytes (float32), each after a barrier; two warm up."""
+    """Measure ``repeats`` calls on a whole float32 tensor of ``count`` bytes, after two calls to warm up.
+
+    A barrier precedes each call. If the world size does not divide the tensor, it is a few bytes smaller.
+    """
     primitive = PRIMITIVES[name]
     p = dist.get_world_size()
     m = max(1, count // (4 * p))
@@ -500,7 +512,7 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
         with collective(name):
             primitive.run(x, 0)
         spans.append(session.events[-1][1:])
-        x.fill_(1)  # sums would grow to infinity, which is slower on some processors
+        x.fill_(1)  # otherwise sums grow to infinity, which is slower on some processors
     timing: dict[str, Any] = {"primitive": name, "bytes": 4 * m * p}
     if name == "barrier":
         timing["bytes"] = 0
@@ -512,7 +524,7 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
 
 
 def demonstrate_fault(options: Options, world: env.World, device: torch.device) -> None:
-    """Let one rank fail in the middle of --only's collective. Every other rank ends with a NonRetryableError."""
+    """Make one rank fail in the collective of --only. Every other rank raises NonRetryableError."""
     name = options.only
     fault = options.fault
     primitive = PRIMITIVES[name]
@@ -521,12 +533,12 @@ def demonstrate_fault(options: Options, world: env.World, device: torch.device) 
         faulty = world.world_size - 1
     m = 1_000_000 // world.world_size
     x = tensor(primitive, world.rank, m, torch.float32, device)
-    with collective(name):  # once without the fault: connections are made, and the fault comes later
+    with collective(name):  # one call without the fault establishes the connections
         primitive.run(x, 0)
     log.info(f"{name} among {world.world_size} ranks; rank {faulty}: {fault}")
     if world.rank == faulty:
         if fault == "missing":
-            time.sleep(options.timeout + 5)  # the others give up before
+            time.sleep(options.timeout + 5)  # the other ranks time out first
             return
         if fault == "shapes":
             x = tensor(primitive, world.rank, m + 1, torch.float32, device)
@@ -542,8 +554,8 @@ def demonstrate_fault(options: Options, world: env.World, device: torch.device) 
 def compare(name: str, x: Tensor) -> None:
     """Raise NonRetryableError if ranks are about to call ``name`` with tensors of different shape or dtype.
 
-    gloo does not check: it aborts the process (signal 6). TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch compare before
-    each collective, as this function does, but not before all_to_all, send and recv.
+    Without this check, gloo aborts the process (signal 6). With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch itself compares
+    shapes and dtypes before each collective except all_to_all, send and recv.
     """
     calls = gather_json(f"{x.dtype} {list(x.shape)}")
     differing = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
@@ -582,7 +594,7 @@ def main() -> None:
 
 
 def timings(names: list[str], options: Options, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Time each primitive on sizes of 1 KiB to --max-bytes, in powers of 4; the barrier, which has none, once."""
+    """Measure each primitive on sizes from 1 KiB to --max-bytes in powers of 4, and the barrier, without size, once."""
     if options.no_timing:
         return
     sizes = [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
@@ -593,7 +605,7 @@ def timings(names: list[str], options: Options, device: torch.device) -> Iterato
                 cases.append((count, name))
     bar = log.progress(len(cases), 0)
     for count, name in cases:
-        # All ranks must agree on the number of calls, so nothing here depends on a clock.
+        # The number of calls does not depend on measured times, because it must be the same on all ranks.
         repeats = options.repeats or timed_calls(count)
         yield measure(name, count, repeats, device)
         bar.update()
@@ -604,14 +616,14 @@ def timings(names: list[str], options: Options, device: torch.device) -> Iterato
 
 
 def bandwidths(timing: dict[str, Any], p: int) -> tuple[float, float]:
-    """Return algorithm and bus bandwidth in bytes/s, of the median time."""
+    """Return algorithm and bus bandwidth at the median time, in bytes/s."""
     algorithm = timing["bytes"] / statistics.median(timing["seconds"])
     bus_factor = PRIMITIVES[timing["primitive"]].bus(p)
     return algorithm, algorithm * bus_factor
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield the tables of one number of ranks."""
+    """Yield the tables of one world size."""
     p = result["facts"]["world_size"]
     note = "Root is rank 0; · is a rank that the definition gives nothing."
     rows = [[each["primitive"], *before_after(each["ranks"])] for each in result["values"]]
@@ -639,19 +651,19 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def rank_names(p: int) -> list[str]:
-    """Return the header of a table's columns for the first ranks."""
+    """Return the column headers of the first SHOWN_RANKS ranks."""
     return [f"rank {rank}" for rank in range(min(p, SHOWN_RANKS))]
 
 
 def rank_note(p: int, note: str) -> str:
-    """Return the note of a table, and which ranks it has if it lacks some."""
+    """Return the note of a table, with the shown ranks if the table does not show all."""
     if p > SHOWN_RANKS:
         return f"{note} Ranks 0 to {SHOWN_RANKS - 1}."
     return note
 
 
 def before_after(ranks: list[dict[str, Any]]) -> list[str]:
-    """Return a cell ``before → after`` for each of the first ranks."""
+    """Return a cell ``before → after`` for each of the first SHOWN_RANKS ranks."""
 
     def numbers(values: list[float] | None) -> str:
         if values is None:
@@ -667,7 +679,7 @@ def before_after(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield tables of the operators and of a backend's refusals; none if no reducing collective was selected."""
+    """Yield tables of the operators and of the checks, if a reduction was selected."""
     p = result["facts"]["world_size"]
     checks = result.get("operator_checks", [])
     if not checks:
@@ -690,7 +702,7 @@ def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def unique(values: Iterable[str]) -> list[str]:
-    """Return the values in their order, each once."""
+    """Return the distinct values in their order."""
     return list(dict.fromkeys(values))
 
 
@@ -704,7 +716,7 @@ def _operator_row(operator: str, checks: list[dict[str, Any]]) -> list[str]:
 
 
 def _outcome(cases: list[dict[str, Any]]) -> str:
-    """Return how many cases of one operator and dtype were right on every rank, and which collectives refuse it."""
+    """Return the number of correct cases of one operator and dtype, and the reductions that reject it, as text."""
     refused = [case["primitive"] for case in cases if case["refused"]]
     if len(refused) == len(cases):
         return "refused"
@@ -717,7 +729,7 @@ def _outcome(cases: list[dict[str, Any]]) -> str:
 
 
 def _count_wrong(case: dict[str, Any]) -> int:
-    """Return how many layouts and roots were wrong on any rank."""
+    """Return the number of combinations of layout and root that were wrong on at least one rank."""
     wrong: set[tuple[str, int]] = set()
     for of_rank in case["wrong"].values():
         wrong.update(tuple(each) for each in of_rank)
@@ -725,16 +737,16 @@ def _count_wrong(case: dict[str, Any]) -> int:
 
 
 def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
-    """Yield the medians, one column a size, and all quartiles and bandwidths."""
+    """Yield a table of medians with a column per size, and a table of all quartiles and bandwidths."""
     columns = sorted({size_class(t["bytes"]) for t in timed if t["bytes"]})
-    columns = columns or [0]  # a barrier alone has no size
+    columns = columns or [0]  # only the barrier was measured, which has no size
     medians: dict[str, dict[int, str]] = {}
     for t in timed:
         column = size_class(t["bytes"]) if t["bytes"] else columns[0]
         of_primitive = medians.setdefault(t["primitive"], {})
         of_primitive[column] = duration(statistics.median(t["seconds"]))
     rows = []
-    for name in sorted(medians, key="barrier".__eq__):  # the barrier last
+    for name in sorted(medians, key="barrier".__eq__):  # sorts the barrier to the end
         cells = [medians[name].get(column, "") for column in columns]
         rows.append([name, *cells])
     yield Table(
@@ -753,7 +765,7 @@ def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
 
 
 def size_class(count: int) -> int:
-    """Return the power of 2 that a size was meant to be: if p does not divide it, the tensor is a few bytes smaller."""
+    """Round ``count`` bytes up to a power of 2: a tensor is a few bytes smaller if p does not divide its size."""
     return 1 << (count - 1).bit_length()
 
 
@@ -769,7 +781,7 @@ def _timing_row(t: dict[str, Any], p: int) -> list[str]:
 
 
 def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield one picture for each number of ranks: time and bus bandwidth against size."""
+    """Yield one picture of time and bus bandwidth against size for each world size."""
     for result in results:
         timed = [t for t in result["timings"] if t["bytes"]]
         if timed:

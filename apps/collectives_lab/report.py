@@ -1,4 +1,4 @@
-"""Make one page of all that a run dir holds: tables and pictures, nothing to fetch, no script.
+"""Write a self-contained HTML page with all tables and pictures of a run dir, without scripts.
 
 bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 """
@@ -14,7 +14,7 @@ from samestep import ConfigError, log
 from samestep.checkpoint import write_atomic
 from show import Picture, results
 
-SECTIONS = {  # command: how its section begins
+SECTIONS = {  # first paragraph of each command's section
     "primitives": (
         "What each collective does, checked on every rank against its definition, and how long it takes: from the last "
         "rank's entry to the last rank's exit, medians."
@@ -47,7 +47,7 @@ summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
 
 
 def write(run_dir: Path, markdown: bool) -> None:
-    """Write ``report.html``, and with ``markdown`` its tables except the long ones to ``report.md`` and the console.
+    """Write ``report.html``. With ``markdown``, also write all except long tables to ``report.md`` and the console.
 
     Raises:
         ConfigError: the run dir has no results.
@@ -60,7 +60,7 @@ def write(run_dir: Path, markdown: bool) -> None:
     parts = []
     texts = []
     for command, found in sections.items():
-        module = importlib.import_module(MODULES.get(command, command))  # torch takes seconds: only if it is needed
+        module = importlib.import_module(MODULES.get(command, command))  # not at the top, because torch loads slowly
         links.append(f'<a href="#{command}">{command}</a>')
         parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(SECTIONS[command])}</p>')
         parts += [figure(picture) for picture in module.pictures(found)]
@@ -91,6 +91,6 @@ def figure(picture: Picture) -> str:
 
 
 def describe_machine(facts: dict[str, Any]) -> str:
-    """Return where and when the first results were measured."""
+    """Return the machine, the time and the software of the first results, as text."""
     names = ("time", "machine", "processors", "python", "torch", "backend", "threads")
     return ", ".join(f"{name} {facts[name]}" for name in names if name in facts)

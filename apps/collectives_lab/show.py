@@ -1,4 +1,4 @@
-"""Make tables for the console and the page, and figures as SVG; write results."""
+"""Format tables for the console and the HTML page, draw figures as SVG, and write results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHOWN_RANKS = 4  # the tables have columns for so many ranks
+SHOWN_RANKS = 4  # maximum number of ranks with a column in a table
 
 
 @dataclass(frozen=True)
 class Table:
-    """Hold a title, a note on how to read the table, and rows of cells. Only the page shows ``long`` ones."""
+    """A table with a title and a note on how to read it. Only the HTML page shows tables that are ``long``."""
 
     title: str
     note: str
@@ -32,7 +32,7 @@ class Table:
     long: bool = False
 
     def text(self) -> str:
-        """Return the table for the console."""
+        """Return the table as plain text for the console."""
         rows = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = []
@@ -57,7 +57,7 @@ class Table:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """Return the table as HTML, folded if it is long."""
+        """Return the table as HTML. A long table is collapsed."""
 
         def line(row: Sequence[str], tag: str) -> str:
             cells = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
@@ -75,7 +75,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """Hold a figure by matplotlib, as SVG, and the sentence under it."""
+    """A figure as SVG, with its file name and caption."""
 
     name: str
     caption: str
@@ -83,10 +83,10 @@ class Picture:
 
 
 def picture(name: str, caption: str, figure: Figure) -> Picture:
-    """Return the figure as an SVG element that can stand in a page beside others."""
+    """Return a matplotlib figure as an SVG element whose ids are unique on a page."""
     import matplotlib
 
-    # Ids made from a fixed salt and the name: the same bytes for the same data, and none twice on a page.
+    # Ids are derived from the name, so that equal data give equal bytes.
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         file = io.StringIO()
         figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
@@ -97,7 +97,7 @@ def picture(name: str, caption: str, figure: Figure) -> Picture:
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure without a window, in inches, and its axes, row by row."""
+    """Return a figure of ``width`` x ``height`` inches, and its axes row by row. No window opens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -105,12 +105,12 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
 
 
 def write_json(run_dir: Path, name: str, value: Any) -> None:
-    """Write ``<run-dir>/<name>.json`` atomically. Only rank 0 calls this."""
+    """Write ``value`` to ``<run-dir>/<name>.json`` atomically."""
     write_atomic(run_dir / f"{name}.json", (json.dumps(value, indent=1) + "\n").encode())
 
 
 def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
-    """Return a command's results: one, or one for each number of ranks, fewest first."""
+    """Return a command's results in the run dir: one result, or one per world size in ascending order."""
 
     def ranks(path: Path) -> int:
         _, _, number = path.stem.rpartition("-")
@@ -128,9 +128,16 @@ def publish(
     tables: Iterable[Table],
     pictures: Callable[[list[dict[str, Any]]], Iterable[Picture]],
 ) -> None:
-    """Write ``<run-dir>/<name>.json``, print its tables except the long ones, and draw the command's pictures.
+    """Write ``<run-dir>/<name>.json``, print its tables except long ones, and write the command's pictures.
 
-    ``pictures`` gets all of the command's results in the run dir. Only rank 0 calls this.
+    Only rank 0 calls this function.
+
+    Args:
+        run_dir: run dir of the job.
+        name: name of the command, with the world size if the command has several results.
+        result: result of the command, which can be encoded as JSON.
+        tables: tables of the result.
+        pictures: function of all results of the command in the run dir that returns its pictures.
     """
     write_json(run_dir, name, result)
     for table in tables:
@@ -142,7 +149,7 @@ def publish(
 
 
 def size(count: float) -> str:
-    """Return bytes in binary units: 1,536 is ``1.5 KiB``."""
+    """Return a number of bytes as text in binary units, such as ``1.5 KiB`` for 1,536."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -151,14 +158,14 @@ def size(count: float) -> str:
 
 
 def ranks_of(count: int) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
+    """Return a number of ranks as text, such as ``1 rank`` or ``2 ranks``."""
     if count == 1:
         return "1 rank"
     return f"{count:,} ranks"
 
 
 def duration(seconds: float) -> str:
-    """Return a time with three digits, in the unit that fits."""
+    """Return a time as text with three significant digits, in s, ms or µs."""
     value = seconds
     unit = "s"
     if abs(value) < 1:

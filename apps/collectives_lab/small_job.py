@@ -1,10 +1,10 @@
-"""Run one small job, started in one of three ways; `launchers` compares them.
+"""Run a small training job in one of three ways, which `launchers` compares.
 
     small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn or process; DYING: a rank, or -1
 
-`rank` is one rank of a job that torchrun or torch.distributed.launch has started. The latter puts --local-rank before
-the arguments. The others start N ranks themselves, as a user of
-torch.multiprocessing would. Rank DYING sends itself SIGKILL halfway.
+With `rank`, the process is one rank, started by torchrun or torch.distributed.launch. The latter adds --local-rank
+before the arguments. With `spawn` and `process`, the program starts N ranks itself by torch.multiprocessing. Rank DYING
+sends itself SIGKILL halfway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from training import Trainer
 
 
 def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = ()) -> None:
-    """Train by all_reduce on this rank, whose place is in the environment; write ``rank-<r>.json``."""
+    """Train by all_reduce on this rank, which the environment describes, and write ``rank-<r>.json``."""
     options = parse(["aggregate", *arguments, f"--run-dir={run_dir}", "--timeout=20", "--quiet", "--dtype=float64"])
     begun = time.monotonic()
     world, device = rendezvous(options)
@@ -38,7 +38,7 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
     trainer = Trainer(STRATEGIES["all_reduce"](), options, training, world)
     for step in range(steps):
         if step == steps // 2 and world.rank == dying:
-            time.sleep(1)  # by then the others wait in the step's all_reduce, where a death is hardest to see
+            time.sleep(1)  # until the other ranks wait in the all_reduce, where a death is hardest to detect
             write_json(run_dir, "died", time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.update(trainer.batch())
@@ -53,8 +53,8 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
 
 
 def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -> None:
-    """Run a rank that multiprocessing has started: its rank is an argument, and goes where torchrun would put it."""
-    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # before this program adds its own
+    """Run a rank that multiprocessing has started, with the environment variables that torchrun would set."""
+    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # only the launcher's variables
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     log.run(lambda: rank_main(run_dir, steps, dying))
@@ -72,7 +72,7 @@ def main() -> None:
         rank_main(run_dir, steps, dying, arguments)
         return
     job = (n, get_free_port(), run_dir, steps, dying)
-    if way == "spawn":  # starts n processes, watches all, and stops the others when one fails
+    if way == "spawn":  # starts n processes, and stops all of them if one fails
         mp.spawn(child, args=job, nprocs=n)  # type: ignore[attr-defined, no-untyped-call]
         return
     context = mp.get_context("spawn")
@@ -80,7 +80,7 @@ def main() -> None:
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join()  # returns whatever the exit code was: the caller must look
+        each.join()  # does not raise for a nonzero exit code
     codes = [each.exitcode for each in ranks]
     if any(codes):
         print(f"error: exit codes of the ranks: {codes}", file=sys.stderr, flush=True)

@@ -1,15 +1,16 @@
-"""Measure the cost of one slow rank: every rank's time, the waits between ranks, and the remedies.
+"""Measure the cost of one slow rank under several strategies: every rank's time, and the waits between ranks.
 
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
 
-mnist_ddp's model trains in blocks of 16 steps while one rank sleeps, or every rank. A rank sleeps once in the
-training, at the start of each block, before each aggregation, or in the middle of each backward pass. The time is
-constant, or random with the same mean (exponential). The conditions take turns, so that other work on the machine
-affects all of them.
+mnist_ddp's model trains in blocks of 16 steps while one rank or every rank sleeps. A rank sleeps once in the training,
+at the start of each block, before each aggregation, or in the middle of each backward pass. The length of a sleep is
+constant, or exponentially distributed with the same mean. The conditions alternate, so that other work on the machine
+affects all conditions.
 
-Nothing is computed from the configured delay. Each rank notes when it entered and left each collective, and each sleep;
-all read one clock. In a collective a rank waits until the last rank has entered it; the rest is communication.
+The results come only from measured times, not from the configured delay. Each rank records when it entered and left
+each collective and each sleep, by a clock that all ranks share. In a collective, a rank waits until the last rank has
+entered it. The remaining time is communication.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from torch import nn
 from training import Trainer
 from waits import publish_waits
 
-BLOCK = 16  # steps: a multiple of every local SGD's here
-DRAWN = 4  # steps of a timeline in the picture
-PARTS = ("computed", "slept", "waited", "communicated")  # of a rank's time
+BLOCK = 16  # steps per block; a multiple of each local SGD's averaging interval
+DRAWN = 4  # number of steps in a drawn timeline
+PARTS = ("computed", "slept", "waited", "communicated")  # parts of a rank's time
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition: which ranks sleep, where, and for how many milliseconds (on average if ``kind`` is random)."""
+    """A measured condition: a strategy, and which ranks sleep, where, and for how long."""
 
     strategy: str
-    where: str = "aggregation"  # or "once" (in the first block), "start" (once a block), "backward"
+    where: str = "aggregation"  # or "once" (in the first block), "start" (of each block), "backward"
     kind: str = "constant"  # or "random"
     who: str = "one rank"  # or "every rank"
-    milliseconds: int = 0
+    milliseconds: int = 0  # length of a sleep, or its mean if ``kind`` is random
 
     def __str__(self) -> str:
         if not self.milliseconds:
@@ -66,17 +67,17 @@ class Condition:
 
 
 def conditions(options: Options) -> list[Condition]:
-    """Return all delays under the first strategy, and under each strategy one delay in every way that was chosen.
+    """Return the conditions to measure.
 
-    All delays come before each aggregation and in each backward pass, or in the only place that was chosen. With
-    --sleeps, exactly these come under each strategy.
+    The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
+    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly those sleeps.
     """
     if options.sleeps:
         return _listed(options)
     positive = [delay for delay in options.delays if delay]
     usual = min(positive, key=lambda delay: abs(delay - 10), default=0)
     places = options.where if len(options.where) == 1 else ("aggregation", "backward")
-    found: dict[Condition, None] = {}  # each condition once, in order
+    found: dict[Condition, None] = {}  # an ordered set
     for strategy in options.strategies:
         made = []
         if strategy == options.strategies[0]:
@@ -92,7 +93,7 @@ def conditions(options: Options) -> list[Condition]:
 
 
 def _listed(options: Options) -> list[Condition]:
-    """Return the conditions of --sleeps for each strategy, after the one in which nobody sleeps."""
+    """Return for each strategy a condition without sleeps, and the conditions of --sleeps."""
     listed = []
     for strategy in options.strategies:
         listed.append(Condition(strategy))
@@ -101,14 +102,14 @@ def _listed(options: Options) -> list[Condition]:
 
 
 def is_chosen(condition: Condition, options: Options) -> bool:
-    """Return whether --where and --kind select a condition. The one in which nobody sleeps is always measured."""
+    """Return whether --where and --kind select a condition. The condition without sleeps is always selected."""
     if not condition.milliseconds:
         return True
     return condition.where in options.where and condition.kind in options.kind
 
 
 class Delayed(Strategy):
-    """Sleep on this rank, as a condition asks, before the strategy ``inner`` averages or during the backward pass."""
+    """A strategy that wraps the strategy ``inner``, and adds the sleeps of a condition."""
 
     def __init__(self, inner: Strategy) -> None:
         self.inner = inner
@@ -117,28 +118,34 @@ class Delayed(Strategy):
         self.begin(Condition("none"), sleeps=False, seed=(0,))
 
     def begin(self, condition: Condition, sleeps: bool, seed: Sequence[int]) -> None:
-        """Start a block under a condition. ``sleeps`` is True if this rank sleeps."""
+        """Start a block under a condition.
+
+        Args:
+            condition: the condition.
+            sleeps: whether this rank sleeps.
+            seed: seed of random sleeps.
+        """
         self.condition = condition
         self.sleeps = sleeps
         self.random = np.random.default_rng(seed)
         self.slept: list[tuple[float, float]] = []  # (begin, end), by time.monotonic()
 
     def sleep(self, where: str) -> None:
-        """Sleep if the condition holds here."""
+        """Sleep if the condition has a sleep at the place ``where``."""
         is_due = self.sleeps and self.condition.where == where
         if not is_due or not self.condition.milliseconds:
             return
         seconds = self.condition.milliseconds / 1000
         if self.condition.kind == "random":
             seconds = float(self.random.exponential(seconds))
-        finish()  # a GPU would otherwise compute while its rank sleeps
+        finish()  # otherwise the GPU computes while its rank sleeps
         begun = time.monotonic()
         time.sleep(seconds)
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # The middle of the backward pass: fc1 has its gradient, the convolutions do not yet. The hook comes
-        # before the strategy's own, as a slow layer would.
+        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. Like
+        # a slow layer, it delays the strategy's own hook, which is registered later.
         assert isinstance(model, Net)
         model.fc1.weight.register_post_accumulate_grad_hook(lambda _: self.sleep("backward"))
         return self.inner.prepare(model)
@@ -155,12 +162,12 @@ class Delayed(Strategy):
 
 
 def train_block(trainer: Trainer, delayed: Delayed, condition: str) -> dict[str, Any]:
-    """Train BLOCK steps; return what this rank noted, in seconds of the machine's clock.
+    """Train BLOCK steps, and return this rank's timestamps, in seconds of time.monotonic().
 
     Args:
-        trainer: trains one step of a strategy.
-        delayed: its strategy, which sleeps.
-        condition: name in the trace.
+        trainer: trainer of a strategy.
+        delayed: the trainer's strategy, which sleeps.
+        condition: name of the condition in the trace.
     """
     with collective("barrier before a block"):
         dist.barrier()
@@ -181,9 +188,9 @@ def train_block(trainer: Trainer, delayed: Delayed, condition: str) -> dict[str,
 
 
 def spans(blocks: Sequence[dict[str, Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return when each rank entered each collective, stopped to wait, and left it: three arrays [ranks, collectives].
+    """Return three arrays [ranks, collectives] of times: each rank's entry, the end of its wait, and its exit.
 
-    A rank waits until the last rank has entered.
+    A rank waits until the last rank has entered the collective.
     """
     events = []
     for block in blocks:
@@ -196,7 +203,7 @@ def spans(blocks: Sequence[dict[str, Any]]) -> tuple[NDArray[np.float64], NDArra
 
 
 def analyze(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return where each rank's time in one block went, and which rank entered each collective last."""
+    """Return the parts of each rank's time in one block, and the rank that entered each collective last."""
     begin, until, end = spans(blocks)
     waits = (until - begin).sum(axis=1).tolist()
     insides = (end - begin).sum(axis=1).tolist()
@@ -237,7 +244,7 @@ def main() -> None:
     timelines: dict[str, Any] = {}
     rounds = max(1, options.steps // BLOCK)
     bar = log.progress((rounds + 1) * len(tried), 0)
-    for i in range(-1, rounds):  # one round to warm up
+    for i in range(-1, rounds):  # round -1 warms up
         for index, condition in enumerate(tried):
             name = condition.strategy
             is_slow = condition.who == "every rank" or world.rank == slow_rank
@@ -248,7 +255,7 @@ def main() -> None:
             gathered = gather_json(block)
             if i >= 0:
                 measured[index].append(analyze(gathered))
-                timelines.setdefault(str(condition), gathered)  # of the first round
+                timelines.setdefault(str(condition), gathered)  # keeps the first round
             bar.update()
     bar.close()
     found = []
@@ -267,7 +274,7 @@ def main() -> None:
 
 
 def sleeps_in_round(condition: Condition, i: int) -> bool:
-    """Return whether a condition's ranks sleep in round ``i``; -1 is the warm-up."""
+    """Return whether a condition's ranks sleep in round ``i``. Round -1 is the warm-up."""
     if condition.where == "once":
         return i == 0
     return i >= 0
@@ -277,7 +284,7 @@ def sleeps_in_round(condition: Condition, i: int) -> bool:
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
-    """Return (slept, cost) in milliseconds per step: one rank's sleep, and its cost to ``rank``."""
+    """Return (slept, cost) in milliseconds per step: the longest sleep of a rank, and the extra time of ``rank``."""
     alike = [each for each in result["conditions"] if each["strategy"] == condition["strategy"]]
     base = next(each for each in alike if each["milliseconds"] == 0)
     sleeps = [max(rank["slept"] for rank in block["ranks"]) for block in condition["blocks"]]
@@ -289,11 +296,11 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
 
 
 def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> float:
-    """Return the seconds of a step of the condition ``measured``, computed as suits the condition ``like``.
+    """Return the seconds per step of the condition ``measured``, by the statistic that suits the condition ``like``.
 
-    By default, this is the median over the strategy's cycles (one step each, or several for local SGD). If delays are
-    random, it is the mean, because their median means little. If the sleep comes once a block, it is the median over
-    blocks; if it comes once in the training, the mean.
+    The default is the median over the strategy's cycles (one step, or several steps for local SGD). Random delays use
+    the mean, because their median means little. A sleep per block uses the median over blocks, and a single sleep in
+    the training uses the mean over blocks.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] in ("once", "start"):
@@ -310,7 +317,7 @@ def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> f
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield the tables of one number of ranks."""
+    """Yield the tables of one world size."""
     p = result["facts"]["world_size"]
     shown = range(min(p, SHOWN_RANKS))
     rows = []
@@ -362,7 +369,7 @@ def _time_row(condition: dict[str, Any]) -> list[str]:
 
 
 def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
-    """Return a row for each of the ranks ``shown``: where its time went. The first names the rank that was last."""
+    """Return a row with the parts of the time of each rank in ``shown``. The first row also has the last rank."""
     blocks = condition["blocks"]
     last = Counter[int]()
     for block in blocks:
@@ -385,7 +392,7 @@ COLORS = {"compute": "#9ecae1", "sleep": "#31a354", "wait": "#fdae6b", "communic
 
 
 def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield the timelines and the costs of each number of ranks."""
+    """Yield a picture of the timelines and a picture of the costs for each world size."""
     for result in results:
         yield _timelines(result)
         yield _costs(result)
@@ -396,7 +403,7 @@ def _timelines(result: dict[str, Any]) -> Picture:
 
     p = result["facts"]["world_size"]
     names = _drawn(list(result["timelines"]))
-    height = 0.32 * p + 0.75  # of a panel, in inches
+    height = 0.32 * p + 0.75  # height of a panel, in inches
     figure, panels = new_figure(11, height * len(names), rows=len(names))
     for axes, name in zip(panels, names):
         _draw_timeline(axes, result["timelines"][name])
@@ -430,7 +437,7 @@ def _costs(result: dict[str, Any]) -> Picture:
 
 
 def _drawn(names: list[str]) -> list[str]:
-    """Return a few timelines that show the most; the numbers of the others are in the tables."""
+    """Return the names of the timelines to draw. The tables have the numbers of all timelines."""
     wanted = (
         "all_reduce, nobody",
         "all_reduce, one rank sleeps 10 ms in aggregation",

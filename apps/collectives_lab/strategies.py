@@ -1,7 +1,8 @@
-"""Average gradients, or parameters, over ranks in many ways, each with its collectives in sight.
+"""Average gradients or parameters over ranks by several strategies.
 
-A rank differentiates its summed loss times world_size / global batch size. The mean over ranks is therefore the
-mean over the samples of the global batch, however they are spread. A strategy leaves that mean in ``.grad``.
+A rank differentiates its summed loss times world_size / global batch size. The mean of the gradients over ranks is
+therefore the mean over the samples of the global batch, for any sizes of shards. A strategy stores this mean in
+``.grad``.
 
     module = strategy.prepare(model)           # once; call this module in the forward pass
     loss.backward()
@@ -9,7 +10,7 @@ mean over the samples of the global batch, however they are spread. A strategy l
     optimizer.step()
     strategy.after_step(step, is_last)         # local SGD averages parameters here
 
-All of them use the default group, because to make a group for each step would cost more than the step.
+All strategies use the default process group, because creating a group for each step would take longer than the step.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 32 * 1024
-sent: Counter[str] = Counter()  # "bytes" and "messages" that this rank's hand-written collectives have sent
+sent: Counter[str] = Counter()  # "bytes" and "messages" that this rank has sent by `exchange`
 
 
 # --- the mean of one long vector, in place, five ways --------------------------------------------------------------
 
 
 def all_reduce(x: Tensor) -> None:
-    """Average by one collective."""
+    """Average by one all_reduce."""
     with collective("all_reduce"):
         dist.all_reduce(x)
     x /= dist.get_world_size()
 
 
 def reduce_broadcast(x: Tensor) -> None:
-    """Send the sum to rank 0, and the mean from there to all."""
+    """Reduce the sum to rank 0, and broadcast the mean from rank 0."""
     with collective("reduce"):
         dist.reduce(x, dst=0)
     x /= dist.get_world_size()
@@ -52,7 +53,7 @@ def reduce_broadcast(x: Tensor) -> None:
 
 
 def gather_scatter(x: Tensor) -> None:
-    """Collect all vectors on rank 0, which averages them and hands each rank the mean: one rank has all the traffic."""
+    """Gather all vectors on rank 0, and scatter their mean from rank 0. All traffic passes through rank 0."""
     p = dist.get_world_size()
     vectors: list[Tensor] | None = None
     means: list[Tensor] | None = None
@@ -68,7 +69,7 @@ def gather_scatter(x: Tensor) -> None:
 
 
 def all_gather(x: Tensor) -> None:
-    """Collect all vectors on every rank, which averages them in rank order: p times the traffic, one step."""
+    """Gather all vectors on every rank, and average them there in rank order."""
     vectors = x.new_empty(dist.get_world_size(), *x.shape)
     with collective("all_gather"):
         dist.all_gather(list(vectors), x)
@@ -76,16 +77,16 @@ def all_gather(x: Tensor) -> None:
 
 
 def ring(x: Tensor) -> None:
-    """All-reduce by a ring of sends: each of p pieces goes round twice, first as a sum, then as a result.
+    """Average by a ring of sends: a reduce-scatter, then an all-gather.
 
-    Reduce-scatter, then all-gather: in each of 2(p-1) steps, every rank sends one piece. Patarasuk & Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
+    In each of 2(p-1) steps, every rank sends one of p pieces to the next rank. Source: Patarasuk & Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
     """
     rank = dist.get_rank()
     p = dist.get_world_size()
     pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
-    received = torch.empty_like(pieces[0])  # the longest
-    for step in range(p - 1):  # afterwards this rank has the sum of piece rank + 1
+    received = torch.empty_like(pieces[0])  # piece 0 is one of the longest
+    for step in range(p - 1):  # after this loop, this rank has the sum of piece rank + 1
         outgoing = pieces[(rank - step) % p]
         target = pieces[(rank - step - 1) % p]
         incoming = received[: len(target)]
@@ -101,7 +102,7 @@ def ring(x: Tensor) -> None:
 
 
 def exchange(outgoing: Tensor, incoming: Tensor) -> None:
-    """Send to the next rank of the ring, and receive from the one before at the same time."""
+    """Send ``outgoing`` to the ring's next rank, and at the same time receive ``incoming`` from the previous rank."""
     to, source = neighbors()
     for work in (dist.isend(outgoing, dst=to), dist.irecv(incoming, src=source)):
         assert work is not None
@@ -110,7 +111,7 @@ def exchange(outgoing: Tensor, incoming: Tensor) -> None:
 
 
 def neighbors() -> tuple[int, int]:
-    """Return the ranks that this rank sends to, and receives from, in a ring."""
+    """Return the next rank of the ring, to which this rank sends, and the previous rank, from which it receives."""
     rank = dist.get_rank()
     count = dist.get_world_size()
     return (rank + 1) % count, (rank - 1) % count
@@ -118,36 +119,36 @@ def neighbors() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Hold a way to average, and ``bytes(n, p)``: what all ranks together send for n bytes on p ranks."""
+    """A function that averages one vector, and ``bytes(n, p)``, the bytes that p ranks send in total for n bytes."""
 
     run: Callable[[Tensor], None]
     bytes: Callable[[float, int], float]
 
 
 def gloo_reduce_bytes(n: float, p: int) -> float:
-    """Return what all ranks together send in gloo's reduce of n bytes to rank 0.
+    """Return the bytes that all ranks send in total in gloo's reduce of n bytes to rank 0.
 
-    A ring in segments of at most 1 MiB, at least two for each rank; then the reduced pieces go to the root. The ring
-    could stop after (p-1)/p of a round, and does if a rank has two segments. It always leaves out two segments a
-    rank. With many segments, it therefore takes nearly a whole round. Source: gloo/reduce.cc.
+    gloo uses a ring with segments of at most 1 MiB, and at least two segments per rank. Then the reduced pieces are
+    sent to the root. The ring always omits two segments per rank. With two segments per rank, it therefore stops after
+    (p-1)/p of a round. With many segments, it needs nearly a whole round. Source: gloo/reduce.cc.
     """
     if p == 1 or n == 0:
         return 0.0
     segment = min(math.ceil(n / (2 * p)), 2**20)
     segments = math.ceil(max(math.ceil(n / segment), 2 * p) / p) * p
-    overhang = segments * segment - n  # beyond the end, never sent
+    overhang = segments * segment - n  # bytes beyond the end of the vector, which are never sent
     left_out = max(0.0, 2 * p * segment - overhang)
     to_root = max(0.0, n - segments / p * segment)
     return p * n - left_out + to_root
 
 
 def gloo_reduce_broadcast_bytes(n: float, p: int) -> float:
-    """Return what all ranks together send in gloo's reduce and broadcast of n bytes."""
+    """Return the bytes that all ranks send in total in gloo's reduce and broadcast of n bytes."""
     return gloo_reduce_bytes(n, p) + (p - 1) * n
 
 
 def all_gather_bytes(n: float, p: int) -> float:
-    """Return what all ranks together send in gloo's all_gather of n bytes from each."""
+    """Return the bytes that all ranks send in total in gloo's all_gather of n bytes per rank."""
     return p * (p - 1) * n
 
 
@@ -155,9 +156,9 @@ def _twice_around(n: float, p: int) -> float:
     return 2 * (p - 1) * n
 
 
-# gloo's other algorithms: all_reduce is a ring. In broadcast, a binomial tree, every rank except the root receives
-# once. Gather and scatter are flat, and the root keeps its own part. In all_gather, a ring, every vector passes p - 1
-# links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
+# In gloo, all_reduce is a ring. Broadcast is a binomial tree, in which every rank except the root receives once. Gather
+# and scatter send directly between the root and each other rank. All_gather is a ring, in which every vector passes
+# p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
 SCHEMES = {
     "all_reduce": Scheme(all_reduce, _twice_around),
     "reduce_broadcast": Scheme(reduce_broadcast, gloo_reduce_broadcast_bytes),
@@ -168,7 +169,7 @@ SCHEMES = {
 
 
 def ring_messages(p: int) -> int:
-    """Return how many messages all p ranks together send in one `ring`: 2(p-1) steps."""
+    """Return the number of messages that p ranks send in total in one `ring` of 2(p-1) steps."""
     return 2 * p * (p - 1)
 
 
@@ -176,31 +177,31 @@ def ring_messages(p: int) -> int:
 
 
 class Strategy:
-    """Average nothing, and know the model's parameters: the base of all strategies."""
+    """Base class of all strategies, which does not average."""
 
-    backward = "backward"  # what timelines and errors call the backward pass
-    synchronous = True  # the same weights on every rank after every step
-    every = 0  # steps between two averages of the parameters; 0: gradients are averaged instead
-    scheme = SCHEMES["all_reduce"]  # how one vector is averaged
+    backward = "backward"  # name of the backward pass in timelines and errors
+    synchronous = True  # whether all ranks have the same weights after every step
+    every = 0  # number of steps between two averages of the parameters; 0 if gradients are averaged instead
+    scheme = SCHEMES["all_reduce"]  # scheme whose formula gives the bytes
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return what the forward pass must call."""
+        """Prepare the model, and return the module that the forward pass must call."""
         self.parameters = list(model.parameters())
         return model
 
     def after_backward(self) -> None:
-        """Average the gradients."""
+        """Average the gradients over ranks, if the strategy does so."""
 
     def after_step(self, step: int, is_last: bool) -> None:
-        """Average the parameters; ``step`` counts from 0."""
+        """Average the parameters over ranks, if the strategy does so. ``step`` counts from 0."""
 
     def bytes(self, n: float, p: int) -> float:
-        """Return what all ranks together send in one step, for a model of n bytes."""
+        """Return the bytes that p ranks send in total in one step, for a model of n bytes."""
         return self.scheme.bytes(n, p) / (self.every or 1)
 
 
 class TorchDDP(Strategy):
-    """Use torch's own: buckets, all_reduce during the backward pass, and the mean."""
+    """Average by torch's DDP, which calls all_reduce on buckets during the backward pass."""
 
     backward = "backward (with DDP's all_reduce)"
 
@@ -210,9 +211,10 @@ class TorchDDP(Strategy):
 
 
 class Overlap(Strategy):
-    """Do the same by hand: a hook on each parameter, buckets from the last layer on, all_reduce during backward.
+    """Average like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
 
-    A bucket is sent when it is full and all before it have been sent, so that every rank sends in the same order.
+    Buckets begin at the last layer. A bucket is sent when all its gradients are ready and earlier buckets are sent, so
+    that all ranks send buckets in the same order.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -230,8 +232,8 @@ class Overlap(Strategy):
         return model
 
     def _reset(self) -> None:
-        self.ready = set[Tensor]()  # parameters whose gradient is there
-        self.pending: list[tuple[Tensor, Any]] = []  # (flat gradient, its all_reduce), in the order of the buckets
+        self.ready = set[Tensor]()  # parameters whose gradient is computed
+        self.pending: list[tuple[Tensor, Any]] = []  # (flat gradient, its all_reduce) of each bucket that was sent
 
     def _send_full_buckets(self, parameter: Tensor) -> None:
         self.ready.add(parameter)
@@ -251,7 +253,7 @@ class Overlap(Strategy):
 
 
 class Module(Strategy):
-    """Wrap the model in `GradientAverage`, as programs did before torch had a DDP for CPUs."""
+    """Average by the module `GradientAverage`, as programs did before torch had a DDP for CPUs."""
 
     backward = "backward (with an all_reduce of each dtype)"
 
@@ -260,10 +262,10 @@ class Module(Strategy):
 
 
 class GradientAverage(nn.Module):
-    """Broadcast the weights at the first forward pass, and average all gradients when a backward pass ends.
+    """A module that broadcasts its weights before the first forward pass, and averages gradients after backward.
 
-    The first gradient of a backward pass has the autograd engine call `all_reduce_gradients` at the end of the pass.
-    So nothing overlaps, and the gradients of each dtype go as one vector.
+    The hook of a backward pass's first gradient queues `all_reduce_gradients` for the end of the pass. Communication
+    therefore does not overlap with computation. The gradients of each dtype are reduced as one vector.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -286,7 +288,7 @@ class GradientAverage(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self.all_reduce_gradients)
 
     def all_reduce_gradients(self) -> None:
-        """Leave the mean over ranks in ``.grad``."""
+        """Replace each ``.grad`` by its mean over ranks."""
         self.is_queued = False
         gradients = _gradients(self.module.parameters())
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
@@ -298,7 +300,7 @@ class GradientAverage(nn.Module):
 
 
 class PerParameter(Strategy):
-    """Call all_reduce once for each parameter: many small messages."""
+    """Average by one all_reduce per parameter, which sends many small messages."""
 
     def after_backward(self) -> None:
         for gradient in _gradients(self.parameters):
@@ -306,7 +308,7 @@ class PerParameter(Strategy):
 
 
 class Flat(Strategy):
-    """Average all gradients as one vector, by one of the schemes above."""
+    """Average all gradients as one vector by a scheme of SCHEMES."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -318,10 +320,10 @@ class Flat(Strategy):
 
 
 class LocalSGD(Strategy):
-    """Step by the rank's own gradient, and average the parameters each ``every`` steps.
+    """Update by the rank's own gradient, and average the parameters after each ``every`` steps.
 
-    With every = 1 it is the synchronous step: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear, too.
-    Stich, "Local SGD converges fast and communicates little", ICLR 2019.
+    With every = 1, the update is synchronous: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
+    Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019.
     """
 
     def __init__(self, every: int) -> None:

@@ -1,4 +1,4 @@
-"""Train mnist_ddp's model by one strategy, on this rank's part of every global batch."""
+"""Train mnist_ddp's model by one strategy, on this rank's shard of every global batch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from samestep.sharding import BatchSlice, GlobalBatches, step_seed
 from strategies import Strategy
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor, BatchSlice]  # images [m, 1, 28, 28], labels [m], and which rows of the global batch
+Batch = tuple[Tensor, Tensor, BatchSlice]  # images [m, 1, 28, 28], labels [m], and their rows in the global batch
 
 
 class Trainer:
-    """Hold a model, its optimizer and its batches; ``batch`` and ``update`` are one step."""
+    """Train a model step by step: call `batch`, then `update`."""
 
     def __init__(self, strategy: Strategy, options: Namespace, split: Split, world: World) -> None:
-        """Build the model with its initial weights, the same on every rank.
+        """Build the model with the same initial weights on every rank.
 
         Args:
-            strategy: how gradients or parameters are averaged over ranks.
-            options: the training options of ``aggregate``.
-            split: the training set, on the device that trains.
-            world: which part of each global batch is trained on here.
+            strategy: strategy that averages gradients or parameters over ranks.
+            options: training options of ``aggregate``.
+            split: training set, on the device that trains.
+            world: rank and world size, which determine this rank's shards.
         """
         self.strategy = strategy
         self.split = split
@@ -44,17 +44,17 @@ class Trainer:
             rank=world.rank,
             world_size=world.world_size,
         )
-        self.steps = 0  # done
+        self.steps = 0  # number of completed steps
 
     def batch(self) -> Batch:
-        """Return this rank's part of the next step's global batch, and seed what the step draws."""
+        """Return this rank's shard of the next global batch, and set the step's random seed."""
         torch.manual_seed(step_seed(self.seed, self.steps))
         indices = self.batches.indices(self.steps)
         images, labels = self.split.batch(indices, self.dtype)
         return images, labels, self.batches.rows(self.steps)
 
     def update(self, batch: Batch, is_last: bool = False) -> Tensor:
-        """Take one step; return the summed loss of this rank's part. The strategy's collectives are in here."""
+        """Update once by the strategy, including its collectives, and return the summed loss of this rank's shard."""
         images, labels, rows = batch
         self.optimizer.zero_grad()
         scores = self.module(images, rows)

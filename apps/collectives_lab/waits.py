@@ -1,9 +1,9 @@
-"""Show who waited for whom: with --trace, each rank writes when it entered and left each collective.
+"""Show which rank waited for which, from the times at which each rank entered and left each collective (--trace).
 
     bash scripts/run_collectives_lab.sh 2 straggler --trace
 
-``<run-dir>/trace-<command>-<N>/rank-<r>.jsonl`` has a line for each collective. Times are seconds of the machine's
-clock, which all ranks read. A rank waits in a collective until the last rank has entered it.
+``<run-dir>/trace-<command>-<N>/rank-<r>.jsonl`` has a line for each collective. Times are seconds of time.monotonic(),
+a clock that all ranks of a machine share. A rank waits in a collective until the last rank has entered it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Calls = dict[tuple[str, str], list[tuple[float, float]]]  # by (condition, colle
 
 
 def publish_waits(options: Options, facts: dict[str, Any]) -> None:
-    """Write and print what the files of all ranks show. Only rank 0 calls this, after the other ranks' last step."""
-    if not options.trace or facts["node_count"] != 1:  # several machines have several clocks
+    """Analyze the trace files of all ranks, and write and print the waits. Call it on rank 0 after the last step."""
+    if not options.trace or facts["node_count"] != 1:  # clocks of several machines cannot be compared
         return
     name = f"trace-{options.command}-{facts['world_size']}"
     folder = options.run_dir / name
     ranks = [calls_of(folder / f"rank-{rank}.jsonl") for rank in range(facts["world_size"])]
     found = []
     for condition, collective in ranks[0]:
-        if collective == "backward" or condition == "warm-up":  # a backward pass without communication
+        if collective == "backward" or condition == "warm-up":  # "backward" does not communicate
             continue
         of_ranks = [rank.get((condition, collective), []) for rank in ranks]
         calls = list(zip(*of_ranks))
@@ -40,7 +40,7 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
 
 
 def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[Any]]:
-    """Return the seconds that each rank waited in all calls, and in how many calls it came last.
+    """Return the seconds that each rank waited in all calls, and the number of calls that it entered last.
 
     Args:
         calls: (before, after) of each call on each rank.
@@ -55,7 +55,7 @@ def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, l
 
 
 def calls_of(path: Path) -> Calls:
-    """Return the calls in a rank's file."""
+    """Return the calls in a rank's trace file."""
     calls: Calls = {}
     for line in path.read_text().splitlines():
         call = json.loads(line)
@@ -65,7 +65,7 @@ def calls_of(path: Path) -> Calls:
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each condition of one command and one number of ranks."""
+    """Yield a table for each condition of a command at one world size."""
     n = result["facts"]["world_size"]
     waits = [f"rank {rank} waited" for rank in range(min(n, SHOWN_RANKS))]
     header = ["collective", "calls", *waits, "waited for"]
@@ -86,5 +86,5 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def pictures(results: list[dict[str, Any]]) -> list[Picture]:
-    """Return no pictures: the tables are all."""
+    """Return no pictures, because this command has only tables."""
     return []

@@ -1,4 +1,4 @@
-"""Read windows of a text file's bytes. The file is mapped, so that its size costs neither time nor memory."""
+"""Read windows of a text file's bytes. The file is memory-mapped, so loading it needs little time and memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 HELD_OUT = 10  # the last 1 / HELD_OUT of the bytes are the test set
-IGNORED = -100  # the target that `cross_entropy` leaves out
+IGNORED = -100  # target that `cross_entropy` ignores
 
 
 @dataclass(frozen=True)
 class Windows(Dataset[Any]):
-    """Cut the bytes [first, stop) of ``text`` into windows of ``context`` targets.
+    """A dataset of windows: the bytes [first, stop) of ``text``, divided into runs of ``context`` targets.
 
-    Window i predicts ``context`` bytes from ``first`` + i * ``context`` on, each from its predecessors in the window. A
-    `samestep.torch.DataLoader` reads whole batches.
+    The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the bytes
+    before it in the window. A `samestep.torch.DataLoader` reads whole batches.
     """
 
     text: NDArray[np.uint8]
@@ -33,32 +33,33 @@ class Windows(Dataset[Any]):
     device: torch.device
 
     def __len__(self) -> int:
-        """Return the number of windows; the last may be shorter."""
+        """Return the number of windows. The last window may be shorter."""
         return -(-(self.stop - self.first) // self.context)
 
     @property
     def bytes(self) -> int:
-        """Return the number of target bytes. Each is in one window."""
+        """Return the number of target bytes in all windows."""
         return self.stop - self.first
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return bytes int64 [m, context] of the windows ``indices`` [m], and their successors, IGNORED beyond the end.
+        """Return the windows ``indices`` [m]; m may be 0, because every rank must join each pass's collectives.
 
-        m may be 0, because every rank must take part in the collectives of a pass.
+        Returns:
+            Bytes and targets, int64 [m, context]. A target is the byte after its input, or IGNORED beyond the end.
         """
         begins = self.first + indices * self.context
-        at = begins[:, None] + np.arange(self.context)  # places of the targets
+        at = begins[:, None] + np.arange(self.context)  # positions of the targets in the file
         there = np.minimum(at, self.stop - 1)
         tokens = self.text[there - 1].astype(np.int64)
         targets = self.text[there].astype(np.int64)
         targets = np.where(at < self.stop, targets, IGNORED)
         return torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
 
-    __getitems__ = batch  # a DataLoader's name for it
+    __getitems__ = batch  # the method that a DataLoader calls
 
 
 def read(options: Options) -> NDArray[np.uint8]:
-    """Return the bytes of the text, mapped. Raises ConfigError for a file that is unreadable or too short."""
+    """Return the bytes of the text as a memory-mapped array. Raises ConfigError if it is unreadable or too short."""
     path = options.data_file or TEXTS / "jargon.txt"
     try:
         text: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")[: SIZES.get(options.dataset)]
@@ -73,7 +74,11 @@ def read(options: Options) -> NDArray[np.uint8]:
 
 
 def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
-    """Return the training set, in complete windows, and the test set. Raises ConfigError as `read` does."""
+    """Return the training set, which has complete windows only, and the test set.
+
+    Raises:
+        ConfigError: the file is unreadable or too short.
+    """
     text = read(options)
     cut = len(text) - len(text) // HELD_OUT
     complete = (cut - 1) // options.context * options.context
@@ -83,10 +88,10 @@ def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
 
 
 def markov_bits(text: NDArray[np.uint8]) -> float | None:
-    """Return the bits per byte of an interpolated Markov model of two bytes of context on the test set.
+    """Return the test set's bits per byte under a Markov model with two bytes of context, as a reference value.
 
-    The counts come from the training set. Each context is mixed with the next shorter one by its number of different
-    successors. It returns None for a file above 256 MB.
+    The model counts bytes in the training set. It interpolates each context with the next shorter context, weighted by
+    the number of distinct successors. A text above 256 MB gives None.
     Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory 37(4), 1991, method C.
     """
     if len(text) > 2**28:
@@ -109,7 +114,7 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
 
 
 def _with_context(text: NDArray[np.int64], order: int, first: int) -> NDArray[np.int64]:
-    """Return each byte from ``first`` on and the ``order`` bytes before it, as one number."""
+    """Return one number for each byte from ``first`` on, which encodes the byte and the ``order`` bytes before it."""
     key = np.zeros(len(text) - first, np.int64)
     for back in range(order + 1):
         key += text[first - back : len(text) - back] << 8 * back

@@ -1,4 +1,4 @@
-"""Choose a rank's device, arrange the ranks as a mesh, and exchange bytes and numpy arrays with the other ranks."""
+"""Choose a rank's device, make the mesh of ranks, and exchange bytes and NumPy arrays between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 __all__ = ["all_gather", "backend", "broadcast", "last_collective", "rendezvous", "run_metadata"]
 
-M_MMAP_THRESHOLD = -3  # of <malloc.h>
+M_MMAP_THRESHOLD = -3  # constant of <malloc.h>
 
 
 def choose_device(requested: str, world: World) -> torch.device:
@@ -30,24 +30,28 @@ def choose_device(requested: str, world: World) -> torch.device:
 
 
 def release_memory_early() -> None:
-    """Return memory of 2 MB and more, such as gathered weights, to the system as soon as it is free.
+    """Let malloc return freed blocks of 2 MB and more, such as gathered weights, to the system at once.
 
-    By default the GNU C library learns to keep pieces of up to 32 MB, which a rank then holds beside what it needs.
+    By default the GNU C library raises this limit up to 32 MB, so a rank would keep memory that it does not use.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library has its own way
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**21)
 
 
 def make_mesh(options: Options, device: torch.device) -> DeviceMesh:
-    """Return the ranks as a grid (dp, tp); neighbors compute the same samples. Raises ConfigError; see --mesh."""
+    """Return the mesh (dp, tp) of all ranks. Tensor-parallel ranks (tp) are consecutive, and compute the same samples.
+
+    Raises:
+        ConfigError: --mesh does not fit the number of ranks or heads.
+    """
     sizes = mesh_of(options, dist.get_world_size())
     return init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
 
 
 def time_phases(model: GPT, optimizer: Optimizer, timer: StepTimer) -> None:
-    """Let ``timer`` note when this rank waits for the others' parts of a block, and when its update begins and ends.
+    """Register hooks by which ``timer`` measures FSDP's all-gathers in the forward pass, and the optimizer's update.
 
-    FSDP gathers a block in a hook of its own before the block computes: one of ours runs before it, and one after.
+    FSDP gathers a block in a forward pre-hook. One hook of this function runs before FSDP's hook, and one after it.
     """
     for module in (model, *model.blocks):
         module.register_forward_pre_hook(lambda *call: timer.mark(COMPUTE), prepend=True)

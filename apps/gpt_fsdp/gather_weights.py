@@ -1,9 +1,9 @@
-"""Write the weights of a run's newest good checkpoint as one file, model.safetensors, a block of 16 MB at a time.
+"""Write the weights of a run's newest intact checkpoint to one file, model.safetensors.
 
     python gather_weights.py RUN_DIR [--output FILE]
 
-Use it for a stopped run; a finished run has the file. It prints the digest, ``weights_sha256`` of a result, and needs
-neither a framework nor memory of the model's size.
+Use this program for a stopped run, because a finished run already has the file. The program prints the file's digest,
+which is ``weights_sha256`` in a result. It copies 16 MB at a time, and needs no deep-learning framework.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from samestep.sharded import storage
 
 
 def gather(run_dir: Path, output: Path) -> tuple[int, str]:
-    """Write the weights; return the number of updates and the digest. Raises ConfigError without a checkpoint."""
+    """Write the weights to ``output``, and return the checkpoint's step and the weights' SHA-256.
+
+    Raises:
+        ConfigError: the run has no sharded checkpoint.
+    """
     found = checkpoint.newest(run_dir, log.warning, reader=storage.read)
     if found is None or not found.pieces:
         raise ConfigError(f"{run_dir} has no sharded checkpoint: name a run dir of {Path(__file__).parent.name}")

@@ -2,8 +2,8 @@
 
     python generate.py RUN_DIR [--text ":hacker:"] [--bytes 400] [--temperature 0.8] [--seed 1]
 
-It runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file; for a stopped run,
-gather_weights.py writes it.
+The program runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file. For a stopped run,
+write it by gather_weights.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from samestep.options import bounded_float, bounded_int
 
 
 def load(run_dir: Path) -> tuple[GPT, int]:
-    """Return the model of a run with its weights, and its context in bytes. Raises ConfigError if a file is missing."""
+    """Return a run's model with its trained weights, and its context in bytes.
+
+    Raises:
+        ConfigError: a file is missing, or belongs to another app or run.
+    """
     try:
         with (run_dir / "metrics.jsonl").open() as file:
             options: dict[str, Any] = json.loads(file.readline())["options"]
@@ -41,15 +45,15 @@ def load(run_dir: Path) -> tuple[GPT, int]:
 
 @torch.inference_mode()
 def generate(model: GPT, context: int, text: bytes, count: int, temperature: float, seed: int) -> bytes:
-    """Return ``text`` and ``count`` more bytes, each drawn by its probability given the last ``context`` bytes.
+    """Return ``text`` and ``count`` more bytes, which are drawn from the model's distribution one at a time.
 
     Args:
-        model: the whole model, on one process.
+        model: the whole model, in one process.
         context: the model's window, in bytes.
-        text: the first bytes.
-        count: the number of bytes to draw.
-        temperature: divides the scores; 0 takes the most likely byte.
-        seed: of the random draws.
+        text: the bytes to continue, at least one.
+        count: number of bytes to draw.
+        temperature: divisor of the scores; 0 selects the most likely byte.
+        seed: seed of the random draws.
     """
     generator = torch.Generator().manual_seed(seed)
     written = list(text)

@@ -1,4 +1,4 @@
-"""Define a small GPT over bytes (RMSNorm, rotary positions, SwiGLU, tied embeddings), and cut it over the ranks."""
+"""Define a small GPT over bytes (RMSNorm, rotary positions, SwiGLU, tied embeddings), and shard it over the ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.checkpoint import checkpoint
 from weights import place
 
-BYTES = 256  # the vocabulary
+BYTES = 256  # size of the vocabulary
 STD = 0.02  # standard deviation of initial weights, as in GPT-2
-BLOCK = 2**17  # values to draw at a time, so that initialization needs little memory
+BLOCK = 2**17  # number of values that `initialize` draws at a time, to save memory
 
 
 class RMSNorm(nn.Module):
-    """Divide features by their root mean square, and scale them.
+    """Divide features by their root mean square, and multiply them by a trained weight.
 
     Source: Zhang & Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 def rotation(length: int, size: int, like: Tensor) -> Tensor:
-    """Return cosines and sines [2, length, size / 2]: the rotation of pairs of a head's ``size`` features by position.
+    """Return the cosines and sines [2, length, size / 2] of rotary position embeddings for heads of ``size`` features.
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """
@@ -53,14 +53,14 @@ def rotation(length: int, size: int, like: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate x [m, heads, length, size]; a feature of the first half and one of the second half are a pair."""
+    """Rotate pairs of features of x [m, heads, length, size]. Features i and i + size / 2 are a pair."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = turn.to(x.dtype)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Attention(nn.Module):
-    """Compute causal attention with several heads; with tensor parallelism a rank has some of them."""
+    """Compute causal multi-head attention. With tensor parallelism, each rank has some of the heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Compute SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020.
 
-    Three matrices of 8/3 of the width have as many parameters as the usual two of 4 widths.
+    The hidden size is 8/3 of the width. Three matrices then have as many parameters as two with 4 times the width.
     """
 
     def __init__(self, width: int) -> None:
@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():  # in the backward pass, instead of keeping the activations
+        if self.recompute and torch.is_grad_enabled():  # the backward pass recomputes the activations
             return checkpoint(self.compute, x, turn, use_reentrant=False)  # type: ignore[no-any-return]
         return self.compute(x, turn)
 
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict each byte's successor."""
+    """Predict the next byte at each position of a window."""
 
     def __init__(self, layers: int, width: int, heads: int, recompute: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class GPT(nn.Module):
         self.size = width // heads
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map bytes int64 [m, length] to scores [m, length, 256] of each byte's successor."""
+        """Map bytes int64 [m, length] to scores [m, length, 256] of the next byte."""
         x = self.dropout(self.embedding(tokens))
         turn = rotation(tokens.shape[1], self.size, x)
         for block in self.blocks:
@@ -146,7 +146,7 @@ class GPT(nn.Module):
 
 
 def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
-    """Return this rank's shard of the model on ``mesh`` (dp, tp), with the initial weights that --seed decides."""
+    """Return this rank's shard of the model on ``mesh`` (dp, tp), with initial weights drawn from --seed."""
     dropout = options.dropout or 0.0
     with torch.device("meta"):
         model = GPT(
@@ -161,7 +161,7 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], tensor_parallel_plan())
     policy = MixedPrecisionPolicy()
-    if options.autocast == "bfloat16":  # for gathering and computing; FSDP reduces gradients in float32
+    if options.autocast == "bfloat16":  # FSDP gathers and computes in bfloat16, and reduces gradients in float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
@@ -172,7 +172,10 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """Return how tensor parallelism cuts the layers of a block: the first of a pair by rows of its weight."""
+    """Return the tensor-parallel style of each linear layer of a block.
+
+    Column-parallel layers split their outputs over the ranks. The row-parallel layer after them splits its inputs.
+    """
     plan: dict[str, ParallelStyle] = {}
     for name in ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up"):
         plan[name] = ColwiseParallel()
@@ -183,9 +186,9 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Draw normal weights, the same at any mesh: each depends on (seed, parameter, index in the whole array).
+    """Draw normal weights that are the same at any mesh, because each depends on (seed, parameter, index).
 
-    Matrices that write into a residual are smaller by 1 / sqrt(2 layers).
+    Output matrices of a residual branch have a standard deviation that is smaller by the factor 1 / sqrt(2 * layers).
     Source: Radford et al., GPT-2, 2019, section 2.3.
     """
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
@@ -208,7 +211,7 @@ def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> No
 
 
 def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return standard normal values in the shape of ``indices``, each a function of (seed, number, index).
+    """Return standard normal values in the shape of ``indices``, which depend only on (seed, number, index).
 
     Source: Box & Muller, Ann. Math. Statist. 29(2), 1958.
     """
@@ -221,5 +224,5 @@ def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.flo
 
 
 def _between_0_and_1(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map 32 random bits to a number between 0 and 1."""
+    """Map 32-bit numbers to values strictly between 0 and 1."""
     return (bits.astype(np.float64) + 0.5) / 2**32

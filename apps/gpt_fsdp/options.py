@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own.
+"""Define the app's options: the options that all apps share, and its own.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -37,13 +37,17 @@ from samestep.options import (
 )
 
 TEXTS = Path(__file__).resolve().parent / "text"
-SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None: all
-BLOCKS = 64  # of a file that its fingerprint covers
-BLOCK = 2**16  # bytes
+SIZES = {"jargon": None, "jargon-64k": 2**16}  # bytes from the start of the embedded text; None for all
+BLOCKS = 64  # number of blocks of a file that its fingerprint covers
+BLOCK = 2**16  # size of a block, in bytes
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of blocks spread over it, which is quick for any size. Raises OSError."""
+    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, to be fast for large files.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}\n".encode())
     with path.open("rb") as file:
@@ -54,8 +58,12 @@ def fingerprint(path: Path) -> str:
 
 
 def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = True) -> Any:
-    """Return the text, as `samestep.data.datasets.resolve` returns a dataset. Raises ConfigError."""
-    from samestep.data.files import DatasetInfo  # not at the top: the launch script does without it
+    """Return the name, folder and fingerprint of the text, as `samestep.data.datasets.resolve` does for a dataset.
+
+    Raises:
+        ConfigError: the file or the data folder cannot be used.
+    """
+    from samestep.data.files import DatasetInfo  # not at the top, because the launch script does not need it
 
     if name == "file" and data_file is None:
         raise ConfigError("--dataset file needs a file, also to resume a run: name it by --data-file")
@@ -143,7 +151,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 def mesh_of(options: Options, ranks: int) -> tuple[int, int]:
     """Return the numbers (dp, tp) of data-parallel and tensor-parallel ranks.
 
-    Raises ConfigError unless --mesh has ``ranks`` ranks in total, and cuts the heads into equal parts.
+    Raises:
+        ConfigError: the product of --mesh is not ``ranks``, or tp does not divide --heads.
     """
     mesh = options.mesh or f"{ranks}x1"
     dp, tp = _mesh_sizes(mesh)
@@ -155,7 +164,7 @@ def mesh_of(options: Options, ranks: int) -> tuple[int, int]:
 
 
 def _mesh_sizes(mesh: str) -> tuple[int, int]:
-    """Return the two numbers of a mesh such as 2x1; (0, 0) for any other text."""
+    """Return the two numbers of a mesh such as 2x1, or (0, 0) if ``mesh`` has another form."""
     first, _, second = mesh.partition("x")
     if not first.isdecimal() or not second.isdecimal():
         return 0, 0
@@ -163,7 +172,7 @@ def _mesh_sizes(mesh: str) -> tuple[int, int]:
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if --mesh does not fit ``ranks`` ranks on each machine. The launch script calls it."""
+    """Raise ConfigError if --mesh does not fit ``ranks`` ranks per machine. The launch script calls this function."""
     _, machines = env.machine_count(os.environ)
     if not machines:
         mesh_of(options, ranks)
@@ -175,7 +184,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or 0.001
-    options.dropout = options.dropout or None  # as in checkpoints that are older than the option
+    options.dropout = options.dropout or None  # checkpoints from before this option contain None
     if options.width % (2 * options.heads):
         raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")
     if options.autocast != "none" and options.dtype == "float64":
@@ -187,7 +196,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.data_file = options.data_file.absolute()
     options.resolve_dataset = partial(resolve, options.data_file)
     if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule depends on --epochs, but not on --max-steps
     return options
 
 

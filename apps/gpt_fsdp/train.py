@@ -1,13 +1,13 @@
-"""Train a small GPT with PyTorch FSDP2 and tensor parallelism: no rank holds the model, and the step is the same.
+"""Train a small GPT with PyTorch FSDP2 and tensor parallelism.
 
     bash scripts/run_gpt_fsdp.sh 4                        # does all the set-up, restarts after a failure
     bash scripts/run_gpt_fsdp.sh 4 --mesh 2x2             # two ranks share the hidden layers of a block
     torchrun --standalone --nproc-per-node=4 apps/gpt_fsdp/train.py
     python apps/gpt_fsdp/train.py                         # one process
 
-Every rank runs this file, and holds its part of weights, gradients and optimizer state. The comment "collective" marks
-each call in which a rank waits for the others. FSDP gathers a block and reduces its gradients in the forward and
-backward passes, and tensor parallelism reduces what the parts of a block computed.
+Every rank runs this file, and holds a shard of the weights, gradients and optimizer state. The comment "collective"
+marks each call in which a rank waits for the others. FSDP gathers a block's weights in the forward and backward passes,
+and reduces its gradients in the backward pass. Tensor parallelism reduces activations within a block.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ EVAL_BATCH_SIZE = 32  # windows; does not change the result
 
 
 def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
-    """Return a fused AdamW: one pass, and no copies. Norms are not decayed: they only scale.
+    """Return a fused AdamW, without weight decay for norms.
 
-    Weights that tensor parallelism cuts too have a group of their own, because one call takes tensors of one mesh.
+    Parameters are grouped by mesh, because one fused update accepts only tensors of one mesh.
     """
     groups: dict[tuple[float, int], list[torch.nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -55,7 +55,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``, a function of the step that needs no saved state."""
+    """Return the learning rate of update ``step`` of ``steps``. Checkpoints need no state of the schedule."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -77,11 +77,11 @@ def train_step(
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch; return the sum of its windows' mean losses.
+    """Update once with this rank's shard of a global batch, and return the sum of its windows' mean losses.
 
-    The gradient must be the mean over the global batch: FSDP divides by the number of data-parallel ranks, and shards
-    and micro-batches may differ in size or be empty. Micro-batches add up; each is reduced at once, because a rank
-    would hold the whole model's gradients until then.
+    FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
+    be empty. Each loss is therefore scaled, so that the gradient is the mean over the global batch. The gradients of
+    each micro-batch are reduced at once. Otherwise a rank would hold gradients of the whole model.
     """
     dtype = getattr(torch, options.dtype)
     losses = []
@@ -99,7 +99,7 @@ def train_step(
 
 def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the loss summed over all ``targets`` [m, length], the bytes that follow ``tokens``. m may be 0."""
-    if len(tokens) == 0:  # tensor-parallel ranks may wait forever without a window: one without targets
+    if len(tokens) == 0:  # add a window without targets: tensor-parallel ranks may hang on an empty batch
         tokens = F.pad(tokens, (0, 0, 0, 1))
         targets = F.pad(targets, (0, 0, 0, 1), value=IGNORED)
     scores = model(tokens).to(dtype)
@@ -107,7 +107,7 @@ def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> 
 
 
 def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
-    """Scale the gradient down to a norm of ``most``. Each rank adds the squares of the parts that it alone holds."""
+    """Scale the gradient down to a norm of at most ``most``. Each shard counts once, on the rank that owns it."""
     square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     parts = []
     for parameter in model.parameters():
@@ -124,18 +124,18 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the held-out part, each byte counted once; all ranks make as many passes."""
+    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run equally many passes."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for tokens, targets in loader:
         loss = loss_of(model, tokens, targets, dtype)  # collective: FSDP gathers
-        if mesh.get_local_rank("tp") == 0:  # its tensor-parallel peers have the same
+        if mesh.get_local_rank("tp") == 0:  # the other tensor-parallel ranks have the same loss
             count = (targets != IGNORED).sum()
             sums += torch.stack([loss.double(), count.double()])
         run.monitor.beat()
     model.train()
-    # Without a backward pass FSDP keeps what it gathered last: a checkpoint would hold all of it.
+    # Without a backward pass, FSDP keeps the last gathered weights whole. `weights.place` would reject them.
     cast(FSDPModule, model).reshard()
     dist.all_reduce(sums)  # collective
     loss_sum, examples = sums.tolist()
@@ -144,7 +144,7 @@ def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: 
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train from the first step, or from the checkpoint that the run resumes."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     dtype = getattr(torch, options.dtype)
     mesh = distributed.make_mesh(options, device)
     model = build_model(options, dtype, mesh)
@@ -156,7 +156,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     )
     run.restore(distributed, parts)  # collective
 
-    # The same global batches at any mesh. Each data-parallel rank evaluates some blocks of the test set.
+    # The global batches are the same at any mesh. Each data-parallel rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
     sampler = GlobalBatchSampler(
         len(train_set),
@@ -168,31 +168,31 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     loader = DataLoader(train_set, batch_sampler=sampler, seeded=False)
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, even=True, group=mesh["dp"])
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
-    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel peers compute the same loss: one counts it
+    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel ranks have the same loss, so only the first one counts
     shape = "x".join(map(str, mesh.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     metadata = {**distributed.run_metadata(device, model), "mesh": shape}
     description = f"a GPT of {parameters:,} parameters, mesh {shape},"
     run.start(sampler.batches, test_set.bytes, description, device.type, metadata)
 
-    exact(model, sampler)  # dropout by row of the global batch
+    exact(model, sampler)  # draws dropout masks by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
     for windows in run.batches(loader):  # up to --max-steps
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
-        actions = run.after_step(loss * counts)  # counts, and beats for the watchdog; no communication
-        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+        actions = run.after_step(loss * counts)  # counts the step, sends a heartbeat; no communication
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, model, eval_loader, mesh, dtype)  # collective
             run.log_metrics(evaluation)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: each rank writes its part
 
     metrics = run.eval_metrics or evaluate(run, model, eval_loader, mesh, dtype)  # collective
-    run.finish(metrics)  # collective: rank 0 consolidates
+    run.finish(metrics)  # collective: rank 0 writes the whole model
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Convert this rank's parts of weights and optimizer state to arrays, under the names that all apps share, and back."""
+"""Convert this rank's shards of weights and optimizer state to named arrays, and back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from torch.optim import Optimizer
 
 
 def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGroups:
-    """Return this rank's parts of a checkpoint. Raises NonRetryableError for state that `load` could not restore."""
+    """Return this rank's shards for a checkpoint: ``{"model": {name: shard}, "optimizer": {name: shard}}``.
+
+    Raises:
+        NonRetryableError: `load` could not restore some state of the optimizer.
+    """
     return {"model": model_shards(model, mesh), "optimizer": optimizer_shards(model, optimizer, mesh)}
 
 
 @torch.no_grad()
 def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups: StoredGroups) -> None:
-    """Load what `groups` returned at any mesh, or weights alone. Raises ValueError if a part does not fit."""
+    """Load this rank's shards from arrays that were saved at any mesh. The optimizer's arrays may be missing.
+
+    Raises:
+        ValueError: an array does not fit the model or the optimizer.
+    """
     shards = model_shards(model, mesh)
     difference = state_dict_diff(stored_groups["model"], shards)
     if difference:
@@ -34,7 +42,7 @@ def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups
             raise ValueError(f"{full_name} is not part of its optimizer state")
         parameter = parameters[name]
         shard = shards[name]
-        if not stored.shape:  # Adam counts its steps for each parameter; a fused one does so on the parameter's device
+        if not stored.shape:  # Adam's step count of the parameter, which a fused Adam keeps on the parameter's device
             optimizer.state[parameter][key] = torch.from_numpy(stored.read()).to(parameter.device)
         elif stored.shape != shard.shape or stored.dtype != shard.dtype:
             raise ValueError(f"{full_name} is {stored.dtype} {[*stored.shape]}, not {shard.dtype} {[*shard.shape]}")
@@ -45,21 +53,22 @@ def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups
 
 
 def read_part(stored: StoredTensor, tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Copy this rank's part of a stored array into its part of ``tensor``."""
+    """Copy this rank's shard of a stored array into this rank's shard of ``tensor``."""
     local, offset, _ = place(tensor, mesh)
     array = stored.read(offset, tuple(local.shape))
     local.copy_(torch.from_numpy(array))
 
 
 def model_shards(model: nn.Module, mesh: DeviceMesh) -> dict[str, TensorShard]:
-    """Return this rank's parts of the weights: views if they are on the CPU."""
+    """Return this rank's shards of the weights by name. Shards on the CPU share memory with the model."""
     return {name: shard_of(parameter, mesh) for name, parameter in model.named_parameters()}
 
 
 def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> dict[str, TensorShard]:
-    """Return this rank's parts of the optimizer's state as ``<parameter>.<key>``.
+    """Return this rank's shards of the optimizer's state, by ``<parameter>.<key>``.
 
-    Raises NonRetryableError if the state is not made of scalars and of tensors like their parameters.
+    Raises:
+        NonRetryableError: a value is neither a scalar tensor nor a tensor of its parameter's shape.
     """
     shards = {}
     for name, parameter in model.named_parameters():
@@ -74,23 +83,26 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
 
 
 def is_stored(value: object, parameter: Tensor) -> bool:
-    """Return whether a checkpoint can hold a value of an optimizer: a scalar, or a tensor like its parameter."""
+    """Return whether a checkpoint can hold ``value``: a scalar tensor, or a tensor of the parameter's shape."""
     if not isinstance(value, Tensor):
         return False
     return not value.ndim or value.shape == parameter.shape
 
 
 def shard_of(tensor: Tensor, mesh: DeviceMesh) -> TensorShard:
-    """Return this rank's part of ``tensor`` as an array on the CPU."""
+    """Return this rank's shard of ``tensor`` as an array on the CPU."""
     local, offset, is_copy = place(tensor, mesh)
     array = local.detach().cpu().contiguous().numpy()
     return TensorShard(array, offset, tuple(tensor.shape), is_copy)
 
 
 def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return this rank's part of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank owns the same.
+    """Return this rank's shard of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank owns it.
 
-    A plain tensor is a counter, which rank 0 owns.
+    A scalar that is not a DTensor is a step counter, which rank 0 owns.
+
+    Raises:
+        NonRetryableError: the tensor is gathered, or its shard has an unexpected shape.
     """
     if not isinstance(tensor, DTensor):
         if tensor.ndim:

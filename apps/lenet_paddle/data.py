@@ -1,4 +1,4 @@
-"""Hold all images as one uint8 tensor in memory; a batch is one gather and one normalization."""
+"""Hold all images as one uint8 tensor in memory, so that a batch needs one gather and one normalization."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from numpy.typing import NDArray
 from paddle import Tensor
 from samestep.data import datasets
 
-EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 
 @dataclass(frozen=True)
 class Split:
-    """Hold images uint8 [n, 1, 28, 28] and labels int64 [n] on the device that trains."""
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
 
     images: Tensor
     labels: Tensor
 
     def batch(self, indices: NDArray[np.int64], dtype: str) -> tuple[Tensor, Tensor]:
-        """Return the samples ``indices`` [m]: normalized images [m, 1, 28, 28] of ``dtype``, labels int64 [m].
-
-        m may be 0.
-        """
+        """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         rows = paddle.to_tensor(indices)  # gather is twenty times faster than self.images[rows]
         images = paddle.gather(self.images, rows).astype(dtype)
         return (images / 255 - datasets.MEAN) / datasets.STD, paddle.gather(self.labels, rows)

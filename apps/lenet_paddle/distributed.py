@@ -1,4 +1,4 @@
-"""Choose a rank's device, join the other ranks, and exchange bytes and numpy arrays with them."""
+"""Choose a rank's device, join the other ranks, and exchange bytes and NumPy arrays between ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMPUTE, StepTimer
 from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
-SELECTED_GPUS = "FLAGS_selected_gpus"  # Paddle's launchers set it to each rank's GPU; others do not
+SELECTED_GPUS = "FLAGS_selected_gpus"  # variable that only Paddle's launchers set, to each rank's GPU
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that this Paddle can use on this machine."""
+    """Return the number of GPUs that Paddle can use on this machine. A CPU build can use none."""
     if not paddle.is_compiled_with_cuda():
         return 0
     return paddle.device.cuda.device_count()  # type: ignore[no-any-return]
@@ -34,16 +34,16 @@ def gpu_count() -> int:
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
     """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
 
-    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank can count only the ranks before it on its machine. "auto"
-    then takes the GPU only if the machine has one for every rank of the job, so that all ranks decide the same.
+    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank does not know how many ranks its machine has. "auto" then
+    selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same.
 
     Args:
         requested: "auto", "cpu" or "gpu".
-        gpus: the value of --gpus, one GPU for each rank of this machine, or None.
+        gpus: value of --gpus, with one GPU for each rank of this machine, or None.
         world: this rank's place in the job.
 
     Raises:
-        ConfigError: "gpu" is requested, and ranks would share GPUs; or Paddle's launcher ignored a list of GPUs.
+        ConfigError: "gpu" is requested, and the machine has too few GPUs; or the launcher ignored a list of GPUs.
     """
     if not paddle.is_compiled_with_cuda():
         check_launcher()
@@ -54,19 +54,19 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     if requested == "cpu" or available < ranks:
         threads = os.environ.get("OMP_NUM_THREADS")
         if threads:
-            paddle.base.core.set_num_threads(int(threads))  # --threads, which may be set after Paddle's import
+            paddle.base.core.set_num_threads(int(threads))  # --threads may have set the variable after Paddle's import
         paddle.set_device("cpu")
         return "cpu"
     number = gpu_number(gpus, world)
-    os.environ[SELECTED_GPUS] = number  # Paddle's rendezvous reads it here
-    # A resumed run must end with the same bits.
+    os.environ[SELECTED_GPUS] = number  # Paddle's rendezvous reads this variable
+    # cuDNN must be deterministic, so that a resumed run ends with the same bits.
     paddle.set_flags({SELECTED_GPUS: number, "FLAGS_cudnn_deterministic": True})
     paddle.set_device(f"gpu:{number}")
     return "gpu"
 
 
 def check_launcher() -> None:
-    """Raise ConfigError if Paddle's launcher was given GPUs for its CPU build."""
+    """Raise ConfigError if the command of Paddle's launcher lists GPUs, which the CPU build ignores."""
     ignored = launcher_gpus()
     if ignored:
         raise ConfigError(
@@ -76,7 +76,7 @@ def check_launcher() -> None:
 
 
 def ranks_on_machine(requested: str, world: World) -> int:
-    """Return how many ranks of this machine need a GPU before this rank may take one."""
+    """Return the number of GPUs that this machine must have before this rank may select one."""
     if world.local_world_size is not None:
         return world.local_world_size
     if world.local_rank is None:
@@ -87,7 +87,7 @@ def ranks_on_machine(requested: str, world: World) -> int:
 
 
 def refuse_gpus(gpus: str | None, world: World, *, available: int, ranks: int) -> NoReturn:
-    """Raise ConfigError for --device gpu, or --gpus, because this machine has too few."""
+    """Raise ConfigError, because this machine has too few GPUs for --device gpu or --gpus."""
     users = f"{ranks} ranks"
     if world.local_world_size is None and world.local_rank is not None:
         users = f"local rank {world.local_rank}"
@@ -99,19 +99,19 @@ def refuse_gpus(gpus: str | None, world: World, *, available: int, ranks: int) -
 
 
 def launcher_gpus() -> str | None:
-    """Return the --selected_gpus=I,J of Paddle's launcher, if this process's parent is one that has it.
+    """Return the option --selected_gpus=I,J from the parent process's command line, or None.
 
-    The CPU build's launcher ignores this option, and starts one rank.
+    If the parent is the launcher of Paddle's CPU build, it ignores this option and starts one rank.
     """
     with suppress(OSError, ValueError):
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-        options = words[: words.index(sys.argv[0])]  # the program's own options follow
+        options = words[: words.index(sys.argv[0])]  # the launcher's options; the program's options follow
         return next((word for word in options if word.startswith("--selected_gpus")), None)
     return None
 
 
 def gpu_number(gpus: str | None, world: World) -> str:
-    """Return the number by which CUDA knows this rank's GPU: its position among the visible ones."""
+    """Return CUDA's number of this rank's GPU, which is its position among the visible GPUs."""
     local_rank = world.local_rank or 0
     if gpus:
         own = gpus.split(",")[local_rank]
@@ -128,14 +128,14 @@ def gpu_number(gpus: str | None, world: World) -> str:
 
 
 def backend(device: str) -> str:
-    """Return the name of the library that carries the gradients."""
+    """Return the name of the library that reduces the gradients."""
     if device == "gpu":
         return "nccl"
     return "gloo"
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     return {
         "paddle": paddle.__version__,
@@ -151,13 +151,13 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
 
     Args:
         world: this rank's place in the job. A single rank gets no process group.
-        device: "cpu" or "gpu"; decides the backend.
-        timeout: seconds without progress after which the watchdog acts. NCCL gives up 30 s later, so that the watchdog,
-            which can name the missing rank, reports first.
+        device: "cpu" for gloo, or "gpu" for NCCL.
+        timeout: seconds without progress after which the watchdog acts. NCCL times out 30 s later, so that the
+            watchdog, which can name the missing rank, reports first.
         api: the value of --api.
 
     Raises:
-        ConfigError: the launcher gives no address.
+        ConfigError: the launcher sets no address.
     """
     os.environ["PADDLE_PG_TIMEOUT"] = str(int(1000 * (timeout + 30)))  # milliseconds
     if device == "cpu":
@@ -183,14 +183,14 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
 
 
 def fresh_store() -> None:
-    """Join the other ranks, and give the groups that fleet makes next a store of their own.
+    """Join the other ranks, and create a second store for the groups that fleet creates.
 
-    A gloo group leaves its ranks' addresses in the store under names that do not name the group (Paddle 3.3.1). Fleet
-    makes a second group of all ranks for data parallelism. A rank that reads before the others have written gets
-    addresses of the first group and waits forever: 5 of 40 starts on 3 ranks did.
+    A gloo group stores its ranks' addresses under keys without the group's name (Paddle 3.3.1). Fleet creates a second
+    group of all ranks. In this group, a rank that reads early gets the first group's addresses and hangs, as in 5 of 40
+    starts on 3 ranks.
     """
     dist.init_parallel_env()  # collective
-    # init_parallel_env finds rank 0 in the same way: spawn gives no PADDLE_MASTER, and other launchers no endpoints.
+    # spawn sets no PADDLE_MASTER, and other launchers set no endpoints. init_parallel_env finds rank 0 in the same way.
     endpoint = os.environ.get("PADDLE_MASTER") or dist.ParallelEnv().trainer_endpoints[0]
     host, *_ = endpoint.split(":")
     is_rank_0 = dist.get_rank() == 0
@@ -219,7 +219,7 @@ def broadcast(content: bytes) -> bytes:
 
 
 def all_gather(row: NDArray[Any]) -> NDArray[Any]:
-    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    """Return the rows [k] of all ranks on every rank, as [world_size, k] in rank order, bit for bit."""
     if dist.get_world_size() == 1:
         return row[None]
     gathered: list[Tensor] = []
@@ -236,8 +236,8 @@ def all_reduce(tensor: Tensor) -> list[float]:
 
 
 def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> tuple[nn.Layer, Any]:
-    """Return model and optimizer wrapped as ``api`` ("basic" or "fleet") requires, all ranks with rank 0's weights."""
-    if dist.get_world_size() == 1:  # DataParallel would only warn, and fleet fail (as of Paddle 3.3.1)
+    """Wrap model and optimizer for ``api`` ("basic" or "fleet"), and return both. All ranks get rank 0's weights."""
+    if dist.get_world_size() == 1:  # for one rank, DataParallel only warns, and fleet fails (Paddle 3.3.1)
         return model, optimizer
     if api == "fleet":
         return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective
@@ -245,10 +245,11 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
 
 
 class GradientTree:
-    """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any number of ranks.
+    """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any world size.
 
-    It replaces DataParallel. Paddle's gloo has no all-to-all, so every rank receives all ranks' nodes and sums them
-    all: at most (log2(micro-batches) + 1) x ranks x the bytes of the gradients. Arrays are numpy's, on the host.
+    The tree replaces DataParallel. Paddle's gloo has no all-to-all, so every rank receives and sums the nodes of all
+    ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the gradients. The sums are computed
+    in NumPy on the host.
     """
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
@@ -258,19 +259,19 @@ class GradientTree:
         self._dtype = self._parameters[0].numpy().dtype
 
     def add(self, micro_batch: tuple[int, int], *sums: Tensor) -> None:
-        """Take the gradients of one micro-batch out of the parameters, and its ``sums``, which are scalars."""
+        """Move the gradients of one micro-batch from the parameters into the tree, with its scalar ``sums``."""
         k, count = micro_batch
         gradients = [parameter.grad.numpy().ravel() for parameter in self._parameters]
         scalars = [np.asarray(value.numpy(), self._dtype).reshape(1) for value in sums]
         row = np.concatenate([*gradients, *scalars])
         for parameter in self._parameters:
-            parameter.clear_gradient(False)  # the next gradient is not added to zeros: -0.0 + 0.0 has another sign
+            parameter.clear_gradient(False)  # removes the gradient: with zeros, -0.0 + 0.0 would change a sign
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int, count: int) -> list[Tensor]:
-        """Give every parameter its gradient of the global batch; return the ``count`` sums over it on rank 0.
+        """Set the gradients of the global batch, and return its ``count`` sums on rank 0.
 
-        Other ranks return zeros, so that the ranks' sums add up, as their shards' do.
+        Other ranks return zeros, so that a later sum over ranks counts the global batch once.
         """
         leaves = self._batches.num_micro_batches(step)
         world_size = self._batches.world_size
@@ -283,7 +284,7 @@ class GradientTree:
         gathered = all_gather(rows.ravel())  # collective
         by_rank = gathered.reshape(world_size, *rows.shape)
         self._nodes = []
-        values: list[NDArray[Any]] = []  # in the order of leaves
+        values: list[NDArray[Any]] = []  # in leaf order
         for rank, ranges in enumerate(layout):
             values += list(by_rank[rank, : len(ranges)])
         total = tree_sum(leaves, layout, values)
@@ -296,17 +297,17 @@ class GradientTree:
 
 
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:
-    """Let DataParallel order its gradient buckets before training, and leave the model as it was.
+    """Make DataParallel order its gradient buckets before training. The model does not change.
 
-    DataParallel orders them after the first backward pass, by the order in which gradients came. From 3 ranks on, the
-    position of a gradient in its bucket decides the order of its sum. Without this function a resumed run, whose first
-    step comes before the reordering, would not end with the same bits as an uninterrupted one.
+    DataParallel orders the buckets after the first backward pass, by the order in which gradients were ready. From 3
+    ranks on, the position of a gradient in its bucket determines the order of its summation. Without this function, the
+    first step of a resumed run would use another order, and the run would end with different bits.
 
     Args:
-        model: the network, whose weights, buffers and gradients do not change.
-        backward: makes one forward and one backward pass of the distributed model.
+        model: the network. Its weights and buffers are restored afterwards, and its gradients are cleared.
+        backward: function that computes one forward and one backward pass of the distributed model.
     """
-    # Paddle counts batch normalization's running mean and variance among the parameters.
+    # In Paddle, batch normalization's running mean and variance are parameters.
     before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     for _ in range(2):
         backward()  # collective
@@ -316,6 +317,6 @@ def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None
 
 
 def time_gradients(model: nn.Layer, timer: StepTimer) -> None:
-    """Let ``timer`` end a step's compute phase with its last gradient; the rest of the backward pass communicates."""
+    """Register hooks that end ``timer``'s compute phase at the last gradient. Later time counts as communication."""
     for parameter in (tensor for tensor in model.parameters() if not tensor.stop_gradient):
         parameter.register_hook(lambda gradient: timer.mark(COMPUTE))

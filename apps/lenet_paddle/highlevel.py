@@ -1,4 +1,4 @@
-"""Take the same steps by paddle.Model (``--api highlevel``), whose fit and evaluate own the loop."""
+"""Compute the same steps by paddle.Model (``--api highlevel``), whose fit and evaluate contain the loop."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, shard, step_seed
 from samestep.step_timer import COMMUNICATION, INPUT
 
-NO_LABEL = -1  # of a row that does not count: paddle.Model allows neither empty batches nor unequal ones
+NO_LABEL = -1  # label of a padding row; paddle.Model supports neither empty batches nor unequal batches
 
 
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
-    """Scale cross entropy so that the gradient averaged over ranks is the mean over the global batch's samples.
+    """Cross entropy, scaled so that the average of the ranks' gradients is the mean over the global batch.
 
-    ``loss_sum`` and ``correct`` are the summed loss and `count_correct` of this rank's last batch.
+    Attributes:
+        loss_sum: summed loss of this rank's last batch.
+        correct: `count_correct` of this rank's last batch.
     """
 
     def forward(self, scores: Tensor, labels: Tensor, global_size: Tensor | None = None) -> Tensor:
-        """Return the scaled loss; without ``global_size``, the samples in the global batch, the summed loss.
+        """Return the scaled loss, or the summed loss if ``global_size`` is None.
 
         Args:
-            scores: [m, 10].
-            labels: int64 [m]; NO_LABEL in rows that do not count.
-            global_size: int64 [].
+            scores: scores [m, 10].
+            labels: labels int64 [m]; NO_LABEL in padding rows.
+            global_size: number of samples in the global batch, int64 [].
         """
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
         self.loss_sum = loss_sum.detach()
@@ -49,7 +51,7 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
 
 
 class Shards:
-    """Yield this rank's shards of the run's steps, as paddle.Model takes them: images, labels, global batch size."""
+    """An iterable of this rank's images, labels and global batch size of each step, for paddle.Model."""
 
     def __init__(self, run: Run, split: Split, batches: GlobalBatches) -> None:
         self._run = run
@@ -66,7 +68,7 @@ class Shards:
         for step in self._steps:
             with run.timer.phase(INPUT):
                 images, labels = self._split.batch(batches.indices(step), run.options.dtype)
-                if not len(labels):  # ranks outnumber the samples
+                if not len(labels):  # the shard is empty: use one padding row
                     images = paddle.zeros([1, 1, 28, 28], images.dtype)
                     labels = paddle.full([1], NO_LABEL, "int64")
             paddle.seed(step_seed(batches.seed, step))
@@ -74,7 +76,7 @@ class Shards:
 
 
 class LogLines(io.TextIOBase):
-    """Log the lines that are printed: rank 0 shows them on the console."""
+    """A text file that writes each line to the log, which rank 0 shows on the console."""
 
     def write(self, text: str) -> int:
         """Log the lines of ``text`` that are not blank."""
@@ -84,10 +86,18 @@ class LogLines(io.TextIOBase):
 
 
 class HighLevel(paddle.Model):  # type: ignore[misc]
-    """Hold the network, its loss and its metrics."""
+    """A paddle.Model with the app's loss and metrics, and with hooks for the Run."""
 
     def __init__(self, run: Run, network: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
-        """Make the model of ``run``; ``images`` [m, 1, 28, 28] and ``labels`` int64 [m] are any samples, m > 0."""
+        """Prepare the model for distributed training.
+
+        Args:
+            run: the run.
+            network: the network.
+            optimizer: its optimizer.
+            images: any images [m, 1, 28, 28], m > 0, for `fix_reduction_order`.
+            labels: labels of the images, int64 [m].
+        """
         super().__init__(network)
         self.run = run
         self.loss = MeanOverGlobalBatch()
@@ -96,50 +106,50 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         targets = [labels, paddle.to_tensor(1)]
         sample_step = partial(self.train_batch, [images], targets, update=False)
         distributed.fix_reduction_order(network, sample_step)  # collective
-        self.accuracy.reset()  # the sample does not count
+        self.accuracy.reset()  # forget the sample
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:
-        """Do what paddle.Model does, and note that this waits for the other ranks, in C++ inside the backward pass."""
+        """Call paddle.Model.train_batch, and report to the monitor that its backward pass waits for other ranks."""
         with self.run.monitor.collective("train_batch"):
             return super().train_batch(*arguments, **settings)  # collective
 
     def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[Tensor, Tensor], None]) -> None:
-        """Train the run's steps in one pass; with --verbose 2 paddle.Model prints its progress.
+        """Train all steps of the run in one call of fit. With --verbose 2, paddle.Model prints its progress.
 
         Args:
             split: the training set.
             batches: this rank's shards of the global batches.
-            after_step: called after each update with this rank's summed loss and its `count_correct`.
+            after_step: function that is called after each update with this rank's summed loss and `count_correct`.
         """
         run = self.run
 
         def on_train_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
-            run.timer.mark(COMMUNICATION)  # includes the optimizer: paddle.Model has no callback before it
+            run.timer.mark(COMMUNICATION)  # includes the optimizer, because paddle.Model has no callback before it
             values = dict(logs or {})
             after_step(self.loss.loss_sum, self.loss.correct)  # collective
-            if logs:  # an evaluation has put its values there, because fit and evaluate share one default argument
+            if logs:  # undo an evaluation's changes: fit and evaluate share this dict, a default argument
                 logs.update(values)
 
         callback = paddle.callbacks.Callback()
         callback.on_train_batch_end = on_train_batch_end
         shards = Shards(run, split, batches)
         verbose = run.options.verbose
-        if len(shards):  # its progress cannot end at 0
+        if len(shards):  # paddle.Model's progress display fails for 0 steps
             with redirect_stdout(LogLines() if verbose else sys.stdout):
                 self.fit(shards, verbose=verbose, log_freq=run.options.log_every, callbacks=[callback])  # collective
 
     def sum_shards(self, test: Split) -> Tensor:
-        """Return this rank's terms for the sums over ranks in `evaluate` of train.py, float64 [4].
+        """Return this rank's loss, top-1 and top-2 counts and number of examples, float64 [4], for train.evaluate.
 
-        paddle.Model gathers scores and labels of all ranks, and every rank counts. It requires equal shapes, so shorter
-        shards are padded with a row that matches no score and does not count.
+        paddle.Model gathers scores and labels of all ranks, so every rank has the counts of all ranks. Only rank 0
+        returns them. paddle.Model requires equal shapes, so shorter shards are padded with a row without a label.
         """
         n = len(test.labels)
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         first, last = shard(n, rank, world_size)
-        rows = first + np.arange(-(-n // world_size))  # as many as the longest shard has
+        rows = first + np.arange(-(-n // world_size))  # as many rows as the longest shard
         sums = np.zeros(4)
 
         def padded() -> Iterator[tuple[Tensor, Tensor]]:
@@ -152,12 +162,12 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
 
         def on_eval_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             sums[0] += self.loss.loss_sum.item()
-            sums[1:3] = self.accuracy.total if rank == 0 else 0  # of all ranks
+            sums[1:3] = self.accuracy.total if rank == 0 else 0  # counts of all ranks
             self.run.monitor.beat()
 
         callback = paddle.callbacks.Callback()
         callback.on_eval_batch_end = on_eval_batch_end
-        self.accuracy.reset()  # it also counts in training
+        self.accuracy.reset()  # forget the counts of training
         self.evaluate(padded(), verbose=0, callbacks=[callback])  # collective
         self.accuracy.reset()
         return paddle.to_tensor(sums)

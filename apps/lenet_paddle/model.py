@@ -1,4 +1,4 @@
-"""Build the model: LeNet as Paddle ships it, with 61,610 parameters."""
+"""Build the model, Paddle's LeNet with 61,610 parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from paddle.vision.models import LeNet
 
 
 def build_model(dtype: str, seed: int) -> nn.Layer:
-    """Return a model of images [m, 1, 28, 28] to scores [m, 10], with the initial weights that ``seed`` decides.
+    """Return a model that maps images [m, 1, 28, 28] to scores [m, 10], with initial weights drawn from ``seed``.
 
-    The weights are drawn in float32 for every ``dtype``, so that a float64 run starts from the same weights. ``dtype``
-    becomes Paddle's default, because an optimizer's learning rate takes the default dtype.
+    The weights are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights. The function
+    also sets Paddle's default dtype to ``dtype``, because an optimizer's learning rate has the default dtype.
     """
     paddle.seed(seed)
     model = LeNet().to(dtype=dtype)
@@ -20,9 +20,6 @@ def build_model(dtype: str, seed: int) -> nn.Layer:
 
 
 def count_correct(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return how many ``labels`` int64 [m] have the highest of ``scores`` [m, 10], and one of the two highest.
-
-    int64 [2]: the top-1 and the top-2 count.
-    """
+    """Return the top-1 and top-2 counts, int64 [2], of ``scores`` [m, 10] for ``labels`` int64 [m]."""
     hits = (paddle.topk(scores, 2)[1] == labels.unsqueeze(1)).astype("int64").sum(axis=0)
     return paddle.cumsum(hits)

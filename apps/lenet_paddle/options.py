@@ -1,4 +1,7 @@
-"""Define the options of this app: those that every app has, and its own. Standard library only."""
+"""Define the app's options: the options that all apps share, and its own.
+
+The module uses the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
 def gpu_list(text: str) -> str:
-    """Return ``text`` if it lists different GPUs by number: the type of an option."""
+    """Return ``text`` if it is a list of distinct GPU numbers. Raises ArgumentTypeError if it is not."""
     numbers = text.split(",")
     if not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII) or len(set(numbers)) < len(numbers):
         raise ArgumentTypeError(f"{text!r} is not a list of GPUs such as 0,1")
@@ -106,12 +109,12 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         "any number of ranks, and a killed run resumes."
     )
     parser = make_parser(Options, description, prog=prog, usage=usage)
-    parser.group(TRAINING).add_argument("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # in Paddle 1
+    parser.group(TRAINING).add_argument("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # for Paddle 1
     return parser
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Parse and complete the options. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     _, machines = env.machine_count(os.environ)
@@ -123,7 +126,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError(f"--verbose {options.verbose} prints paddle.Model's progress: add --api highlevel")
     if options.gpus and options.device == "cpu":
         raise ConfigError(f"--gpus {options.gpus} contradicts --device cpu: leave one of them out")
-    if options.gpus:  # "auto" would ignore them if it found none
+    if options.gpus:  # with "auto", a machine without GPUs would ignore --gpus
         options.device = "gpu"
     if options.launcher == "spawn" and options.nprocs:
         check_gpus(options, options.nprocs)
@@ -134,8 +137,8 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
     """Raise ConfigError unless --gpus, if given, names a visible GPU for each rank of this machine.
 
     Args:
-        options: the parsed options.
-        ranks: the number of ranks on this machine, or None if it is unknown: then only ``local_rank`` is checked.
+        options: options of the app.
+        ranks: number of ranks on this machine. If it is None (unknown), only ``local_rank`` is checked.
         local_rank: this rank's number on its machine.
     """
     if not options.gpus:
@@ -157,11 +160,11 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the named GPUs do not suit ``ranks`` on a machine. The launch script calls this."""
+    """Raise ConfigError if the GPUs do not suit ``ranks`` ranks per machine. The launch script calls this function."""
     check_gpus(options, ranks)
     visible = visible_gpus()
     if options.launcher == "launch" and visible is not None and max(1, len(visible)) < ranks:
-        # The launcher would fail with an IndexError, even with --device cpu.
+        # Without this check, the launcher fails with an IndexError, even with --device cpu.
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={','.join(visible)} lists {len(visible)} GPUs, and Paddle's launcher gives each of "
             f"{ranks} ranks one of them: start fewer, unset it, or use --launcher spawn"
@@ -169,9 +172,12 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def setup_environment(options: Options) -> dict[str, str]:
-    """Raise ConfigError if the options name GPUs. The launch script calls this before it installs the app's lock.
+    """Raise ConfigError if the options need GPUs, because the app's lock file has the CPU build of Paddle.
 
-    The lock has the CPU build of Paddle. The returned variables are {}: none changes how the environment is made.
+    The launch script calls this function before it installs the lock file.
+
+    Returns:
+        An empty dict: no variables affect the app's environment.
     """
     if options.device == "gpu" and not os.environ.get("PYTHON"):
         option = f"--gpus {options.gpus}" if options.gpus else "--device gpu"
@@ -183,9 +189,10 @@ def setup_environment(options: Options) -> dict[str, str]:
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """Raise ConfigError for more ranks than GPUs. The launch script calls this in the app's environment.
+    """Raise ConfigError if Paddle's launcher would assign more ranks than this machine has GPUs.
 
-    Only the GPU build of Paddle can count GPUs, and only if no variable lists them must it do so.
+    The launch script calls this function in the app's environment. The GPUs are counted by Paddle's GPU build, if the
+    launcher counts them too.
     """
     gpu_build = any(metadata.distributions(name="paddlepaddle-gpu"))
     if options.gpus and not gpu_build:
@@ -194,14 +201,14 @@ def check_installed(options: Options, ranks: int) -> None:
         )
     if not gpu_build or not assigns_gpus(options, ranks):
         return
-    # In another process, because Paddle takes over SIGTERM when it is imported, and the launch script needs SIGTERM.
+    # Another process counts the GPUs, because Paddle's import replaces the SIGTERM handler of the launch script.
     count = [sys.executable, "-c", "import paddle; print(paddle.device.cuda.device_count())"]
     done = subprocess.run(count, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    found = 0  # if Paddle fails, a rank reports it
+    found = 0  # if the import of Paddle fails, a rank will report the error
     words = done.stdout.split()
     if words and words[-1].isdecimal():
         found = int(words[-1])
-    if 0 < found < ranks:  # without GPUs the launcher assigns none
+    if 0 < found < ranks:  # without GPUs, the launcher assigns none
         raise ConfigError(
             f"this machine has {found} GPUs, and Paddle's launcher gives each of {ranks} ranks one of them: "
             "start fewer, or use --launcher spawn"
@@ -209,14 +216,14 @@ def check_installed(options: Options, ranks: int) -> None:
 
 
 def assigns_gpus(options: Options, ranks: int) -> bool:
-    """Return whether Paddle's launcher gives each rank one of the GPUs that it counts itself."""
+    """Return whether Paddle's launcher counts the GPUs itself, and assigns one to each rank."""
     if ranks == 1 or options.launcher == "spawn":
         return False
     return not options.gpus and visible_gpus() is None
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES; None if it is not set, or is "all", by which Paddle means the same."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if it is not set. For Paddle, "all" means not set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

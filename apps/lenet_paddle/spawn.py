@@ -14,15 +14,15 @@ from samestep.options import Options
 
 
 def spawn(main: Callable[[], None], options: Options) -> None:
-    """Run ``main`` in each of --nprocs ranks, and return if all succeed.
+    """Run ``main`` in each of --nprocs ranks, and return if all ranks succeed.
 
-    Otherwise exit with 2 for a mistake of the caller, 128 + a signal that stopped the ranks, or 1 for anything else.
+    Otherwise exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
     """
     count, settings = choose(options)
     job = dist.spawn(log.run, args=(main,), nprocs=count, join=False, **settings)
 
     def forward_signal(number: int, frame: object) -> None:
-        for process in job.processes:  # the ranks then save a step
+        for process in job.processes:  # each rank then saves a checkpoint and stops
             os.kill(process.pid, number)
 
     for number in stop.STOP_SIGNALS:
@@ -30,7 +30,7 @@ def spawn(main: Callable[[], None], options: Options) -> None:
     try:
         while not job.join():
             pass
-    except Exception:  # Paddle raises it for a rank that failed; the rank itself has reported the reason
+    except Exception:  # a rank failed, and has reported the reason
         codes = {process.exitcode or 0 for process in job.processes}
         if 2 in codes:
             os._exit(2)
@@ -39,13 +39,12 @@ def spawn(main: Callable[[], None], options: Options) -> None:
 
 
 def choose(options: Options) -> tuple[int, dict[str, Any]]:
-    """Return the number of ranks, and Paddle's settings for them.
+    """Return the number of ranks, and keyword arguments of paddle.distributed.spawn.
 
-    Without --nprocs they take all devices, as paddle.distributed.spawn itself would: the GPUs, or the processors, but
-    only those that this process may use.
+    The default number of ranks is the number of GPUs, or of processors that this process may use.
 
     Raises:
-        ConfigError: --gpus names more GPUs than there are. Each rank would report it.
+        ConfigError: --gpus names more GPUs than the machine has.
     """
     available = 0
     if options.device != "cpu":
@@ -59,7 +58,7 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
             f"--gpus {options.gpus}: this machine has {available} GPUs for {count} ranks: start fewer, or leave the "
             "option out"
         )
-    if available < count:  # Paddle would fail; the ranks take the CPU, or refuse --device gpu
+    if available < count:  # Paddle's default backend would fail; the ranks use the CPU, or report the missing GPUs
         return count, {"backend": "gloo"}
     settings = {"backend": "nccl"}
     if options.gpus:

@@ -1,12 +1,12 @@
 """Train LeNet on MNIST with PaddlePaddle.
 
     bash scripts/run_lenet_paddle.sh 4                    # does all the set-up, restarts after a failure
-    python -m paddle.distributed.launch --nproc_per_node 4 apps/lenet_paddle/train.py      # fleetrun is the same
+    python -m paddle.distributed.launch --nproc_per_node 4 apps/lenet_paddle/train.py      # or fleetrun
     python apps/lenet_paddle/train.py --launcher spawn --nprocs 4
     python apps/lenet_paddle/train.py                     # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py  # per machine
 
-Every rank runs this file. Comments mark each line in which ranks communicate:
+Every rank runs this file. Ranks communicate at these points, which comments mark as "collective":
 
 - the rendezvous, and the restore of a checkpoint;
 - the distribution of the model and the order of its gradient buckets;
@@ -14,8 +14,8 @@ Every rank runs this file. Comments mark each line in which ranks communicate:
 - the losses of each log line, and each evaluation;
 - the comparison of replicas before each checkpoint and at the end.
 
---api chooses among Paddle's ways to write this. `basic` and `fleet` differ in distributed.py alone; `highlevel`
-(highlevel.py) gives the loop to paddle.Model. All three take the same steps and communicate at the same places.
+--api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. With `highlevel`, paddle.Model
+runs the loop (highlevel.py). All three APIs compute the same steps and communicate at the same places.
 """
 
 from __future__ import annotations
@@ -51,19 +51,15 @@ APP = Path(__file__).resolve().parent.name
 
 
 def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optimizer:
-    """Return the optimizer that ``options`` choose."""
-    if options.optimizer == "adam":  # epsilon is placed as in PyTorch: beside the root of the corrected moment
+    """Return the optimizer of --optimizer."""
+    if options.optimizer == "adam":  # as in PyTorch, epsilon is added to the root of the corrected moment
         return paddle.optimizer.Adam(options.lr, parameters=model.parameters())
     return paddle.optimizer.Momentum(options.lr, options.momentum, parameters=model.parameters())
 
 
 @paddle.no_grad()  # type: ignore[untyped-decorator]
 def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, Any]:
-    """Return loss and accuracy over the whole test set, each example counted once on exactly one rank.
-
-    ``test_accuracy`` is the share of images whose label has the highest score; ``test_accuracy_top2``, the share whose
-    label is among the two highest.
-    """
+    """Return loss, top-1 and top-2 accuracy over the whole test set. Each example counts once, on one rank."""
     if isinstance(model, HighLevel):
         sums = model.sum_shards(test)  # collective
     else:
@@ -100,7 +96,7 @@ def train_virtual_ranks(
     batches: GlobalBatches,
     after_step: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Take the same steps with the same bits at any number of ranks (--virtual-ranks)."""
+    """Train the run's steps with the same bits at any world size (--virtual-ranks)."""
     tree = distributed.GradientTree(model, batches)
     distributed.time_gradients(model, run.timer)
     for step in range(run.first_step, run.last_step):
@@ -117,7 +113,7 @@ def train_virtual_ranks(
             loss_sum, *correct = tree.all_reduce(step, 3)  # collective
         run.timer.mark(COMMUNICATION)
         optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)  # the next gradient is not added to zeros
+        optimizer.clear_grad(set_to_zero=False)  # removes the gradients, because -0.0 + 0.0 would change a sign
         run.timer.mark(OPTIMIZER)
         after_step(loss_sum, paddle.stack(correct))  # collective
 
@@ -130,21 +126,21 @@ def train_parallel(
     batches: GlobalBatches,
     after_step: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Take the run's steps with DataParallel, or as fleet wraps it."""
+    """Train the run's steps by DataParallel or fleet."""
     dtype = run.options.dtype
     parallel, parallel_optimizer = distributed.distribute(run.options.api, model, optimizer)  # collective
-    sample, label = train_set.batch(np.arange(1), dtype)  # any one
+    sample, label = train_set.batch(np.arange(1), dtype)  # any sample
     with run.monitor.collective("backward"):
         distributed.fix_reduction_order(model, lambda: F.cross_entropy(parallel(sample), label).backward())
     distributed.time_gradients(model, run.timer)
     for step in range(run.first_step, run.last_step):
         with run.timer.phase(INPUT):
             images, labels = train_set.batch(batches.indices(step), dtype)
-        paddle.seed(step_seed(run.options.seed, step))  # dropout, if a model has it: the same at any world size
+        paddle.seed(step_seed(run.options.seed, step))  # a resumed run draws the same random numbers
         scores = parallel(images)
         loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-        with run.monitor.collective("backward"):  # waits in C++, where no frame of Python shows it
-            # Mean over the global batch: DataParallel divides by world_size, and shards may differ in size.
+        with run.monitor.collective("backward"):  # the wait happens in C++, which a Python traceback does not show
+            # Scale to the mean over the global batch: DataParallel averages over ranks, and shards may differ in size.
             (loss_sum * (batches.world_size / batches.size(step))).backward()  # collective: averages gradients
         run.timer.mark(COMMUNICATION)
         parallel_optimizer.step()
@@ -154,7 +150,7 @@ def train_parallel(
 
 
 def train(run: Run, options: Options, device: str) -> None:
-    """Train from the run's first step to its last."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     model = build_model(options.dtype, options.seed)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
@@ -175,15 +171,15 @@ def train(run: Run, options: Options, device: str) -> None:
         scalars = Scalars(options.visualdl, options.run_dir)
 
     def after_step(loss_sum: Tensor, correct: Tensor) -> None:
-        """Log, evaluate and save after an update.
+        """Log, evaluate and save after an update, if the run requests it.
 
         Args:
-            loss_sum: the summed loss of this rank's shard.
-            correct: `count_correct` of this shard.
+            loss_sum: summed loss of this rank's shard.
+            correct: `count_correct` of this rank's shard.
         """
         top1, top2 = correct.tolist()
-        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts, and beats for the watchdog
-        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
+        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step, sends a heartbeat
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             evaluation: dict[str, Any] = {}
@@ -192,7 +188,7 @@ def train(run: Run, options: Options, device: str) -> None:
             line = run.log_metrics(evaluation)
             if scalars:
                 scalars.write(line)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas, rank 0 writes
 
     trainee: nn.Layer | HighLevel = model
@@ -210,7 +206,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:
-    """Return whether this rank writes the run's scalars for VisualDL."""
+    """Return whether this rank writes the run's scalars for VisualDL: rank 0 does, with --visualdl."""
     if not options.visualdl or options.evaluate_only:
         return False
     return world.rank == 0
@@ -226,7 +222,7 @@ def main() -> None:
     run = Run(APP, options, world, Watchdog(), datasets.resolve)
     check_gpus(options, world.local_world_size, world.local_rank or 0)
     if options.visualdl and options.run_dir and writes_scalars(options, world):
-        check_folder(options.visualdl, options.run_dir)  # before other ranks wait for this one
+        check_folder(options.visualdl, options.run_dir)  # before the rendezvous, in which other ranks would wait
     device = distributed.choose_device(options.device, options.gpus, world)
     with run.monitor.collective("rendezvous"):
         distributed.rendezvous(world, device, options.timeout, options.api)  # collective

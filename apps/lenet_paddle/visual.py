@@ -1,4 +1,4 @@
-"""Write the run's scalars for VisualDL, by rank 0 (``--visualdl DIR``)."""
+"""Write the run's scalars for VisualDL on rank 0 (``--visualdl DIR``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from samestep import ConfigError
 from samestep.checkpoint import write_atomic
 
-NOTE = "visualdl-file"  # in the run dir: the name of its file
+NOTE = "visualdl-file"  # file in the run dir that contains the name of the run's VisualDL file
 TAGS = {
     "loss": "train/loss",
     "accuracy": "train/accuracy_top1",
@@ -24,10 +24,10 @@ TAGS = {
 
 
 def check_folder(folder: Path, run_dir: Path) -> None:
-    """Create ``folder``, but no file in it, which would block the next start if this one failed.
+    """Create ``folder`` without a file in it. A file would block the next start if this start failed.
 
     Raises:
-        ConfigError: ``folder`` cannot be written, or holds another run's file. VisualDL shows one file of a folder.
+        ConfigError: ``folder`` cannot be written, or contains another run's file. VisualDL shows one file per folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,33 +46,37 @@ def check_folder(folder: Path, run_dir: Path) -> None:
 
 
 def file_name(run_dir: Path) -> str:
-    """Return the name of the run's file in any folder. The run dir keeps it, so it may be moved; it must exist."""
+    """Return the name of the run's VisualDL file, which is stored in the run dir. The run dir must exist."""
     note = run_dir / NOTE
     if not note.exists():
-        write_atomic(note, f"vdlrecords.{secrets.token_hex(6)}.log\n".encode())  # VisualDL reads names that begin so
+        write_atomic(note, f"vdlrecords.{secrets.token_hex(6)}.log\n".encode())  # VisualDL requires this prefix
     return note.read_text().strip()
 
 
 class Scalars:
-    """Write the numbers of metrics.jsonl from its first line on, so that each step is there once after a resume."""
+    """Write the numbers of metrics.jsonl to a VisualDL file, which has each step once, also after a resume."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
-        """Replace the run's own file, and no other. Raises ConfigError as `check_folder` does."""
+        """Replace the run's VisualDL file by a new one with all lines of metrics.jsonl.
+
+        Raises:
+            ConfigError: `check_folder` rejects the folder.
+        """
         check_folder(folder, run_dir)
-        from visualdl import LogWriter  # importing it takes a second, and only this option needs it
+        from visualdl import LogWriter  # the import takes a second, and only --visualdl needs it
 
         name = file_name(run_dir)
-        (folder / name).unlink(missing_ok=True)  # an earlier start wrote its lines
+        (folder / name).unlink(missing_ok=True)  # file of an earlier start
         self._writer = LogWriter(logdir=str(folder), file_name=name)
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             self.write(json.loads(line))
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl; a line without a step has no scalars."""
+        """Write the scalars of a line of metrics.jsonl. Lines without a step have no scalars."""
         for name, tag in TAGS.items():
             if name in values:
                 self._writer.add_scalar(tag, values[name], values["step"])
 
     def close(self) -> None:
-        """Write the buffered records to disk, because VisualDL does not do so at exit."""
+        """Write the buffered records to disk, because VisualDL does not write them at exit."""
         self._writer.close()

@@ -13,35 +13,39 @@ from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.run import Groups
 
-# Paddle's names of the optimizers' state for each parameter: Momentum, then Adam.
+# Suffixes of Paddle's optimizer state for a parameter: of Momentum, then of Adam.
 ACCUMULATORS = ("velocity_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
 def groups(model: nn.Layer, optimizer: Optimizer) -> Groups:
-    """Return what a checkpoint holds. Raises NonRetryableError as `optimizer_arrays` does."""
+    """Return the arrays of a checkpoint: ``{"model": {name: array}, "optimizer": {name: array}}``.
+
+    Raises:
+        NonRetryableError: the optimizer has state that ACCUMULATORS does not list.
+    """
     return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
 
 
 def load(model: nn.Layer, optimizer: Optimizer, groups: Groups) -> None:
-    """Load what `groups` returned, or its "model" alone. Raises ValueError if a part does not fit."""
+    """Load the arrays of `groups`, or "model" alone. Raises ValueError if an array does not fit."""
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))
 
 
 def model_arrays(model: nn.Layer) -> Arrays:
-    """Return the weights by their canonical names, on the CPU, as checkpoints and model.safetensors hold them."""
+    """Return the weights as arrays on the CPU, with the names and layouts of checkpoints and model.safetensors."""
     swapped = transposed(model)
     return {name: canonical(value.numpy(), name in swapped) for name, value in model.state_dict().items()}
 
 
 def optimizer_arrays(model: nn.Layer, optimizer: Optimizer) -> Arrays:
-    """Return the optimizer's state as ``<parameter>.<key>``, such as fc.0.weight.moment1_0, in the weight's layout.
+    """Return the optimizer's state by ``<parameter>.<key>``, such as fc.0.weight.moment1_0, in the weight's layout.
 
     Raises:
-        NonRetryableError: the optimizer keeps more than ACCUMULATORS, such as the state of a schedule.
+        NonRetryableError: the optimizer has state that ACCUMULATORS does not list, such as a schedule's state.
     """
     swapped = transposed(model)
-    # Paddle joins its own name of a parameter, such as linear_0.w_0, and the accumulator's.
+    # Paddle's key joins its name of the parameter, such as linear_0.w_0, and the name of the accumulator.
     known = {}
     for name, parameter in model.named_parameters():
         for key in ACCUMULATORS:
@@ -59,7 +63,7 @@ def optimizer_arrays(model: nn.Layer, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Layer, arrays: Arrays) -> None:
-    """Load what `model_arrays` returned. Raises ValueError unless names, shapes and dtypes are the model's."""
+    """Load arrays from `model_arrays`. Raises ValueError if names, shapes or dtypes differ from the model's."""
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
@@ -68,7 +72,7 @@ def load_model(model: nn.Layer, arrays: Arrays) -> None:
 
 
 def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> None:
-    """Load what `optimizer_arrays` returned. Raises ValueError unless each array fits its parameter."""
+    """Load arrays from `optimizer_arrays`. Raises ValueError if an array does not fit its parameter."""
     parameters = dict(model.named_parameters())
     swapped = transposed(model)
     state = {}
@@ -77,7 +81,7 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
         parameter = parameters.get(name)
         if parameter is None or key not in ACCUMULATORS:
             raise ValueError(f"{full_name} is not part of its optimizer state")
-        place = paddle.CPUPlace() if "_pow_" in key else None  # Adam keeps them there on any device
+        place = paddle.CPUPlace() if "_pow_" in key else None  # Adam keeps powers of beta on the CPU
         is_swapped = name in swapped and array.ndim == 2
         value = paddle.to_tensor(canonical(array, is_swapped), place=place)
         difference = shape_mismatch_error(value, key, parameter)
@@ -89,7 +93,7 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
 
 
 def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | None:
-    """Return why ``value`` cannot be the accumulator ``key`` of ``parameter``, or None if it can."""
+    """Return how ``value`` differs from the accumulator ``key`` of ``parameter`` in shape or dtype, or None."""
     expected = list(parameter.shape)
     if "_pow_" in key:  # Adam's powers of beta are scalars
         expected = [1]
@@ -99,12 +103,12 @@ def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | No
 
 
 def transposed(model: nn.Layer) -> set[str]:
-    """Return the names of parameters that Paddle keeps as [in, out] and other apps as [out, in]: linear weights."""
+    """Return the names of linear weights, which Paddle stores as [in, out] and other apps as [out, in]."""
     return {f"{name}.weight" for name, layer in model.named_sublayers() if isinstance(layer, nn.Linear)}
 
 
 def canonical(array: NDArray[Any], swap: bool) -> NDArray[Any]:
-    """Return a copy of ``array``, with its two axes swapped if ``swap``. This function is its own inverse."""
+    """Return ``array`` in C order, transposed if ``swap`` is true. The function is its own inverse."""
     if swap:
         array = array.T
     return np.ascontiguousarray(array)

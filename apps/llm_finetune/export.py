@@ -1,9 +1,9 @@
-"""Export a finished run as a folder that transformers or peft loads.
+"""Export a finished run as a folder that transformers or peft can load.
 
     python export.py RUN_DIR OUT             # with LoRA: the adapter; otherwise the whole model
     python export.py RUN_DIR OUT --merge     # with LoRA: the whole model, with the matrices added to its weights
 
-The folder appears whole. Its README.md is a model card that names the data, the options and the held-out loss.
+The folder is created atomically. Its README.md is a model card with the data, the options and the held-out loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ The base model's weights were dequantized from 4-bit numbers (GGUF Q4_1) before 
 
 
 def base_name(options: Options) -> str:
-    """Return the name of the base model for files that others read, without a path of this machine."""
+    """Return the name of the base model, for published files: a local folder gives only its last part."""
     if options.model == "smollm2-135m":
         return HUB_NAME
     return Path(options.model).name
@@ -71,9 +71,9 @@ def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
 
 
 def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Path) -> None:
-    """Write the adapter's configuration and its weights, which are the run's own file."""
+    """Write the adapter's configuration, and copy the run's weights."""
     config = model.peft_config["default"]
-    config.base_model_name_or_path = base_name(options)  # not the folder on this machine
+    config.base_model_name_or_path = base_name(options)  # instead of the local folder
     config.target_modules = sorted(config.target_modules)  # a set, whose order differs between processes
     config.inference_mode = True
     config.save_pretrained(folder)
@@ -113,7 +113,7 @@ def main() -> None:
             write_adapter(options, arguments.run_dir, model, made)
         else:
             write_model(options, model, made)
-        for path in made.iterdir():  # safetensors makes files that only their owner can read
+        for path in made.iterdir():  # safetensors creates files that only their owner can read
             path.chmod((made / "README.md").stat().st_mode)
         made.rename(out)
     print(f"wrote {out}", flush=True)

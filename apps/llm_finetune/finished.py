@@ -16,7 +16,11 @@ from torch import nn
 
 
 def read_options(run_dir: Path) -> Options:
-    """Return the options of a run. Raises ConfigError if the folder has none, or if the model's files have changed."""
+    """Return the options of a run.
+
+    Raises:
+        ConfigError: ``run_dir`` is not a run dir of this app, or the base model's files have changed since the run.
+    """
     options = parse([])
     try:
         with (run_dir / "metrics.jsonl").open() as file:
@@ -38,14 +42,22 @@ def read_options(run_dir: Path) -> Options:
 
 
 def load_base(run_dir: Path) -> tuple[Options, Tokenizer, nn.Module]:
-    """Return a run's options and tokenizer, and its model as it was before training. Raises ConfigError."""
+    """Return a run's options, its tokenizer, and its model before training.
+
+    Raises:
+        ConfigError: the run dir or the base model cannot be used.
+    """
     options = read_options(run_dir)
     tokenizer = load_tokenizer(options)
     return options, tokenizer, build_model(options, tokenizer)
 
 
 def load_trained(run_dir: Path, model: nn.Module) -> None:
-    """Load a run's weights into its model. Raises ConfigError if the run has not finished."""
+    """Load a run's trained weights into ``model``.
+
+    Raises:
+        ConfigError: the run has not finished, or its weights do not fit the model.
+    """
     path = run_dir / "model.safetensors"
     if not path.exists():
         raise ConfigError(f"{run_dir} has no model.safetensors: finish the run by its command")

@@ -2,7 +2,7 @@
 
     python generate.py RUN_DIR --prompt "Define skylight." [--tokens 26]
 
-It runs in one process and takes the most likely token each time.
+The program runs in one process, and always selects the most likely token.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers: no name is looked up on a hub
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of ranks
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before the import of transformers: never contact the Hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizer threads do not survive a fork
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ from transformers import (
 class TokenLoss(nn.Module):
     """Compute the loss summed over a batch's target tokens.
 
-    Only targets get scores, because scores of all tokens would be most of the memory: a vocabulary of 49,152 takes
-    0.2 MB per token in float32.
+    Scores are computed only where a target follows, to save memory: 49,152 scores per token take 0.2 MB in float32.
     """
 
     def __init__(self, model: nn.Module, autocast: bool = False, pack: bool = False) -> None:
@@ -41,10 +40,10 @@ class TokenLoss(nn.Module):
         self._pack = pack
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed loss of tokens and labels int64 [m, length] of `data.Samples`.
+        """Return the summed loss of tokens and labels int64 [m, length] of `data.Samples`; m may be 0.
 
-        m may be 0. The model needs no attention mask: attention is causal and padding is on the right, so no target
-        sees padding.
+        An attention mask is not needed: attention is causal and padding is on the right, so targets never attend to
+        padding.
         """
         if len(tokens) == 0:
             return self._loss_of_nothing()
@@ -60,7 +59,10 @@ class TokenLoss(nn.Module):
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
 
     def _loss_of_nothing(self) -> Tensor:
-        """Return 0 with a gradient for each trained weight, because DDP waits for all; transformers needs a row."""
+        """Return 0 with a gradient for each trained weight, because DDP waits for all gradients.
+
+        The model itself does not accept an empty batch.
+        """
         sums = [weight.sum() for weight in self.parameters() if weight.requires_grad]
         return torch.stack(sums).sum() * 0
 
@@ -92,14 +94,14 @@ def check_packing(model: nn.Module) -> None:
 
 
 def causal_model(model: nn.Module) -> Any:
-    """Return the model of transformers inside of peft's, or the model itself."""
+    """Return the transformers model inside a PeftModel, or ``model`` itself if it is not a PeftModel."""
     if isinstance(model, PeftModel):
         return model.get_base_model()
     return model
 
 
 def load_tokenizer(options: Options) -> Tokenizer:
-    """Return the tokenizer of --model. Raises ConfigError if the folder has none that can be used."""
+    """Return the tokenizer of --model. Raises ConfigError if the folder has no usable tokenizer."""
     folder = model_folder(options.model)
     if folder is None:
         return ByteTokenizer()
@@ -117,10 +119,10 @@ def load_tokenizer(options: Options) -> Tokenizer:
 
 
 def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
-    """Return the model in training mode: all weights, or with --lora LoRA's matrices alone, require gradients.
+    """Return the model in training mode. With --lora, only LoRA's matrices require gradients.
 
     Raises:
-        ConfigError: the folder has no model that can be used, or --lora-targets matches no layer.
+        ConfigError: the folder has no usable model, or a name of --lora-targets matches no layer.
     """
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(options.seed)
@@ -148,7 +150,7 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raise ConfigError unless each target of LoRA is the name of a linear layer, or its end after a dot."""
+    """Raise ConfigError unless each target is the name of a linear layer, or the last components of its name."""
     layers = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in targets:
         if not any(layer.endswith(f".{target}") for layer in layers):
@@ -158,7 +160,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def load_base(options: Options, dtype: torch.dtype) -> Any:
-    """Return the model before LoRA. Raises ConfigError for a folder whose model cannot be used."""
+    """Return the model without LoRA. Raises ConfigError if the folder's model cannot be used."""
     folder = model_folder(options.model)
     if folder is None:
         return tiny_model().to(dtype)
@@ -174,7 +176,7 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
 
 
 def tiny_model() -> LlamaForCausalLM:
-    """Return a Llama with random weights, whose tokens are bytes."""
+    """Return a small Llama with random weights, whose tokens are bytes."""
     config = LlamaConfig(
         vocab_size=ByteTokenizer.size,
         hidden_size=64,
@@ -194,7 +196,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def compute_norms_in_float64(model: nn.Module) -> None:
-    """Replace the forward pass of transformers' RMSNorm, which rounds to float32."""
+    """Replace the forward pass of transformers' RMSNorm, which computes in float32."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             norm = cast(Any, module)
@@ -203,7 +205,7 @@ def compute_norms_in_float64(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str:
-    """Return the model's completion of a prompt, at most ``most`` tokens, by the most likely token each time."""
+    """Return the completion of a prompt, of at most ``most`` tokens, by greedy decoding."""
     causal = causal_model(model)
     was_training = model.training
     model.eval()
@@ -222,12 +224,12 @@ def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str
 
 
 def is_tiny(options: Options) -> bool:
-    """Return whether the model has random weights, so that its texts mean nothing."""
+    """Return whether the model is tiny, whose initial weights are random."""
     return model_folder(options.model) is None
 
 
 def describe(options: Options, model: nn.Module) -> str:
-    """Return the model's name and numbers of weights, for the log."""
+    """Return the model's name, and its numbers of trained and total weights, for the log."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     name = Path(options.model).name

@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own.
+"""Define the app's options: the options that all apps share, and its own.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -41,10 +41,10 @@ from samestep.options import (
 
 TEXT = Path(__file__).resolve().parent / "text" / "definitions.jsonl"
 SIZES = {"definitions-240": 240, "definitions": None}  # rows from the start of the embedded file, or None for all
-MODELS = ("smollm2-135m", "tiny")  # names; any other --model is a folder
+MODELS = ("smollm2-135m", "tiny")  # names of models; any other value of --model is a folder
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BLOCKS = 64  # of a file that a fingerprint covers
-BLOCK = 2**16  # bytes
+BLOCKS = 64  # number of blocks of a file that its fingerprint covers
+BLOCK = 2**16  # size of a block, in bytes
 
 
 fraction = bounded_float(0.0, below=1.0)
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     set_model(options)
     options.resolve_dataset = partial(resolve, options.data_file)
     if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule depends on --epochs, but not on --max-steps
     return options
 
 
@@ -170,8 +170,12 @@ def check(options: Options) -> None:
 
 
 def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = True) -> Any:
-    """Return the data, as `samestep.data.datasets.resolve` returns a dataset. Raises ConfigError for a bad row."""
-    from rows import read_rows  # not at the top: the first stage of the launch script does without them
+    """Return the name, folder and fingerprint of the data, as `samestep.data.datasets.resolve` does for a dataset.
+
+    Raises:
+        ConfigError: the file or the data folder cannot be used, or a row is invalid.
+    """
+    from rows import read_rows  # not at the top, because the first stage of the launch script does not need it
     from samestep.data.files import DatasetInfo
 
     if name == "file" and data_file is None:
@@ -187,18 +191,18 @@ def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = 
 
 
 def cache_folder() -> Path:
-    """Return the folder in which SmolLM2 is kept in Hugging Face's format."""
+    """Return the cache folder of SmolLM2."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "samestep", "smollm2-135m-instruct")
 
 
 def is_cached() -> bool:
-    """Return whether the cache has SmolLM2. Its folder appears whole."""
+    """Return whether the cache contains SmolLM2. The folder is complete, because base.py creates it atomically."""
     return (cache_folder() / "config.json").is_file()
 
 
 def model_folder(model: str) -> Path | None:
-    """Return the folder of a model, or None for tiny."""
+    """Return the folder of a model, or None for "tiny"."""
     if model == "tiny":
         return None
     if model in MODELS:
@@ -207,10 +211,12 @@ def model_folder(model: str) -> Path | None:
 
 
 def set_model(options: Options) -> None:
-    """Set the model's name, and the fingerprint of its files. A resume must have the same.
+    """Set the model's name and the fingerprint of its files. A resume must have the same name and fingerprint.
 
-    Without --model, the model is smollm2-135m if the cache has it, and else tiny. Raises ConfigError for a folder
-    without a model.
+    The default of --model is smollm2-135m if the cache contains it, otherwise tiny.
+
+    Raises:
+        ConfigError: the folder has no model.
     """
     default = "smollm2-135m" if is_cached() else "tiny"
     options.model = options.requested_model or default
@@ -224,10 +230,10 @@ def set_model(options: Options) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 of a model's files: JSON files whole, weights by blocks, which is quick for any size.
+    """Return the SHA-256 of the names, sizes and BLOCKS blocks of a model's files, to be fast for large files.
 
     Raises:
-        ConfigError: the folder lacks config.json or weights in safetensors.
+        ConfigError: the folder lacks config.json or *.safetensors, or a file cannot be read.
     """
     if not (folder / "config.json").is_file():
         choices = ", ".join(MODELS)
@@ -250,12 +256,12 @@ def fingerprint(folder: Path) -> str:
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """Put SmolLM2 into the cache before a rank starts, if the run needs it and the cache lacks it.
+    """Download SmolLM2 to the cache if the run needs it.
 
-    The launch script calls this function in the app's environment.
+    The launch script calls this function in the app's environment, before a rank starts.
 
     Raises:
-        ConfigError: the user asked for the model by name, and it cannot be downloaded.
+        ConfigError: --model names smollm2-135m, and it cannot be downloaded.
     """
     if options.requested_model not in (None, "smollm2-135m") or is_cached():
         return

@@ -1,4 +1,4 @@
-"""Read rows of conversations from a JSON Lines file, and check each one.
+"""Read conversations from a JSON Lines file, and check each row.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -12,19 +12,19 @@ from typing import Any
 
 from samestep import ConfigError, untrusted
 
-Messages = list[dict[str, str]]  # each has a role ("system", "user" or "assistant") and a content
+Messages = list[dict[str, str]]  # a message has the keys "role" (one of ROLES) and "content"
 
 ROLES = ("system", "user", "assistant")
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # a part of a character, which JSON can name and UTF-8 cannot hold
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character; JSON can express it, and UTF-8 cannot
 
 
 def read_rows(path: Path) -> dict[int, Messages]:
-    """Return the conversation of each row, by the number of its line.
+    """Return the conversation of each row, by line number.
 
     A row is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``.
 
     Raises:
-        ConfigError: the file cannot be read, or a row is not such an object; the message names its line.
+        ConfigError: the file cannot be read, has fewer than two rows, or has an invalid row.
     """
     try:
         content = untrusted.read_bytes(path)
@@ -48,7 +48,7 @@ def read_rows(path: Path) -> dict[int, Messages]:
 
 
 def conversation(row: Any) -> Messages:
-    """Return the messages of one row. Raises ValueError with the problem and its remedy."""
+    """Return the messages of one row. Raises ValueError if the row is invalid."""
     if not isinstance(row, dict):
         raise ValueError("the row is not an object: write {...}")
     if "messages" in row:
@@ -63,7 +63,7 @@ def conversation(row: Any) -> Messages:
 
 
 def checked_messages(messages: Any) -> Messages:
-    """Return messages that end with a text of the assistant. Raises ValueError for others."""
+    """Return the role and content of each message. Raises ValueError if a message or the order is invalid."""
     if not isinstance(messages, list):
         raise ValueError("messages is not a list: write [...]")
     for message in messages:

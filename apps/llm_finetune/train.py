@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node=2 apps/llm_finetune/train.py
     python apps/llm_finetune/train.py                     # one process
 
-A step's loss is the mean over the target tokens of its global batch, which are the completions. The samples of a global
-batch, their micro-batches and the number of targets depend only on the data, the seed and the step. So the step is the
-same at any number of ranks, and after a kill. README.md shows what the usual ways break.
+A step's loss is the mean over the target tokens of its global batch. The targets are the tokens of the completions. The
+samples of a global batch, their micro-batches and the number of targets depend only on the data, the seed and the step.
+The step is therefore the same at any world size, and after a restart. README.md shows how common mistakes change
+the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
@@ -40,13 +41,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_ranks import VirtualRanks
 
-FINAL_RATE = 0.1  # of --lr, at the end of the cosine schedule
-SAMPLE_TOKENS = 26  # of a text that a finished run shows
-SAMPLE_PROMPTS = ("Define lawyer.", "Define patience.")  # neither word is in the embedded data
+FINAL_RATE = 0.1  # learning rate at the end of the cosine schedule, as a fraction of --lr
+SAMPLE_TOKENS = 26  # maximum number of tokens of each text that `show_samples` logs
+SAMPLE_PROMPTS = ("Define lawyer.", "Define patience.")  # the embedded data contains neither word
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over the trained weights. Norms and biases are not decayed: they only shift and scale."""
+    """Return AdamW over the trained weights, without weight decay for norms and biases."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -59,7 +60,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget."""
+    """Return the learning rate of update ``step`` of ``steps``. Checkpoints need no state of the schedule."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -75,14 +76,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def compute_gradients(
     model: DistributedDataParallel, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
 ) -> Tensor:
-    """Add up the gradients of this rank's micro-batches; return their summed loss."""
+    """Accumulate the gradients of this rank's micro-batches, and return their summed loss."""
     losses: list[Tensor] = []
     count = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
     for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
         is_last = len(losses) == count - 1
         with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
             loss_sum = model(micro_tokens, micro_labels)
-            # The mean over the targets of the global batch, although ranks and micro-batches differ in targets.
+            # Scale to the mean over the global batch's targets: micro-batches have different numbers of targets.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
         losses.append(loss_sum.detach().double())
     return torch.stack(losses).sum()
@@ -97,21 +98,21 @@ def train_step(
     labels: Tensor,
     compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's part of a global batch; return the part's summed loss."""
+    """Update once with this rank's part of a global batch, and return the part's summed loss."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(model, sampler, tokens, labels)  # collective
-    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, after DDP reduced them
+    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # DDP has reduced the gradients
     optimizer.step()
     return loss_sum
 
 
 @torch.inference_mode()
 def evaluate(run: Run, model: TokenLoss, test_set: Samples, micro_tokens: int) -> dict[str, float]:
-    """Return the mean loss over all targets of the test set, and its exponential. Exactly one rank counts each."""
+    """Return the mean loss over all targets of the test set, and its exponential. Each target counts once."""
     model.eval()
     device = next(model.parameters()).device
     parts = cut_by_tokens(test_set.lengths, np.arange(len(test_set)), micro_tokens)
-    sums = torch.zeros(len(parts), dtype=torch.float64, device=device)  # one for each micro-batch: no sum over ranks
+    sums = torch.zeros(len(parts), dtype=torch.float64, device=device)  # summed loss of each micro-batch
     first, end = shard(len(parts), run.world.rank, run.world.world_size)
     for k in range(first, end):
         tokens, labels = test_set.__getitems__(parts[k])
@@ -124,7 +125,7 @@ def evaluate(run: Run, model: TokenLoss, test_set: Samples, micro_tokens: int) -
 
 
 def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
-    """Train from the first step, or from the checkpoint that the run resumes. Returns the global batches."""
+    """Train from the first step, or from the checkpoint if the run resumes, and return the global batches."""
     tokenizer = load_tokenizer(options)
     model = build_model(options, tokenizer).to(device)
     optimizer = build_optimizer(options, model)
@@ -135,7 +136,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
-    # The same global batches and micro-batches at any number of ranks.
+    # The global batches and micro-batches are the same at any world size.
     train_set, test_set = load(options, tokenizer)
     sampler = make_sampler(options, train_set, run.world.rank, run.world.world_size)
     loader = DataLoader(train_set, batch_sampler=sampler, seeded=False)
@@ -146,7 +147,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         check_packing(model)
     loss_model = TokenLoss(model, options.autocast == "bfloat16", options.pack)
     device_ids = [device] if device.type == "cuda" else None
-    # All ranks have read the same weights, and DDP would broadcast all of them, also those that are not trained.
+    # All ranks have read the same weights. With init_sync, DDP would broadcast all weights, also frozen ones.
     ddp = DistributedDataParallel(loss_model, device_ids, init_sync=False)  # collective
     reduction.register_ordered_hook(ddp, timer=run.timer)
     trained = nn.ParameterList(weights.trained_parameters(model).values())
@@ -163,15 +164,15 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
-        actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
-        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
             run.log_metrics(evaluation)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas, and rank 0 writes
 
     metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
@@ -182,12 +183,12 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
 
 
 def shows_samples(options: Options) -> bool:
-    """Return whether a run ends with texts: they mean something, and the user wants to see more than the result."""
+    """Return whether the run logs sample texts at its end: not with the tiny model, and not with --quiet."""
     return not is_tiny(options) and not options.quiet
 
 
 def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Log two texts of the trained model; with LoRA, also texts of the model without its matrices."""
+    """Log the trained model's completion of each of SAMPLE_PROMPTS. With LoRA, also log the base model's completion."""
     for prompt in SAMPLE_PROMPTS:
         if isinstance(model, PeftModel):
             with model.disable_adapter():

@@ -1,4 +1,4 @@
-"""Compute gradients with the same bits at any number of ranks (--virtual-ranks)."""
+"""Compute gradients with the same bits at any world size (--virtual-ranks)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class VirtualRanks:
-    """Add the gradients of a step's micro-batches in one tree, which is the same at any number of ranks.
+    """Reduce the gradients of a step's micro-batches in one tree, which is the same at any world size.
 
     Args:
-        ddp: the model; the tree replaces its reduction.
-        sampler: has the micro-batches.
+        ddp: the model. The tree replaces DDP's all-reduce.
+        sampler: sampler of the micro-batches.
     """
 
     def __init__(self, ddp: DistributedDataParallel, sampler: GlobalTokenBatchSampler) -> None:
@@ -24,7 +24,7 @@ class VirtualRanks:
     def compute_gradients(
         self, model: nn.Module, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set the gradients of a global batch; return its summed loss on rank 0, and 0 elsewhere."""
+        """Set the gradients of the global batch. Returns: its summed loss on rank 0, 0 on other ranks."""
         for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
             loss_sum = model(micro_tokens, micro_labels)
             sampler.scale(loss_sum).backward()

@@ -13,27 +13,27 @@ from torch.optim import Optimizer
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, each once, by their names in a file.
+    """Return each trained parameter once, by its name in a file.
 
-    With LoRA these are the names of adapter_model.safetensors, which lack the adapter's name ``default``.
+    With LoRA, the names follow adapter_model.safetensors, without the component ``default``.
     """
     named = model.named_parameters()
     return {name.replace(".default.", "."): parameter for name, parameter in named if parameter.requires_grad}
 
 
 def model_arrays(model: nn.Module) -> Arrays:
-    """Return the trained weights as arrays on the CPU."""
+    """Return the trained weights as arrays on the CPU, by name."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in trained_parameters(model).items()}
 
 
 def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Return the arrays of a checkpoint."""
+    """Return the arrays of a checkpoint: ``{"model": {name: array}, "optimizer": {name: array}}``."""
     return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
+    """Load arrays from `model_arrays`. Raises ValueError if names, shapes or dtypes differ from the model's."""
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
@@ -46,7 +46,7 @@ def check_base(options: Options) -> None:
 
     The base model is known if the file lies in its run dir, beside metrics.jsonl.
     """
-    if not options.lora:
+    if not options.lora or options.init_from is None:
         return
     try:
         first_line = untrusted.read_bytes(options.init_from.parent / "metrics.jsonl").partition(b"\n")[0]
@@ -61,7 +61,7 @@ def check_base(options: Options) -> None:
 
 
 def load(options: Options, model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or the weights of --init-from. Raises ValueError if they do not fit."""
+    """Load the arrays of `groups`, or the weights of --init-from. Raises ValueError if an array does not fit."""
     if "optimizer" not in groups:
         check_base(options)
     load_model(model, groups["model"])

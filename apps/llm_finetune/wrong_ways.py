@@ -1,11 +1,11 @@
-"""Measure what each usual way of writing a fine-tuning step changes.
+"""Measure how much each common mistake in a fine-tuning step changes the losses.
 
     .venvs/llm_finetune/bin/python apps/llm_finetune/wrong_ways.py      # the last line is JSON
 
-Train four steps of the tiny model in float64: first by the definition, then with the step's micro-batches on
-four ranks or added up on one. The output is the largest relative difference of the losses for each way. One
-process simulates DDP: each rank's micro-batches, its own random numbers, and the mean of the ranks' gradients.
-The way "none" is this app's, which differs by rounding only.
+The program trains the tiny model for four steps in float64: first without a mistake, then with each mistake. It
+computes a step's micro-batches on four simulated ranks, or accumulates them on one rank. It prints the largest relative
+difference of the losses for each mistake. One process simulates DDP: each rank's micro-batches and random numbers, and
+the mean of the ranks' gradients. Without a mistake ("none"), the losses differ by rounding only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ COMMON = ("--model=tiny", "--dtype=float64", "--dataset=definitions", *SIZES)
 BY_RANK = ("none", "mean over ranks", "clipping", "dropout")
 WAYS = ("none", "mean over ranks", "mean over micro-batches", "mean over samples", "clipping", "end as padding")
 EVAL_BATCH_SIZE = 8
-Part = NDArray[np.int64]  # the samples of a micro-batch [m]
+Part = NDArray[np.int64]  # indices of a micro-batch's samples [m]
 
 
 class Training:
-    """The tiny model, with LoRA's dropout or without, and its global batches."""
+    """The tiny model, its data and its global batches. ``words`` are more options of the app."""
 
     def __init__(self, *words: str) -> None:
         options = parse([*COMMON, *words])
@@ -54,7 +54,7 @@ class Training:
         self.parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
 
     def sum_of(self, dataset: Samples, part: Part, masks_end: bool = False) -> Tensor:
-        """Return the summed loss of a micro-batch; with ``masks_end``, without the end tokens."""
+        """Return the summed loss of a micro-batch. With ``masks_end``, end tokens are not targets."""
         tokens, labels = dataset.__getitems__(part)
         if masks_end:
             labels = labels.masked_fill(labels == self.end, IGNORED)
@@ -62,10 +62,7 @@ class Training:
         return loss
 
     def backward(self, plan: Sequence[Part], way: str) -> float:
-        """Add up the gradients of some micro-batches of a step, and return their summed loss.
-
-        If ``plan`` has all micro-batches of the step, the gradient is the step's.
-        """
+        """Accumulate the mean loss's gradients over micro-batches with the mistake ``way``; return the loss sum."""
         total = 0.0
         targets = sum(int(self.train_set.targets[part].sum()) for part in plan)
         for part in plan:
@@ -92,10 +89,10 @@ class Training:
 
 
 def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: str, ranks: int) -> list[Tensor]:
-    """Return one rank's gradients of its micro-batches ``own``. DDP takes their mean over ranks."""
-    torch.manual_seed(step_seed(1, step))  # all ranks have the same seed, and draw for their own samples
+    """Return the gradients of one rank before DDP averages them. ``own`` are the rank's micro-batches."""
+    torch.manual_seed(step_seed(1, step))  # all ranks use the same seed, as many programs do
     training.backward(own, way)
-    if way != "mean over ranks":  # the rank's part of the mean over the global batch
+    if way != "mean over ranks":  # scale to the rank's part of the mean over the global batch
         targets = sum(int(training.train_set.targets[part].sum()) for part in own)
         for parameter in training.parameters:
             assert parameter.grad is not None
@@ -111,7 +108,7 @@ def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: s
 
 
 def curve(way: str, ranks: int, *words: str) -> list[float]:
-    """Return the mean loss over the target tokens of each step, trained in this way on so many ranks."""
+    """Train with the mistake ``way`` on ``ranks`` simulated ranks, and return each step's mean loss per target."""
     training = Training(*words)
     optimizer = torch.optim.AdamW(training.parameters, lr=LR, weight_decay=0.0)
     losses = []
@@ -134,13 +131,13 @@ def curve(way: str, ranks: int, *words: str) -> list[float]:
 
 
 def gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference."""
+    """Return the largest relative difference between values of ``one`` and ``other``."""
     return max(abs(a - b) / abs(a) for a, b in zip(one, other))
 
 
 @torch.no_grad()
 def evaluation_gap() -> float:
-    """Return the relative error of a held-out loss that is the mean of the means of batches."""
+    """Return the relative error of a test loss that is computed as the mean of the batches' mean losses."""
     training = Training("--lora=0")
     test_set = training.test_set
     order = np.arange(len(test_set))

@@ -1,4 +1,4 @@
-"""Hold all images as one uint8 tensor in memory: a batch is one index and one normalization."""
+"""Hold all images as one uint8 tensor in memory, so that a batch needs one gather and one normalization."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import Dataset
 
 
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """Images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
 
     A `samestep.torch.DataLoader` reads whole batches from it.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> None:
-        """``dtype`` is the type of a batch's images."""
+        """Create the dataset. ``dtype`` is the type of a batch's images."""
         self.images = images
         self.labels = labels
         self.dtype = dtype
@@ -34,7 +34,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
         normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
         return normalized, self.labels.index_select(0, chosen)
 
-    __getitems__ = batch  # a DataLoader's name for it
+    __getitems__ = batch  # the method that a DataLoader calls
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:

@@ -1,7 +1,8 @@
-"""Load examples as most tutorials do, with --input torchvision: torchvision's MNIST and its transforms.
+"""Load examples by torchvision's MNIST and its transforms (--input torchvision), as most tutorials do.
 
-The published wheel of torchvision for x86-64 is built for a CUDA torch. With a CPU torch its compiled operators are not
-registered, and the import fails at the first operator that it names. A declaration is enough: no operator is called.
+The published wheel of torchvision for x86-64 needs a CUDA build of torch. With a CPU build, its operators are not
+registered, and the import fails. This file then declares the operators that the import needs. The app does not call
+them.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from torch.utils.data import Dataset
 
 
 def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
-    """Return torchvision's MNIST with the images and labels of ``split``.
+    """Return torchvision's MNIST dataset with the images and labels of ``split``.
 
-    Its own constructor looks for four uncompressed files in one place. `samestep.data.datasets` also finds .gz files
-    and other places, verifies what it finds, and has mnist-5k. Raises ConfigError without torchvision.
+    The constructor of torchvision's MNIST is skipped, because it reads only uncompressed files from one folder.
+    `samestep.data.datasets` also reads .gz files, searches more folders, verifies the files, and has mnist-5k.
+
+    Raises:
+        ConfigError: torchvision is not installed.
     """
     try:
         try:
             from torchvision import datasets, transforms
-        except RuntimeError:  # operator torchvision::nms does not exist
+        except RuntimeError:  # "operator torchvision::nms does not exist"
             library = torch.library.Library("torchvision", "DEF")
             for name in ("nms", "qnms"):
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             from torchvision import datasets, transforms
     except ModuleNotFoundError as error:
         raise ConfigError(f"--input torchvision: {error}: `python -m pip install {TORCHVISION}` beside torch") from None
-    to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(split.dtype)]  # ToTensor, in any dtype
+    to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(split.dtype)]  # ToTensor for any dtype
     transform = transforms.Compose([*to_tensor, transforms.Normalize((MEAN,), (STD,))])
     found: Dataset[tuple[Tensor, int]] = datasets.MNIST.__new__(datasets.MNIST)
     datasets.VisionDataset.__init__(found, transform=transform)
@@ -41,7 +45,7 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
 
 
 def choose_input(source: str, split: Split) -> Dataset[tuple[Tensor, Tensor]] | Dataset[tuple[Tensor, int]]:
-    """Return the dataset of --input ``source``: the split itself, or torchvision's MNIST."""
+    """Return the training dataset: ``split``, or torchvision's MNIST if --input (``source``) is "torchvision"."""
     if source == "torchvision":
         return mnist(split)
     return split

@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own.
+"""Define the app's options: the options that all apps share, and its own.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -103,7 +103,10 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the environment that the launch script would make cannot serve the options."""
+    """Raise ConfigError if the app's environment lacks torchvision or an NVIDIA driver that the options need.
+
+    An environment that the user names by PYTHON= is not checked.
+    """
     if os.environ.get("PYTHON"):
         return
     if options.input == "torchvision" and "torchvision" not in Path(__file__).with_name("requirements.in").read_text():

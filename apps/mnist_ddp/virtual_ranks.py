@@ -1,4 +1,4 @@
-"""Take a step with the same bits at any number of ranks (--virtual-ranks)."""
+"""Compute a training step with the same bits at any world size (--virtual-ranks)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class VirtualRanks:
-    """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree."""
+    """Split a global batch into the same sub-shards at any world size, and reduce their gradients in one tree."""
 
     def __init__(self, model: nn.Module, sampler: GlobalBatchSampler) -> None:
-        tree = reduction.gradient_tree(model, sampler.batches)  # in place of DDP's own reduction
+        tree = reduction.gradient_tree(model, sampler.batches)  # replaces DDP's all-reduce
         assert tree is not None
         self.tree = tree
 
@@ -24,8 +24,8 @@ class VirtualRanks:
         images: Tensor,
         labels: Tensor,
     ) -> Tensor:
-        """Update once with this rank's sub-shards; return the global batch's summed loss on rank 0, and 0 elsewhere."""
-        step = sampler.step - 1  # updates done before
+        """Update once with this rank's sub-shards. Returns: the global batch's summed loss on rank 0, 0 on others."""
+        step = sampler.step - 1  # number of earlier updates
         optimizer.zero_grad()
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = F.nll_loss(model(sub_images), sub_labels, reduction="sum")

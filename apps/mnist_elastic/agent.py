@@ -1,4 +1,4 @@
-"""Start ranks on this machine for the launcher on machine 0, and report to it when they end."""
+"""Start ranks on this machine for the launcher on machine 0, and report their exit codes to the launcher."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from typing import Any
 from samestep import RetryableError, stop
 from start import Process, Starter
 
-CONNECT_SECONDS = 60.0  # in which the launcher must listen
+CONNECT_SECONDS = 60.0  # time limit for the first connection to the launcher
 
 
 def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str]) -> None:
-    """Do what the launcher asks until it has finished.
+    """Execute the launcher's requests until the launcher sends "end".
 
-    Raises RetryableError if it is gone, so that the launch scripts of all machines start the job again. If all ranks
-    have left because of a signal, this process ends by the same signal.
+    If all ranks of this machine have left because of a signal, this process ends by the same signal.
+
+    Args:
+        nproc: number of ranks to start on this machine.
+        address: host of the launcher.
+        port: port of the launcher.
+        key: the job's key.
+        program: path of train.py and its arguments.
+
+    Raises:
+        RetryableError: the connection to the launcher failed, so the launch scripts of all machines must restart.
     """
     connection = _connect(address, port, key)
     starter = Starter(program, f"{address} {port} {key.hex()}")
@@ -49,7 +58,7 @@ def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str
 
 
 def _report_ended(processes: dict[int, Process], connection: Connection) -> None:
-    """Send the launcher the exit codes of ranks that have ended, and remove them from ``processes``."""
+    """Send the launcher the exit codes of ended ranks, and remove these ranks from ``processes``."""
     for rank, process in [*processes.items()]:
         code = process.poll()
         if code is None:

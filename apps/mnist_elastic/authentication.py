@@ -1,8 +1,8 @@
-"""Let only processes that know the job's key take part in a group.
+"""Restrict a group to processes that have the job's key.
 
-Any user of the machine can connect to the ports of a job. Members therefore find each other by a store at the launcher,
-which asks each connection for an HMAC by the key; torch's TCPStore accepts anyone. gloo accepts anyone, too, so members
-send each other an HMAC over each new connection of gloo.
+Any user of the machine can connect to the ports of a job. torch's TCPStore does not authenticate connections. Members
+therefore find each other by a store at the launcher, which requires an HMAC of the key from each connection. gloo does
+not authenticate connections either, so members exchange HMACs over each new connection of gloo.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-PROOF_BYTES = 32  # of HMAC-SHA256
+PROOF_BYTES = 32  # length of an HMAC-SHA256
 
 
 class StrangerFound(Exception):
-    """Report that a process without the job's key is connected in place of a member."""
+    """A process without the job's key is connected in place of a member."""
 
 
 class StoreServer:
-    """The values of a store by their keys, at the launcher."""
+    """A key-value store at the launcher, by which members connect to each other."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -49,7 +49,7 @@ class StoreServer:
         return True
 
     def _get(self, keys: Sequence[str], seconds: float) -> list[str] | None:
-        """Return the values of ``keys``; None if one of them is still missing after ``seconds``."""
+        """Return the values of ``keys``, or None if a key is still missing after ``seconds``."""
         with self._changed:
             is_complete = self._changed.wait_for(lambda: self._values.keys() >= {*keys}, seconds)
             if not is_complete:
@@ -58,13 +58,13 @@ class StoreServer:
 
 
 class LauncherStore(Store):
-    """A store for torch, whose values are at the launcher.
+    """A torch Store that keeps its values in the launcher's `StoreServer`.
 
-    torch calls it from C++. It has the methods that gloo needs to connect ranks.
+    torch calls the store from C++. It has the methods that gloo needs to connect ranks.
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        """Take an authenticated connection to a `StoreServer`, and the seconds in which a key must be set."""
+        """Use an authenticated connection to a `StoreServer`. `get` waits ``timeout`` seconds for a key."""
         super().__init__()
         self._connection = connection
         self._timeout = timeout
@@ -78,7 +78,7 @@ class LauncherStore(Store):
         self._ask(key=key, value=content.hex())
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key. Raises RuntimeError if it is not set in time."""
+        """Return the value of a key. Raises RuntimeError if the key is not set in time."""
         values = self._wait([key], self._timeout)
         return bytes.fromhex(values[0])
 
@@ -87,14 +87,14 @@ class LauncherStore(Store):
         return self._ask(keys=[*keys], seconds=0.0) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. Raises RuntimeError if they are not in time."""
+        """Wait until all keys are set. Raises RuntimeError if a key is not set in time."""
         seconds = self._timeout
         if timeout:
             seconds = timeout.total_seconds()
         self._wait(keys, seconds)
 
     def clone(self) -> LauncherStore:
-        """Return this store, which one thread at a time uses."""
+        """Return this store itself. A lock serializes its threads."""
         return self
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
@@ -113,31 +113,33 @@ class LauncherStore(Store):
 
 
 def group_name(key: bytes, nonces: Sequence[str]) -> str:
-    """Return the name of the group whose members have these nonces. It is secret, and never used twice."""
+    """Return the name of the group whose members have these nonces. The name is secret and unique."""
     return sign(key, "group", *sorted(nonces)).hex()
 
 
 def sign(key: bytes, *words: str) -> bytes:
-    """Return the HMAC-SHA256 of words."""
+    """Return the HMAC-SHA256 of ``words`` as 32 bytes."""
     return hmac.digest(key, json.dumps(words).encode(), "sha256")
 
 
 def prove_key(key: bytes, group: str) -> None:
-    """Send each member of torch's default group a proof of the key, and check the proofs of the others.
+    """Exchange proofs of the key with each member of torch's default group, and verify them.
+
+    A proof is an HMAC of the group's name, the sender's rank and the receiver's rank.
 
     Args:
         key: the job's key.
-        group: the group's name; a proof of another group, of another rank or for another rank is not accepted.
+        group: the group's name.
 
     Raises:
-        StrangerFound: the process at the other end of a connection has not proven the key.
+        StrangerFound: the process at the other end of a connection does not have the key.
     """
     rank = dist.get_rank()
     peers = range(dist.get_world_size())
     mine = b"".join(sign(key, group, str(rank), str(peer)) for peer in peers)
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).view(-1, PROOF_BYTES)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)  # collective: on the connection to each member
+    dist.all_to_all_single(received, sent)  # collective: uses the connection to each member
     for peer in peers:
         expected = sign(key, group, str(peer), str(rank))
         if not hmac.compare_digest(bytes(received[peer].tolist()), expected):

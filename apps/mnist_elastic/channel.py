@@ -1,4 +1,4 @@
-"""Exchange messages with the processes of a job, at the launcher. Pickle is never loaded."""
+"""Exchange messages between the launcher and the processes of a job, without pickle."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, *parts: bytes, **message: Any) -> None:
-        """Send a message and parts that follow it; a rank that has ended gets none."""
+        """Send a message as JSON, then ``parts``. If the process has ended, do nothing."""
         with contextlib.suppress(OSError), self._sending:
             self._connection.send_bytes(json.dumps(message).encode())
             for part in parts:
                 self._connection.send_bytes(part)
 
     def receive(self, key: bytes, inbox: queue.Queue[Message], store: StoreServer) -> None:
-        """Put each message into the inbox, and {} at its end, or answer requests for keys of the store.
+        """Put each message into the inbox until the connection ends, then put an empty message.
+
+        A connection whose first message is "store" serves requests of the store instead.
 
         Args:
-            key: the job's key, which the other process must know.
-            inbox: gets the messages.
+            key: the job's key, by which the other process authenticates.
+            inbox: queue for the messages.
             store: the store by which members connect to each other.
         """
         try:
@@ -47,11 +49,11 @@ class Channel:
                     self._receive_offer(values, inbox)
                 else:
                     inbox.put(Message(self, values))
-        except Exception:  # a stranger, or the rank has ended
+        except Exception:  # authentication failed, a message is invalid, or the connection ended
             inbox.put(Message(self, {}))
 
     def _receive_offer(self, values: dict[str, Any], inbox: queue.Queue[Message]) -> None:
-        """Put an offer of arrays into the inbox, and the arrays too if the launcher wants them."""
+        """Put an offer of arrays into the inbox. If the launcher accepts the offer, receive the arrays too."""
         answer: queue.Queue[bool] = queue.Queue()
         inbox.put(Message(self, values, answer=answer))
         if answer.get():
@@ -61,13 +63,13 @@ class Channel:
 
 @dataclass
 class Message:
-    """A message of a process.
+    """A message from a process.
 
     Attributes:
-        channel: where it came from.
-        values: the message; {} at the end of the connection.
-        answer: of an offer of arrays: whether they are wanted.
-        contents: the arrays of an offer that was wanted, as safetensors by group.
+        channel: connection on which the message arrived.
+        values: content of the message; {} at the end of the connection.
+        answer: queue for the launcher's answer to an offer of arrays; None for other messages.
+        contents: arrays of an accepted offer, as safetensors by group.
     """
 
     channel: Channel
@@ -76,6 +78,6 @@ class Message:
     contents: dict[str, bytes] | None = None
 
     def reply(self, wanted: bool) -> None:
-        """Answer an offer of arrays; other messages need no answer."""
+        """Accept or reject an offer of arrays. For other messages, do nothing."""
         if self.answer:
             self.answer.put(wanted)

@@ -1,4 +1,4 @@
-"""Hold all images as one uint8 tensor in memory: a batch is one index and one normalization."""
+"""Hold all images as one uint8 tensor in memory, so that a batch needs one gather and one normalization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """Images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
 
     images: Tensor
     labels: Tensor

@@ -1,9 +1,9 @@
-"""Add ranks to a job on this machine.
+"""Add ranks to a running job on this machine.
 
     python apps/mnist_elastic/join.py RUN_DIR [NUMBER]
 
-The job's launcher starts the ranks. The run dir has a key that only the user who started the job can read. This program
-uses the standard library only.
+The job's launcher starts the ranks. Only the user who started the job can read its key, which is in the run dir. This
+program uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
-    """Ask for the ranks, and return the exit code."""
+    """Request the ranks from the launcher, and return the exit code."""
     if len(arguments) == 1:
         arguments = [*arguments, "1"]
     if len(arguments) != 2 or not arguments[1].isdigit():

@@ -1,15 +1,14 @@
-"""Start the ranks of a job, start a lost rank again alone, and record the run.
+"""Start the ranks of a job, restart single lost ranks, and record the run.
 
     python launcher.py N WORLD_SIZE NODE_RANK ADDRESS PORT train.py [options]    # by scripts/run_mnist_elastic.sh
 
-N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py): it connects to
-the launcher at machine 0's ADDRESS and PORT, and starts ranks for it.
+N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py). The agent
+connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for the launcher.
 
-This process runs torchft's lighthouse, which proposes the members of a group, and a store by which they connect. It
-confirms which of the proposed names are ranks of this job. It alone writes metrics.jsonl, checkpoints and the result.
-Ranks send it the numbers of each log line with the step, and it drops a step that it has. So it does not matter which
-rank sends a step, or whether one sends it again. If this process ends, the launch script starts the job again from the
-newest checkpoint.
+The launcher runs torchft's lighthouse, which proposes the members of a group, and a store by which members connect. The
+launcher confirms which proposed names are ranks of this job. Only the launcher writes metrics.jsonl, checkpoints and
+the result. Every rank sends it the numbers of each log line, and the launcher ignores steps that are already recorded.
+If the launcher ends, the launch script restarts the job from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -45,23 +44,22 @@ from start import Starter
 from torchft.coordination import LighthouseServer
 
 APP = Path(__file__).resolve().parent.name
-MAX_FAILURES = 3  # of one rank in a row, without an update in between
-START_SECONDS = 60.0  # in which a rank must at least load the checkpoint
-END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
-JOIN_MS = 4000  # that it waits for ranks that live but do not ask, because they are still in a step
-SILENT_MS = 700  # without a heartbeat after which the lighthouse counts a rank as gone
+MAX_FAILURES = 3  # limit of consecutive failures of one rank without an update
+START_SECONDS = 60.0  # minimum time limit for a rank to load the checkpoint
+END_SECONDS = 5.0  # time limit for ranks to end after the run's last step
+JOIN_MS = 4000  # time for which the lighthouse waits for live ranks that have not requested a group
+SILENT_MS = 700  # time without a heartbeat after which the lighthouse considers a rank lost
 
 
 class Switchboard:
     """Accept connections of ranks, agents and join.py, and put their messages into one inbox.
 
     Attributes:
-        inbox: the messages.
-        address: the text by which a process connects: host, port and key.
+        inbox: queue of the messages.
+        address: host, port and key (hex) by which a process connects, separated by spaces.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Take where to listen."""
         self.inbox: queue.Queue[Message] = queue.Queue()
         self._place = (host, port)
         self._key = _key()
@@ -69,7 +67,7 @@ class Switchboard:
         self.address = f"{host} {port} {self._key.hex()}"
 
     def listen(self, run_dir: Path) -> None:
-        """Accept connections in a thread, and write the address to log/members, for join.py."""
+        """Accept connections in a thread, and write the address to log/members, which join.py reads."""
         listener = Listener(self._place, backlog=64)
         path = run_dir / "log" / "members"
         path.unlink(missing_ok=True)
@@ -86,12 +84,21 @@ class Switchboard:
 
 
 class Job:
-    """Start ranks, take their messages, and record the run."""
+    """Start ranks, handle their messages, and record the run."""
 
     def __init__(
         self, nproc: int, world_size: int, address: str, port: int, program: Sequence[str], options: Options
     ) -> None:
-        """Take the ranks on this machine and in all, where to listen, and the program of ranks with its arguments."""
+        """Set up the run, without starting ranks.
+
+        Args:
+            nproc: number of ranks on this machine.
+            world_size: number of ranks on all machines.
+            address: host at which the launcher listens.
+            port: port at which the launcher listens.
+            program: path of train.py and its arguments.
+            options: options of the app.
+        """
         machines = JobInfo.from_environ(os.environ).machines or 1
         world = World(0, world_size, 0, world_size, 0, machines, launcher="torchft")
         self.run = Run(APP, options, world, Watchdog(), datasets.resolve)
@@ -104,13 +111,17 @@ class Job:
         self._records = Records(self.run, options, self._history)
         self._offers = Offers(self._records, options)
         self._metadata = run_metadata(self._records.device)
-        self._lighthouse = ""  # its address
+        self._lighthouse = ""  # URL of the lighthouse
         self._has_begun = False
 
     def train(self) -> None:
         """Run the lighthouse and the ranks until the last step is recorded.
 
-        Raises NonRetryableError if the run dir is removed or replaced, and as `Run.save`.
+        Raises:
+            NonRetryableError: the run dir was removed or replaced, a rank fails repeatedly, or `Run.save` raised.
+            RemoteRankError: a rank ended with exit code 2.
+            RetryableError: ranks have different bits after the same step.
+            Stopped: all ranks have left.
         """
         self._switchboard.listen(self._options.run_dir)
         lighthouse = LighthouseServer(
@@ -132,7 +143,7 @@ class Job:
         self._records.finish()
 
     def _serve(self) -> None:
-        """Take messages and watch the ranks until the run is recorded, and its ranks have ended or had time to."""
+        """Handle messages and watch the ranks until the run is recorded and its ranks are done or late."""
         files = RunFiles(self._options.run_dir)
         begun_at = time.monotonic()
         while not self._is_over():
@@ -140,7 +151,7 @@ class Job:
                 self._take(self._switchboard.inbox.get(timeout=0.1))
             self._watch_ranks()
             files.check()
-            self.run.monitor.beat()  # ranks have watchdogs of their own
+            self.run.monitor.beat()  # the launcher's heartbeat; each rank has its own watchdog
             if not self._has_begun and self._may_begin(begun_at):
                 self._has_begun = True
                 for each in self._ranks.all():
@@ -152,7 +163,7 @@ class Job:
         return self._ranks.is_complete() or time.monotonic() - self._records.final_at > END_SECONDS
 
     def _may_begin(self, begun_at: float) -> bool:
-        """Return whether all ranks are ready, or enough are and the others are late."""
+        """Return whether all ranks are ready, or --min-ranks are ready and the time limit has passed."""
         if self._ranks.are_ready():
             return True
         is_late = time.monotonic() - begun_at > give_up_after(self._options.timeout)
@@ -161,7 +172,7 @@ class Job:
     # --- ranks ---------------------------------------------------------------------------------------------------
 
     def _watch_ranks(self) -> None:
-        """Start ranks again that have ended or do not answer. Raises if that cannot help, or if all have left."""
+        """Kill hung ranks, restart ended ranks, and stop the run if all ranks have left."""
         for each in self._ranks.all():
             self._kill_if_hung(each)
             code = each.exit_code()
@@ -174,7 +185,7 @@ class Job:
             self._records.save_and_stop()
 
     def _kill_if_hung(self, each: Rank) -> None:
-        """Kill a rank that has taken no part for too long."""
+        """Kill a rank that has not taken part in an update for too long."""
         now = time.monotonic()
         limit = self._options.timeout
         if not each.ready:
@@ -189,7 +200,12 @@ class Job:
             each.last_member = now
 
     def _replace(self, each: Rank, code: int) -> None:
-        """Start a rank again that has ended with a code, unless it has left. Raises if that cannot help."""
+        """Restart a rank that ended with exit code ``code``, unless a stop signal ended it.
+
+        Raises:
+            RemoteRankError: the exit code is 2.
+            NonRetryableError: the rank failed more than MAX_FAILURES times in a row.
+        """
         if code == 2:
             raise RemoteRankError(code)
         if code - 128 in stop.STOP_SIGNALS:
@@ -207,7 +223,7 @@ class Job:
     # --- messages ------------------------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
-        """Take a message of any process that has the key."""
+        """Handle a message from any process that has the key."""
         values = message.values
         channel = message.channel
         kind = values.get("kind")
@@ -221,7 +237,7 @@ class Job:
             self._take_from_agent(values, channel)
         else:
             each = self._ranks.of_channel(channel)
-            if each is None:  # of a process that has been replaced
+            if each is None:  # the sender has been replaced
                 message.reply(wanted=False)
             else:
                 self._take_from_rank(each, message)
@@ -249,9 +265,9 @@ class Job:
             self._records.add(values)
 
     def _hello(self, values: dict[str, Any], channel: Channel) -> None:
-        """Send a rank the checkpoint, unless its bits would differ."""
+        """Send the checkpoint to a new rank, or a refusal if its metadata shows that its bits would differ."""
         each = self._ranks.of_name(values["rank"], values["name"])
-        if each is None:  # of a process that has been replaced
+        if each is None:  # the sender has been replaced
             return
         metadata = values["metadata"]
         differ = [name for name in self._metadata if metadata.get(name) != self._metadata[name]]
@@ -264,9 +280,9 @@ class Job:
         channel.send(*self._records.checkpoint_messages(), lighthouse=self._lighthouse)
 
     def _join(self, channel: Channel) -> None:
-        """Start one more rank, in the place of one that has left if there is one."""
+        """Start one more rank with the lowest free number, unless the job already has --virtual-ranks ranks."""
         alive = len(self._ranks.present())
-        most = self._options.virtual_ranks or 0  # the parser refuses 0
+        most = self._options.virtual_ranks or 0  # never 0, because the parser rejects 0
         if alive >= most:
             channel.send(refusal=f"{alive} ranks train with --virtual-ranks {most}: no more can join")
             return
@@ -275,20 +291,20 @@ class Job:
         channel.send(rank=rank)
 
     def _add_machine(self, values: dict[str, Any], agent: Channel) -> None:
-        """Start ranks on another machine, whose agent has connected."""
+        """Start ranks on the machine of an agent that has connected."""
         self._ranks.agents.append(agent)
         for _ in range(values["ranks"]):
             self._ranks.start(self._ranks.free_rank(), agent)
 
     def _take_from_agent(self, values: dict[str, Any], agent: Channel) -> None:
-        """Note that a rank on another machine has ended, or that the machine is gone."""
+        """Record the exit code of a rank on another machine, or the loss of the machine."""
         if values:
             self._ranks.set_exit_code(agent, values["rank"], code=values["code"])
         else:
             self._ranks.remove_agent(agent)
 
     def _lost(self, each: Rank, channel: Channel) -> None:
-        """Let the others regroup, because the connection to a rank has ended."""
+        """Request the other ranks to regroup, because the connection to a rank has ended."""
         each.channel = None
         each.waits = False
         each.group = ""
@@ -303,12 +319,12 @@ class Job:
             each.begin()
 
     def _updated(self, each: Rank, values: dict[str, Any]) -> None:
-        for member in self._ranks.members():  # also for a step that is taken again
+        for member in self._ranks.members():  # a repeated step counts too
             member.updates += 1
         self._history.count(values["step"])
 
     def _requested(self, each: Rank, values: dict[str, Any]) -> None:
-        """Record that a rank asks for a group, and the state that it has."""
+        """Record that a rank requests a group, and its state."""
         if values["failed"] is not None:
             self._history.repeat(values["failed"])
         self._history.pause()
@@ -324,7 +340,7 @@ class Job:
             each.channel.send(confirmed=self._ranks.confirmed(values["names"]))
 
     def _regrouped(self, each: Rank, values: dict[str, Any]) -> None:
-        """Note the members of a new group. A rank that waits meanwhile comes into the next."""
+        """Record the members of a new group. If another rank is waiting for a group, request a regroup."""
         each.group = values["group"]
         each.waits = False
         if any(other.waits and other.rank not in values["ranks"] for other in self._ranks.all()):
@@ -334,7 +350,7 @@ class Job:
 
 
 def _key() -> bytes:
-    """Return the key by which this job's processes know each other: on several machines, the launch scripts' number."""
+    """Return the job's key: the number that the launch scripts of several machines share, or random bytes."""
     info = JobInfo.from_environ(os.environ)
     if info.machines is not None:
         return bytes.fromhex(info.job)

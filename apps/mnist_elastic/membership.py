@@ -1,15 +1,15 @@
-"""Join a group of ranks that come and go: agree on the members, connect to them, and copy the state.
+"""Join a group whose members change during training: agree on the members, connect to them, and copy the state.
 
-torchft's lighthouse proposes the members. Ranks ask it only when the group changes, because a rank has failed, has come
-or leaves. Between two changes a step costs no more than its collectives.
+torchft's lighthouse proposes the members. Ranks contact the lighthouse only when a rank fails, joins or leaves. In
+between, a step communicates only by its collectives.
 
-The lighthouse accepts any process, so a rank takes only names from it. The launcher authenticates its ranks by the
-job's key. It returns the states of those names that are ranks and ask for a group.
+The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
+ranks by the job's key, and returns the states of the proposed ranks that request a group.
 
-Two properties make the result exact. First, a step depends on the state and its number alone, so a step that fails is
-taken again with the same bits on any rank. Second, a rank updates its weights only if the sum that it has
-received counts each sub-shard of this step once. Ranks do not agree on each update: if one rank has updated and another
-has not, they regroup, and copy the state of the rank that is ahead.
+Two properties make the result exact. First, a step depends only on the state and the step's number, so a failed step
+is repeated with the same bits on any rank. Second, a rank updates its weights only if the reduced sum counts each
+sub-shard of this step once. Ranks do not agree on each update. If one rank has updated and another rank has not, they
+regroup, and copy the state of the rank that is ahead.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torchft.coordination import LighthouseClient
 
 HEARTBEAT_SECONDS = 0.1
-READY_SECONDS = 5.0  # in which all members must learn of a new group
-CONNECT_SECONDS = 10.0  # in which they must connect to each other
-QUORUM_SECONDS = 5.0  # in which the lighthouse must answer
-MAX_FAILURES = 20  # attempts in a row to regroup or to take a step
-STEPS = 4096  # sums hold step numbers modulo this, because float32 represents them exactly
-CHECKS = 4  # what each sub-shard adds to the sum: a count, the step, a request to regroup, its loss
+READY_SECONDS = 5.0  # time limit for all members to join a new group
+CONNECT_SECONDS = 10.0  # time limit for the members to connect to each other
+QUORUM_SECONDS = 5.0  # time limit for the lighthouse's answer
+MAX_FAILURES = 20  # limit of consecutive failed attempts to regroup or to compute a step
+STEPS = 4096  # step numbers are summed modulo STEPS, so that float32 represents the sums exactly
+CHECKS = 4  # values that each sub-shard adds to the sum: a count, the step, a request to regroup, the loss
 
 
 def choose_device(options: Options, world: World) -> torch.device:
-    """Return the CPU, or with --share-gpu the first GPU. Ranks that come have no GPU of their own."""
+    """Return the CPU, or with --share-gpu the GPU that all ranks share. Ranks that join have no GPU of their own."""
     if not options.share_gpu:
         return torch.device("cpu")
     return distributed.choose_device(options.device, world)
@@ -63,20 +63,20 @@ def choose_device(options: Options, world: World) -> torch.device:
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
     """Return `distributed.run_metadata` for ranks that communicate by gloo on any device.
 
-    NCCL cannot end a collective whose peer has died without ending the process, except by torchft's own process group.
+    gloo is used on GPUs too, because NCCL cannot abort a collective after a peer's death and keep the process alive.
     """
     return {**distributed.run_metadata(device, model), "backend": "gloo"}
 
 
 class Failed(Exception):
-    """Report that not all members completed a step or an evaluation."""
+    """Not all members completed a step, an evaluation or a regroup."""
 
 
 class MemberWatchdog(Watchdog):
-    """End a rank without progress, but not the job: the launcher starts the rank again."""
+    """End a rank that makes no progress, but not the job. The launcher restarts the rank."""
 
     def rank_is_lost(self) -> bool:
-        return False  # the others continue without it
+        return False  # the other ranks continue without a lost rank
 
     def end(self) -> None:
         text = f"rank {self._world.rank} has made no progress for {self._options.timeout:g} s; ending"
@@ -85,10 +85,10 @@ class MemberWatchdog(Watchdog):
 
 
 class Launcher:
-    """Exchange messages with this job's launcher, in JSON and safetensors, so that pickle is never loaded."""
+    """Exchange messages with this job's launcher, in JSON and safetensors instead of pickle."""
 
     def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
-        """Connect. Raises ConfigError if the launcher refuses this rank, because its ``metadata`` differs."""
+        """Connect to the launcher. Raises ConfigError if it refuses this rank, because ``metadata`` differs."""
         info = JobInfo.from_environ(os.environ)
         host, port, key = info.members.split()
         self._place = (host, int(port))
@@ -98,7 +98,7 @@ class Launcher:
         self.name = info.name
         self.left_group = ""
         self.stop_signal = 0
-        self.void: set[str] = set()  # nonces of requests for a group that no longer hold
+        self.void: set[str] = set()  # nonces of withdrawn requests for a group
         self.send(kind="hello", rank=rank, name=self.name, metadata=metadata)
         welcome = self._receive()
         if "refusal" in welcome:
@@ -106,14 +106,14 @@ class Launcher:
         self.lighthouse = welcome["lighthouse"]
 
     def open_store(self) -> LauncherStore:
-        """Return the store by which members find each other, on a connection of its own."""
+        """Open a second connection to the launcher, and return the store by which members connect to each other."""
         with self._connected():
             connection = self._connect()
             connection.send_bytes(json.dumps({"kind": "store"}).encode())
         return LauncherStore(connection, CONNECT_SECONDS)
 
     def _connect(self) -> Connection:
-        """Connect to the launcher. Each side proves by an HMAC that it has the job's key."""
+        """Connect to the launcher. Both sides prove by an HMAC that they have the job's key."""
         return Client(self._place, authkey=self.key)
 
     def broadcast(self, content: bytes) -> bytes:
@@ -121,21 +121,24 @@ class Launcher:
         return self._connection.recv_bytes()
 
     def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Return ``row`` as the only one, because the launcher compares ranks."""
+        """Return ``row`` [k] as [1, k]. Rows of other ranks are not needed, because the launcher compares the ranks."""
         return row[None]
 
     def wait_to_begin(self) -> None:
-        """Wait until the ranks that the job starts with are ready. A rank that comes later does not wait."""
+        """Report that this rank is ready, and wait until the launcher starts training.
+
+        The launcher waits for the job's first ranks. A rank that joins later starts at once.
+        """
         self.send(kind="ready")
         self._answer("begin")
 
     def send(self, **message: Any) -> None:
-        """Send a message. Raises ConnectionError if the launcher is gone, which starts the job again."""
+        """Send a message. Raises ConnectionError if the launcher has ended; the launch script then restarts the job."""
         with self._connected():
             self._connection.send_bytes(json.dumps(message).encode())
 
     def offer(self, groups: Groups, **message: Any) -> None:
-        """Send a message and the digest of ``groups``, then the arrays if the launcher lacks them."""
+        """Send a message with the digest of ``groups``. If the launcher requests the arrays, send them too."""
         self.send(**message, digest=digest(groups))
         is_wanted = self._answer("wanted")
         if not is_wanted:
@@ -145,25 +148,28 @@ class Launcher:
                 self._connection.send_bytes(checkpoint.serialize(arrays))
 
     def request_group(self, failed_step: int | None, state: dict[str, Any]) -> None:
-        """Record with the launcher that this rank asks for a group, and the state that it has."""
+        """Send the launcher this rank's request for a group with its ``state``, and wait for the confirmation.
+
+        ``failed_step`` is the step that failed, or None.
+        """
         self.send(kind="regroup", failed=failed_step, state=state)
         self._answer("noted")
 
     def confirm(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the states of those processes of ``names`` that are ranks of this job and ask for a group."""
+        """Return the states of the ranks among ``names`` that request a group."""
         self.send(kind="confirm", names=[*names])
         states: list[dict[str, Any]] = self._answer("confirmed")
-        self.void.clear()  # what the launcher reports from now on can concern these states
+        self.void.clear()  # earlier withdrawals do not concern the confirmed states
         return states
 
     def poll(self) -> None:
-        """Take the requests that have arrived."""
+        """Handle the launcher's requests that have arrived, without waiting."""
         with self._connected():
             while self._connection.poll():
                 self._take(self._receive())
 
     def _answer(self, name: str) -> Any:
-        """Return the launcher's answer of this name, and take the requests that arrive before it."""
+        """Wait for the launcher's answer ``name``, and return it. Handle requests that arrive before it."""
         while True:
             message = self._receive()
             if name in message:
@@ -189,13 +195,13 @@ class Launcher:
 
 @dataclass
 class Progress:
-    """The progress of a rank. A member that is behind copies it with the weights.
+    """The progress of a rank. A member that is behind copies the progress with the weights.
 
     Attributes:
-        step: number of updates done.
+        step: number of completed updates.
         loss: summed loss of the last step.
         running_loss: summed losses of all steps since the last log line.
-        evaluation_due: an evaluation follows the last update.
+        evaluation_due: whether an evaluation follows the last update.
     """
 
     step: int
@@ -204,59 +210,64 @@ class Progress:
     evaluation_due: bool = False
 
     def number(self) -> int:
-        """Return a number that counts updates and their evaluations."""
+        """Return a number that grows with each update and each evaluation."""
         return 2 * self.step - self.evaluation_due
 
 
 class Lighthouse:
-    """Announce this rank to torchft's lighthouse, and ask which names it proposes as members."""
+    """Send heartbeats to torchft's lighthouse, and request the names of the proposed members."""
 
     def __init__(self, launcher: Launcher, run: Run) -> None:
-        """Take the connection to the launcher, which knows the lighthouse, and the run, whose watchdog is asked."""
+        """Connect to the lighthouse, and start the thread of heartbeats.
+
+        Args:
+            launcher: connection to the launcher, which has the lighthouse's address.
+            run: the run whose monitor measures this rank's progress.
+        """
         self._name = launcher.name
         self._run = run
         connect_time = timedelta(seconds=10)
         self._client = LighthouseClient(launcher.lighthouse, connect_time)
         heartbeats = LighthouseClient(launcher.lighthouse, connect_time)
-        heartbeats.heartbeat(self._name)  # a first group waits for the ranks that have sent one
+        heartbeats.heartbeat(self._name)  # the first group waits for all ranks that have sent a heartbeat
         threading.Thread(target=self._send_heartbeats, args=[heartbeats], daemon=True).start()
 
     def _send_heartbeats(self, client: LighthouseClient) -> None:
-        """Send heartbeats to the lighthouse, unless this rank hangs, so that the others do not wait for it."""
+        """Send heartbeats to the lighthouse while this rank makes progress. Other ranks do not wait for a hung rank."""
         limit = give_up_after(self._run.options.timeout)
         while True:
             if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
-                with contextlib.suppress(Exception):  # the launcher is gone, and the lighthouse with it
+                with contextlib.suppress(Exception):  # the launcher and its lighthouse may have ended
                     client.heartbeat(self._name)
             time.sleep(HEARTBEAT_SECONDS)
 
     def proposed_names(self) -> list[str]:
-        """Return the names that the lighthouse proposes; [] if it does not answer in time."""
+        """Return the names that the lighthouse proposes, or [] if it does not answer in time."""
         try:
             quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=QUORUM_SECONDS))
-        except Exception:  # besides a timeout, a stranger's message that torchft cannot read
+        except Exception:  # a timeout, or another process's message that torchft cannot parse
             time.sleep(HEARTBEAT_SECONDS)
             return []
         return [each.replica_id for each in quorum.participants]
 
 
 class Members:
-    """Count this rank's steps among the members of its group.
+    """Train this rank's steps as a member of a group, and regroup after failures.
 
     Attributes:
         rank, world_size: this rank's index in the group, and the number of members.
-        regroup_due: the group changes before the next step.
-        checks: [CHECKS], of the last sub-shard, and after the reduction the sums over all sub-shards.
+        regroup_due: whether the group must change before the next step.
+        checks: tensor [CHECKS] of the last sub-shard; after the reduction, the sums over all sub-shards.
     """
 
     def __init__(self, launcher: Launcher, run: Run, parts: Parts, device: torch.device) -> None:
-        """Announce this rank to the lighthouse.
+        """Connect to the lighthouse, and wait until training begins.
 
         Args:
-            launcher: the connection to the launcher.
-            run: counts the updates of this process, and has the options.
-            parts: returns and loads the arrays of model and optimizer.
-            device: has the model.
+            launcher: connection to the launcher.
+            run: the run, with its options.
+            parts: functions that return and load the arrays of model and optimizer.
+            device: device of the model.
         """
         self.launcher = launcher
         self.rank = 0
@@ -271,7 +282,7 @@ class Members:
         self._failed_step: int | None = None
         self._store = launcher.open_store()
         gc.collect()
-        gc.freeze()  # nothing that lives by now is searched again when garbage is collected
+        gc.freeze()  # later collections skip the objects that exist now
         self._lighthouse = Lighthouse(launcher, run)
         launcher.wait_to_begin()
 
@@ -283,10 +294,12 @@ class Members:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of the next step, the same again if it fails, until the run is complete.
+        """Yield the number of the next step until the run is complete. A failed step is yielded again.
 
-        A rank that is asked to stop completes an evaluation that is due, offers the launcher its state, and leaves.
-        Raises Stopped.
+        After a stop request, this rank completes an evaluation that is due, and sends the launcher its state.
+
+        Raises:
+            Stopped: this rank received a stop request.
         """
         while self._progress.step < self._run.last_step or self.evaluation_due:
             number = self._stop_signal()
@@ -298,14 +311,18 @@ class Members:
             dist.destroy_process_group()
 
     def _stop_signal(self) -> int:
-        """Return the signal that asks this rank to leave, or 0, also while an evaluation is due."""
+        """Return the number of the stop signal for this rank, or 0. While an evaluation is due, return 0."""
         if self.evaluation_due:
             return 0
         return self._run.stop_request.number or self.launcher.stop_signal
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch Failed: the members regroup, and take the step again. Raises NonRetryableError after many failures."""
+        """Catch Failed in the block, so that the members regroup and repeat the step.
+
+        Raises:
+            NonRetryableError: more than MAX_FAILURES attempts failed in a row.
+        """
         try:
             yield
         except Failed as failure:
@@ -319,13 +336,13 @@ class Members:
                 ) from failure
 
     def note(self, step: int, loss: Tensor) -> None:
-        """Set what the next sub-shard adds to the sum; ``loss`` is its summed loss."""
-        asks = self.launcher.left_group == self._group  # a rank has left this group, or waits to join it
+        """Set the checks of the next sub-shard, whose summed loss is ``loss``."""
+        asks = self.launcher.left_group == self._group  # a rank has left this group, or waits to join
         self.checks[:3] = torch.tensor((1, step % STEPS, asks))
         self.checks[3] = loss.detach()
 
     def check(self, step: int, sub_shards: int) -> None:
-        """Raise Failed unless the sum counts each sub-shard of this step once."""
+        """Raise Failed unless the reduced checks count each sub-shard of this step once."""
         count, steps, asks, loss = self.checks.tolist()
         if count != sub_shards or steps != sub_shards * (step % STEPS):
             raise Failed(f"the sum does not count each of {sub_shards} sub-shards once")
@@ -348,7 +365,10 @@ class Members:
             self.record({})
 
     def record(self, evaluation: dict[str, float]) -> None:
-        """Send the launcher the numbers of a log line, and offer it a checkpoint. Each member does, so none is lost."""
+        """Send the launcher the numbers of a log line, and offer a checkpoint if one is due.
+
+        Every member sends them, so that the loss of a member loses no log line.
+        """
         self._progress.evaluation_due = False
         actions = self._run.actions(self._progress.step - 1)
         self._send_record(evaluation, evaluates=actions.evaluate, save=actions.save)
@@ -382,12 +402,12 @@ class Members:
             dist.all_reduce(tensor)  # collective
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Do `virtual_ranks.all_gather`."""
+        """Return `virtual_ranks.all_gather` of ``tensor`` over the members."""
         with _collective():
             return virtual_ranks.all_gather(tensor)  # collective
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Do `virtual_ranks.all_to_all`."""
+        """Return `virtual_ranks.all_to_all` over the members."""
         with _collective():
             return virtual_ranks.all_to_all(tensor, send, receive)  # collective
 
@@ -396,7 +416,8 @@ class Members:
     def regroup(self) -> None:
         """Agree on the members, connect to them, and copy the state of the member that is ahead.
 
-        Raises Failed if a member is lost meanwhile.
+        Raises:
+            Failed: a member was lost meanwhile, or this rank must leave.
         """
         _leave_group()
         self.regroup_due = True
@@ -426,7 +447,7 @@ class Members:
         self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
 
     def _quorum(self) -> list[dict[str, Any]]:
-        """Return the state of each member of the new group, this rank included."""
+        """Wait until enough ranks request a group, and return their states, including this rank's state."""
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
@@ -442,7 +463,7 @@ class Members:
         store = PrefixStore(self._group, self._store)
         store.set(f"ready/{self.rank}", "")
         self._wait_for(members, store)
-        # torch counts groups, also failed ones, and its keys in the store have the count: members must agree on it.
+        # torch uses its count of groups in keys of the store, so members must have the same count.
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(  # collective
             "gloo",
@@ -453,7 +474,7 @@ class Members:
         )
 
     def _wait_for(self, members: list[dict[str, Any]], store: PrefixStore) -> None:
-        """Wait until all members have joined the new group. Raises Failed as soon as one of them no longer can."""
+        """Wait until all members have joined the new group. Raises Failed if a member has withdrawn or is late."""
         keys = [f"ready/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + READY_SECONDS
         while not store.check(keys):
@@ -466,7 +487,13 @@ class Members:
             time.sleep(0.01)
 
     def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
-        """Copy the state of rank 0 to the members that differ."""
+        """Broadcast the state of rank 0, and load it if this rank's state differs.
+
+        Args:
+            groups: this rank's arrays.
+            mine: this rank's state, as sent to the launcher.
+            ahead: rank 0's state, as sent to the launcher.
+        """
         header = {**asdict(self._progress), "groups": [*groups]}
         values = json.loads(distributed.broadcast(json.dumps(header).encode()))  # collective
         names = values.pop("groups")
@@ -495,13 +522,16 @@ def _leave_group() -> None:
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    # The group closes its connections once nothing refers to it, so that other members notice. The traceback of a
-    # failed collective does, in a cycle.
-    gc.collect()  # without what `Members` has frozen, in milliseconds: heartbeats must not wait for it
+    # Other members notice the end of a group when its connections close, which needs its garbage collection. After a
+    # failed collective, a reference cycle through the traceback keeps the group alive.
+    gc.collect()  # takes milliseconds, because `Members` has frozen older objects
 
 
 def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the members by rank. Rank 0 is the oldest member ahead with the most frequent state."""
+    """Return the members in rank order.
+
+    Members with more progress come first, then members with the most frequent state, then older members.
+    """
     held = Counter(map(_state, members))
 
     def place(member: dict[str, Any]) -> tuple[int, int, str]:
@@ -512,7 +542,7 @@ def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
-    """Raise Failed for an error of gloo or of the store: a member is lost, a stranger, or does not answer in time."""
+    """Raise Failed if the block raises RuntimeError (gloo or the store failed) or StrangerFound."""
     try:
         yield
     except (RuntimeError, StrangerFound) as error:
@@ -520,17 +550,17 @@ def _collective() -> Iterator[None]:
 
 
 def _state(member: dict[str, Any]) -> tuple[int, str]:
-    """Return what members compare: their progress, and the digest of their arrays."""
+    """Return the progress and the digest of a member's arrays, which members compare."""
     return (member["progress"], member["digest"])
 
 
 def give_up_after(timeout: float) -> float:
-    """Return for how many seconds a rank waits for others, so that it continues before its watchdog ends it."""
+    """Return how long a rank waits for other ranks, in seconds: 80% of its watchdog's ``timeout``."""
     return 0.8 * timeout
 
 
 def digest(groups: Groups) -> str:
-    """Return a SHA-256 of all arrays of ``groups``."""
+    """Return the SHA-256 of all arrays of ``groups``, in hex."""
     arrays = {}
     for group, values in groups.items():
         for name, array in values.items():

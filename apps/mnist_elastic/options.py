@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own.
+"""Define the app's options: the options that all apps share, and its own.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the job could not begin with ``ranks`` on this machine."""
+    """Raise ConfigError if --min-ranks is above the number of ranks on this machine."""
     if options.min_ranks > ranks:
         raise ConfigError(f"--min-ranks {options.min_ranks} is above {ranks} ranks: start more")
 

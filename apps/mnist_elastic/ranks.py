@@ -1,4 +1,4 @@
-"""Keep the ranks of a job at the launcher: their processes, their connections and their states."""
+"""Manage the ranks of a job at the launcher: their processes, connections and states."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from channel import Channel
 from samestep import log
 from start import Process, Starter
 
-WARN_SECONDS = 60.0  # between two warnings of strangers
+WARN_SECONDS = 60.0  # minimum time between two warnings about unknown processes
 
 
 class RemoteProcess:
-    """A process of another machine, which the agent there starts and watches."""
+    """A process on another machine, which that machine's agent starts and watches."""
 
     def __init__(self, agent: Channel, **message: Any) -> None:
         self.agent = agent
@@ -34,23 +34,27 @@ class RemoteProcess:
         self.agent.send(kind="kill", rank=self._rank)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return immediately: the agent reports the exit code later."""
+        """Return at once, because the agent reports the exit code later."""
 
 
 @dataclass
 class Rank:
-    """A rank: its process, its connection and its state.
+    """A rank of the job, with its process, connection and state.
 
     Attributes:
-        rank: its number, from 1. A process that replaces another has the same number.
-        name: its name in the group, which no other process of the job has.
-        ready: whether it has loaded the checkpoint.
-        waits: whether it asks for a group.
-        state: the state that it had when it last asked.
-        group: the group that it is in, or was last.
-        failures: how often it has ended in a row without an update in between.
-        updates: how many updates it has taken part in.
-        last_member: when it began or last took part in an update, on the clock `time.monotonic`.
+        rank: number of the rank, from 1. A restarted rank keeps its number.
+        process: the current process of the rank.
+        name: name of the process in groups, unique in the job.
+        channel: connection to the process, or None.
+        ready: whether the process has loaded the checkpoint.
+        waits: whether the rank requests a group.
+        state: state in the rank's last request for a group.
+        group: name of the rank's current or last group.
+        failures: number of consecutive ends without an update.
+        updates: number of updates that the process has taken part in.
+        has_left: whether a stop signal ended the rank, or its machine is lost.
+        is_done: whether the rank has offered its state after the last step.
+        last_member: time of the rank's start or its last update, on the clock `time.monotonic`.
     """
 
     rank: int
@@ -69,25 +73,25 @@ class Rank:
 
     @property
     def agent(self) -> Channel | None:
-        """The agent that has started the process, or None for a process of this machine."""
+        """The agent that started the process, or None for a process on this machine."""
         if isinstance(self.process, RemoteProcess):
             return self.process.agent
         return None
 
     def exit_code(self) -> int | None:
-        """Return an exit code that is still to be handled; None while the rank runs or has messages left to read."""
+        """Return the exit code of a rank that ended unexpectedly, or None. Unread messages postpone the answer."""
         is_known = self.has_left or self.is_done
         if is_known or self.channel:
             return None
         return self.process.poll()
 
     def kill(self) -> None:
-        """End the process."""
+        """Kill the process, and wait for its end."""
         self.process.kill()
         self.process.wait()
 
     def begin(self) -> None:
-        """Let a rank that is ready take part."""
+        """Send a ready rank the message to begin training."""
         self.last_member = time.monotonic()
         if self.channel and self.ready:
             self.channel.send(begin=True)
@@ -97,34 +101,39 @@ class Ranks:
     """All ranks of a job.
 
     Attributes:
-        agents: the connections to other machines.
-        group: the name of the newest group.
+        agents: connections to the agents of other machines.
+        group: name of the newest group.
     """
 
     def __init__(self, starter: Starter, world_size: int) -> None:
-        """Take what starts ranks on this machine, and the number of ranks that the job starts with."""
+        """Create an empty collection.
+
+        Args:
+            starter: starter of ranks on this machine.
+            world_size: number of ranks that the job starts with.
+        """
         self.agents: list[Channel] = []
         self.group = ""
         self._starter = starter
         self._world_size = world_size
         self._ranks: dict[int, Rank] = {}
-        self._names: set[str] = set()  # of all processes of ranks, also of those that have ended
+        self._names: set[str] = set()  # names of all processes, including ended ones
         self._numbers = itertools.count()
-        self._warned_at = -math.inf  # about strangers
+        self._warned_at = -math.inf  # time of the last warning about an unknown process
 
     def all(self) -> list[Rank]:
-        """Return all ranks, also those that have left."""
+        """Return all ranks, including ranks that have left."""
         return [*self._ranks.values()]
 
     def start(self, rank: int, agent: Channel | None = None, failures: int = 0) -> None:
-        """Start a process for a rank, in the place of an earlier one.
+        """Start a process for a rank, which replaces the rank's earlier process.
 
         Args:
-            rank: its number.
-            agent: starts it on another machine; None starts it here.
-            failures: how often the rank has failed in a row.
+            rank: number of the rank.
+            agent: agent that starts the process on another machine; None for this machine.
+            failures: number of consecutive failures of the rank.
         """
-        name = f"{next(self._numbers):06d}"  # in the order of their age
+        name = f"{next(self._numbers):06d}"  # names sort by age
         self._names.add(name)
         process: Process
         if agent:
@@ -134,19 +143,19 @@ class Ranks:
         self._ranks[rank] = Rank(rank, process, name=name, failures=failures)
 
     def free_rank(self) -> int:
-        """Return the lowest number that no rank has, or whose rank has left."""
+        """Return the lowest number from 1 that no present rank has."""
         taken = {each.rank for each in self.present()}
         return next(rank for rank in itertools.count(1) if rank not in taken)
 
     def of_name(self, rank: int, name: str) -> Rank | None:
-        """Return a rank; None for a process that has been replaced."""
+        """Return a rank by its number, or None if another process than ``name`` now runs it."""
         each = self._ranks[rank]
         if each.name != name:
             return None
         return each
 
     def of_channel(self, channel: Channel) -> Rank | None:
-        """Return the rank at the other end of a connection; None for a process that has been replaced."""
+        """Return the rank at the other end of a connection, or None if its process has been replaced."""
         return next((each for each in self._ranks.values() if each.channel is channel), None)
 
     def present(self) -> list[Rank]:
@@ -154,7 +163,7 @@ class Ranks:
         return [each for each in self._ranks.values() if not each.has_left]
 
     def is_member(self, each: Rank) -> bool:
-        """Return whether a rank is in the newest group, and does not ask for another."""
+        """Return whether a rank is in the newest group and does not request another group."""
         return each.group == self.group and not each.waits
 
     def members(self) -> list[Rank]:
@@ -162,11 +171,11 @@ class Ranks:
         return [each for each in self._ranks.values() if self.is_member(each)]
 
     def is_complete(self) -> bool:
-        """Return whether all members have offered their last state. A rank that still starts does not count."""
+        """Return whether all members have offered their last state or have left. Ranks without a group do not count."""
         return all(each.is_done or each.has_left for each in self.members())
 
     def have_left(self) -> bool:
-        """Return whether there were ranks, and all have left."""
+        """Return whether ranks were started, and all of them have left."""
         return bool(self._ranks) and not self.present()
 
     def are_ready(self) -> bool:
@@ -175,17 +184,17 @@ class Ranks:
         return self.count_ready() == expected
 
     def count_ready(self) -> int:
-        """Return how many ranks have loaded the checkpoint."""
+        """Return the number of ranks that have loaded the checkpoint."""
         return sum(each.ready for each in self._ranks.values())
 
     def send(self, **message: Any) -> None:
-        """Send all ranks a message."""
+        """Send a message to all connected ranks."""
         for each in self._ranks.values():
             if each.channel:
                 each.channel.send(**message)
 
     def ask_to_regroup(self) -> None:
-        """Ask the ranks in a group to leave it, because another rank waits for them or is gone."""
+        """Request all grouped ranks to regroup, because a rank waits for them or is lost."""
         for each in self._ranks.values():
             if each.channel and each.group and not each.waits:
                 each.channel.send(regroup=each.group)
@@ -196,7 +205,7 @@ class Ranks:
             self.send(void=[each.state["nonce"]])
 
     def confirmed(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the states of those ranks that ask for a group, of the names that the lighthouse proposes."""
+        """Return the states of the ranks among ``names`` that request a group. Warn if a name is unknown."""
         if not self._names.issuperset(names):
             self._warn_of_stranger()
         return [each.state for each in self._ranks.values() if each.waits and each.name in names]
@@ -208,13 +217,13 @@ class Ranks:
             log.warning("a process that is not part of this job asks the lighthouse for a group: it is ignored")
 
     def set_exit_code(self, agent: Channel, rank: int, code: int) -> None:
-        """Note the exit code of a rank that an agent has started."""
+        """Record the exit code of a rank that ``agent`` started."""
         process = self._ranks[rank].process
         if isinstance(process, RemoteProcess) and process.agent is agent:
             process.code = code
 
     def remove_agent(self, agent: Channel) -> None:
-        """Note that another machine is gone, with all its ranks."""
+        """Remove the agent of a lost machine, and mark the machine's running ranks as left."""
         self.agents.remove(agent)
         for each in self._ranks.values():
             if each.agent is agent and each.process.poll() is None:
@@ -222,7 +231,7 @@ class Ranks:
                 each.has_left = True
 
     def end(self) -> None:
-        """End all processes, and let the agents end."""
+        """Kill all processes, and send the agents the message to end. Ranks that are done get 1 s to exit."""
         for each in self._ranks.values():
             seconds = 1.0 if each.is_done else 0.0
             with contextlib.suppress(subprocess.TimeoutExpired):

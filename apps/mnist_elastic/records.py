@@ -1,4 +1,4 @@
-"""Record the run at the launcher: each step's log line, checkpoint and result once, whichever rank sends them."""
+"""Record the run at the launcher: write each log line, checkpoint and result once, no matter how many ranks send it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ from samestep.step_sync import Totals
 from samestep.torch import distributed, weights
 from train import build_optimizer
 
-ANSWER_SECONDS = 5.0  # in which members offer their state, and a rank sends the arrays that were asked for
+ANSWER_SECONDS = 5.0  # time limit for members to offer their state, and for a rank to send requested arrays
 
 
 class Alone:
-    """Be the collectives of the launcher, which records alone; keep what `Run.restore` broadcasts, for the ranks."""
+    """Collectives of a single process, for the launcher's `Run.restore`.
+
+    Attributes:
+        parts: contents that `Run.restore` has broadcast, which the launcher sends to each rank.
+    """
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -47,16 +51,15 @@ class Alone:
 
 
 class History:
-    """Count updates, and note how the group changed, for the result.
+    """Count updates, and record changes of the group for the result.
 
     Attributes:
-        step: the updates that any rank has done.
-        updated_at: when the last one was done, on the clock `time.monotonic`.
-        rejoins: how often a rank was started again.
+        step: number of updates that at least one rank has completed.
+        updated_at: time of the last update, on the clock `time.monotonic`.
+        rejoins: number of restarts of ranks.
     """
 
     def __init__(self, run: Run) -> None:
-        """Record the updates of a run, also for its monitor and progress bar."""
         self.step = 0
         self.updated_at = time.monotonic()
         self.rejoins = 0
@@ -67,7 +70,7 @@ class History:
         self._paused_at: float | None = None
 
     def count(self, step: int) -> None:
-        """Count an update that a rank has done, for the progress bar and the watchdog."""
+        """Record that a rank has completed ``step`` updates. Ignore the message if another rank sent it before."""
         if step <= self.step:
             return
         self.step = step
@@ -78,16 +81,16 @@ class History:
             self._paused_at = None
 
     def repeat(self, step: int) -> None:
-        """Note that a step is taken again."""
+        """Record that ``step`` is repeated."""
         self._repeated.add(step)
 
     def pause(self) -> None:
-        """Note that the group changes: a pause lasts from its last update to the next."""
+        """Record that the group changes. A pause lasts from the last update before the change to the next update."""
         if self._members and not self._paused_at:
             self._paused_at = self.updated_at
 
     def regrouped(self, step: int, members: Sequence[int]) -> None:
-        """Note the members from a step on."""
+        """Record the ranks that are members from ``step`` on."""
         entry = {"step": step, "ranks": members}
         if self._members[-1:] != [entry]:
             self._members.append(entry)
@@ -95,7 +98,7 @@ class History:
             self._run.monitor.record_event("members", text=f"ranks {ranks} train", ranks=ranks)
 
     def result(self) -> dict[str, Any]:
-        """Return the fields of the result."""
+        """Return the result's fields about the group: members, rejoins, steps_repeated, and pauses in seconds."""
         return {
             "members": self._members,
             "rejoins": self.rejoins,
@@ -105,11 +108,11 @@ class History:
 
 
 class RunFiles:
-    """Notice that the run dir or its log of steps is another than at the start."""
+    """Detect that the run dir or its metrics.jsonl was removed or replaced since the start."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        paths = [run_dir, run_dir / "metrics.jsonl"]  # --evaluate-only writes no log of steps
+        paths = [run_dir, run_dir / "metrics.jsonl"]  # with --evaluate-only, metrics.jsonl does not exist
         self._at_start = {path: path.stat() for path in paths if path.exists()}
 
     def check(self) -> None:
@@ -122,7 +125,7 @@ class RunFiles:
                 is_same = os.path.samestat(os.stat(path), status)
             except FileNotFoundError:
                 is_same = False
-            except OSError:  # a disk that fails for a while
+            except OSError:  # a temporary disk error
                 return
             if not is_same and path == self._run_dir:
                 raise NonRetryableError(
@@ -138,10 +141,10 @@ class Records:
     """Write the log lines, checkpoints and the result of a run.
 
     Attributes:
-        device: the device of the ranks; the launcher computes nothing.
-        saved: the step of the newest checkpoint.
-        final: the message and the arrays of the run's last step, or None before it.
-        final_at: when they came, on the clock `time.monotonic`.
+        device: device of the ranks. The launcher itself does not compute.
+        saved: step of the newest checkpoint.
+        final: message and arrays of the run's last step, or None before it.
+        final_at: time at which ``final`` arrived, on the clock `time.monotonic`.
     """
 
     def __init__(self, run: Run, options: Options, history: History) -> None:
@@ -152,8 +155,8 @@ class Records:
         self._run = run
         self._history = history
         self._alone = Alone()
-        self._groups: Groups = {}  # of the state that is saved next
-        self._left: tuple[dict[str, Any], Groups] | None = None  # the newest state that a rank has left with
+        self._groups: Groups = {}  # arrays of the next checkpoint
+        self._left: tuple[dict[str, Any], Groups] | None = None  # newest state of a rank that has left
         self._start(options)
         self.saved = run.first_step
         self._logged = run.first_step
@@ -175,11 +178,11 @@ class Records:
         run.start(batches, len(test_set.labels), options.model, self.device.type, metadata)
 
     def checkpoint_messages(self) -> list[bytes]:
-        """Return what `Run.restore` broadcasts to a rank: the newest checkpoint."""
+        """Return the parts of the newest checkpoint, which a rank receives in place of `Run.restore`'s broadcasts."""
         return self._alone.parts
 
     def wants(self, values: dict[str, Any]) -> bool:
-        """Return whether the arrays of a state are still to be recorded."""
+        """Return whether the launcher still needs the arrays of the state that ``values`` describes."""
         if values["stop"]:
             return self._left is None or values["step"] > self._left[0]["step"]
         if values["final"]:
@@ -187,11 +190,11 @@ class Records:
         return bool(values["step"] > self.saved)
 
     def add(self, values: dict[str, Any], groups: Groups | None = None) -> None:
-        """Write the log line, the checkpoint and the result of a step, unless they are written.
+        """Write the log line and the checkpoint of a step, and keep the final state, each once.
 
         Args:
-            values: the numbers of a log line, as `Members.record` sends them.
-            groups: the arrays of the state, if they were asked for.
+            values: numbers of a log line, as `Members.record` sends them.
+            groups: arrays of the state, if the launcher requested them.
         """
         step = values["step"]
         self._history.count(step)
@@ -212,22 +215,26 @@ class Records:
             self.final_at = time.monotonic()
 
     def add_left(self, values: dict[str, Any], groups: Groups) -> None:
-        """Keep the state with which a rank has left, for `save_and_stop`."""
+        """Keep the last state of a rank that leaves, for `save_and_stop`."""
         self._left = (values, groups)
 
     def _keep(self, step: int, groups: Groups) -> None:
-        """Let ranks that come later begin with this checkpoint."""
+        """Keep this checkpoint for ranks that join later."""
         message = {**json.loads(self._alone.parts[0]), "step": step, "groups": [*groups]}
         contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
         self._alone.parts[:] = [json.dumps(message).encode(), *contents]
 
     def _take_totals(self, values: dict[str, Any]) -> None:
-        """Take the losses and the stop request of a record, for the next log line and checkpoint."""
+        """Pass the losses and the stop signal of a record to the run, for its next log line and checkpoint."""
         totals = Totals(loss=values["loss"], running_loss=values["running_loss"], stop_signal=values["stop"])
         self._run.step_sync.apply(self._run.step, totals)
 
     def save_and_stop(self) -> None:
-        """Save the newest state that a rank has left with, and end. Raises Stopped."""
+        """Save the newest state of the ranks that have left.
+
+        Raises:
+            Stopped: always, after the save.
+        """
         number = self._run.stop_request.number or signal.SIGTERM
         if self._left is None:
             raise stop.Stopped(number, "stopped before the first step", is_final=False)
@@ -252,18 +259,18 @@ class Records:
 
 
 class Offers:
-    """Compare the states that members offer after a step, and ask one of them for the arrays."""
+    """Compare the states that members offer after a step, and request the arrays from one member."""
 
     def __init__(self, records: Records, options: Options) -> None:
         self._records = records
         self._options = options
-        self._offers: list[Message] = []  # of one state; the first may be asked for its arrays
-        self._digests: dict[int, tuple[str, int]] = {}  # by step, and which rank had it
+        self._offers: list[Message] = []  # unanswered offers; the arrays are requested from the first one
+        self._digests: dict[int, tuple[str, int]] = {}  # by step: first digest, and the rank that sent it
         self._offered_at = 0.0
         self._asked_at = math.inf
 
     def add(self, each: Rank, message: Message) -> None:
-        """Take an offer. Raises RetryableError if another rank has other bits after the same step."""
+        """Add an offer. Raises RetryableError if another rank has different bits after the same step."""
         step = message.values["step"]
         digest = message.values["digest"]
         first, owner = self._digests.setdefault(step, (digest, each.rank))
@@ -278,22 +285,22 @@ class Offers:
         self._offered_at = time.monotonic()
 
     def drop(self, channel: Channel) -> None:
-        """Drop the offers of a rank that is gone."""
+        """Drop the offers of a rank whose connection has ended."""
         if self._offers and self._offers[0].channel is channel:
             self._asked_at = math.inf
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
 
     def compare(self, members: Sequence[Rank]) -> None:
-        """Answer the offers of a state once all members have made theirs, so that nothing is saved if they differ."""
+        """Answer the offers when all members have sent one, so that differing states are never saved."""
         now = time.monotonic()
         is_asked = self._asked_at < math.inf
         if self._offers and not is_asked and self._is_due(members, now):
             self._ask()
-        if now - self._asked_at > ANSWER_SECONDS:  # the rank was stopped
+        if now - self._asked_at > ANSWER_SECONDS:  # the rank does not send the arrays
             self._ask_next()
 
     def _is_due(self, members: Sequence[Rank], now: float) -> bool:
-        """Return whether all members have made their offers, or the wait for them is over."""
+        """Return whether all members have sent an offer, or need not be awaited."""
         if now - self._offered_at > ANSWER_SECONDS:
             return True
         if any(self._is_single(offer.values) for offer in self._offers):
@@ -302,11 +309,11 @@ class Offers:
         return all(each.channel is None or each.channel in channels for each in members)
 
     def _is_single(self, values: dict[str, Any]) -> bool:
-        """Return whether an offer is answered without the others: its rank leaves, or the state is recorded."""
+        """Return whether an offer needs no comparison, because its rank leaves or the state is already recorded."""
         return bool(values["stop"]) or not self._records.wants(values)
 
     def _ask(self) -> None:
-        """Answer offers, and stop at the first whose arrays are wanted."""
+        """Answer offers in order until the arrays of an offer are needed, and request these arrays."""
         self._asked_at = math.inf
         while self._offers:
             offer = self._offers[0]
@@ -323,7 +330,7 @@ class Offers:
         self._ask()
 
     def arrived(self, message: Message) -> None:
-        """Record the arrays of an offer, and answer the next one."""
+        """Record the arrays of an offer that have arrived, and answer the next offer."""
         assert message.contents is not None
         groups = {group: safetensors.numpy.load(content) for group, content in message.contents.items()}
         values = message.values

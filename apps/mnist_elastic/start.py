@@ -1,4 +1,4 @@
-"""Start ranks on this machine: by fork from a process that has imported train.py, or as programs."""
+"""Start ranks on this machine, by fork from a process that has imported train.py, or as new programs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ from typing import Any, Protocol
 
 from samestep.job_info import JobInfo
 
-MAX_MESSAGE = 2**16  # bytes
+MAX_MESSAGE = 2**16  # maximum size of a message, in bytes
 
 
 class Process(Protocol):
     """A started rank, with the interface of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus a signal; None while the process runs."""
+        """Return the exit code, or a negative signal number; None while the process runs."""
 
     def kill(self) -> None:
-        """End the process."""
+        """Kill the process."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the end of the process. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
 
 
 class Starter:
-    """Start the ranks of one job."""
+    """Start the ranks of one job on this machine."""
 
     def __init__(self, program: Sequence[str], place: str) -> None:
-        """Take train.py with its arguments, and the launcher's address and key for `JobInfo.members`."""
+        """Prepare to start ranks, by fork if the launch script runs a forker.
+
+        Args:
+            program: path of train.py and its arguments.
+            place: host, port and key of the launcher, for `JobInfo.members`.
+        """
         self._program = program
         self._info = replace(JobInfo.from_environ(os.environ), machines=None, members=place)
         self._forker: Forker | None = None
@@ -44,11 +49,11 @@ class Starter:
             self._forker = Forker(self._info.forker)
 
     def start(self, rank: int, name: str, ranks: int) -> Process:
-        """Start a rank.
+        """Start a rank, and return its process.
 
         Args:
-            rank: its number.
-            name: its name in the group.
+            rank: number of the rank.
+            name: name of the process in groups.
             ranks: number of ranks that the job starts with.
         """
         info = replace(self._info, forker=None, rank=rank, name=name, ranks=ranks)
@@ -59,14 +64,15 @@ class Starter:
 
 
 class Forker:
-    """The process of the launch script that has imported train.py and forks ranks.
+    """Connection to the forker, a process of the launch script that has imported train.py and forks ranks.
 
-    Messages to it are ``start``, with ``arguments`` and ``environ``, and ``kill``. It sends ``ended``, with ``code``.
-    The value of these words is the number that this process has given to the rank. All messages are JSON.
+    Messages are JSON objects. Requests have the key ``start``, with ``arguments`` and ``environ``, or ``kill``. The
+    forker sends ``ended``, with ``code``. The value of ``start``, ``kill`` and ``ended`` is the number by which this
+    class identifies a rank.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Take the descriptor of the socket to this process."""
+        """Connect by ``descriptor``, the file descriptor of a socket to the forker."""
         self._socket = socket.socket(fileno=descriptor)
         self._numbers = itertools.count()
         self._codes: dict[int, int] = {}
@@ -75,27 +81,27 @@ class Forker:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def start(self, arguments: Sequence[str], environ: dict[str, str]) -> ForkedRank:
-        """Start a rank with changes to the environment."""
+        """Fork a rank with these arguments of train.py, and ``environ`` added to its environment."""
         number = next(self._numbers)
         self.send(start=number, arguments=[*arguments], environ=environ)
         return ForkedRank(self, number)
 
     def send(self, **message: Any) -> None:
-        """Send a message; a process that is gone gets none, and the launch script then ends this one."""
+        """Send a message. If the forker has ended, do nothing, because the launch script then ends this process."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode())
 
     def code(self, number: int) -> int | None:
-        """Return the exit code of a rank, or minus a signal; None while it runs."""
+        """Return the exit code of a rank, or a negative signal number; None while the rank runs."""
         return self._codes.get(number)
 
     def wait(self, number: int, timeout: float | None) -> bool:
-        """Wait for up to ``timeout`` seconds. Returns whether the rank has ended, or its end cannot be known."""
+        """Wait up to ``timeout`` seconds for the end of a rank. Returns: whether the rank or the forker has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: number in self._codes or self._is_gone, timeout)
 
     def _receive(self) -> None:
-        """Record the exit codes of ranks."""
+        """Record the exit codes that the forker sends."""
         while True:
             content = b""
             with contextlib.suppress(OSError):
@@ -111,22 +117,22 @@ class Forker:
 
 
 class ForkedRank:
-    """A rank that was forked."""
+    """A forked rank, with the interface of `Process`."""
 
     def __init__(self, forker: Forker, number: int) -> None:
-        """Take the process that has forked it, and its number there."""
+        """Keep the forker and the number by which `Forker` identifies the rank."""
         self._forker = forker
         self._number = number
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus a signal; None while the rank runs."""
+        """Return the exit code, or a negative signal number; None while the rank runs."""
         return self._forker.code(self._number)
 
     def kill(self) -> None:
-        """End the rank by SIGKILL."""
+        """Kill the rank by SIGKILL."""
         self._forker.send(kill=self._number)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the end of the rank. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         if not self._forker.wait(self._number, timeout):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)

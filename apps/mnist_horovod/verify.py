@@ -1,9 +1,9 @@
-"""Check a Horovod installation, also over several machines; scripts/verify_horovod.sh runs this.
+"""Check a Horovod installation on one or several machines. scripts/verify_horovod.sh runs this program.
 
     python apps/mnist_horovod/verify.py [N] [--transport mpi] [--device cuda]     # N ranks, 2 by default
 
-Each rank takes one step of the app's training, on its own device and with the app's own data. HOROVOD_HOSTS chooses the
-machines. The output is a table of checks; the exit code is 1 if any of them failed.
+Each rank computes one training step of the app, on its own device and with the app's data. HOROVOD_HOSTS selects the
+machines. The program prints a table of checks. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.sharding import GlobalBatches
 from torch.nn.utils import parameters_to_vector
 
-TIMEOUT = 180  # seconds for the ranks to start, check and end
+TIMEOUT = 180  # time limit of all ranks, in seconds
 REPORT = "FOUND "  # prefix of each rank's line of JSON
-DATASET = "mnist-5k"  # which needs no download
+DATASET = "mnist-5k"  # needs no download
 
-Row = tuple[str, str, bool]  # what was checked, the result, whether it is good
+Row = tuple[str, str, bool]  # name of the check, result, whether the check passed
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("n", nargs="?", default="2", metavar="N", help="number of ranks (default: %(default)s)")
     parser.add_argument("--transport", choices=("gloo", "mpi"), default="gloo", help="(default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    parser.add_argument("--rank", action="store_true", help=SUPPRESS)  # the started ranks get it
+    parser.add_argument("--rank", action="store_true", help=SUPPRESS)  # passed to each rank
     try:
         options = parser.parse(sys.argv[1:])
         if not re.fullmatch(r"[1-9]\d{0,4}", options.n, re.ASCII):
@@ -60,7 +60,7 @@ def main() -> None:
     except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    # Horovod finds mpirun by PATH: the environment's own comes first, as in the launch script.
+    # Horovod finds mpirun by PATH. As in the launch script, the environment's bin is first.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     rows = [*check_build(options.transport), *check_ranks(options)]
     width = max(len(name) for name, _, _ in rows)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def check_build(transport: str) -> list[Row]:
-    """Return the checks of Horovod itself, which need no ranks."""
+    """Return the checks of the Horovod build, which need no ranks."""
     parts = {
         "gloo": hvd.gloo_built(),
         "MPI": hvd.mpi_built(),
@@ -97,7 +97,7 @@ def check_build(transport: str) -> list[Row]:
 
 
 def mpi_version() -> tuple[str, bool]:
-    """Return the first two lines of ``mpirun --version``, and whether it works."""
+    """Return the first two lines of ``mpirun --version``, or an error, and whether mpirun works."""
     try:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -110,7 +110,7 @@ def mpi_version() -> tuple[str, bool]:
 
 
 def check_ranks(options: Options) -> list[Row]:
-    """Return the checks that need ranks: horovodrun starts this file on each of them."""
+    """Run this program on all ranks by horovodrun, and return the checks of their reports."""
     n = int(options.n)
     command = [sys.executable, "-m", "horovod.runner.launch", f"--{options.transport}", "-np", str(n)]
     hosts = os.environ.get("HOROVOD_HOSTS")
@@ -135,7 +135,7 @@ def check_ranks(options: Options) -> list[Row]:
 
 
 def place_rows(ranks: list[dict[str, Any]], transport: str) -> list[Row]:
-    """Return the checks of the ranks' numbers, and of one all-reduce."""
+    """Return the checks of the transport, of each rank's number, of the world size, and of one all-reduce."""
     n = len(ranks)
     backends = {rank["backend"] for rank in ranks}
     carriers = sorted({f"{rank['backend']} on {rank['device']}" for rank in ranks})
@@ -152,7 +152,7 @@ def place_rows(ranks: list[dict[str, Any]], transport: str) -> list[Row]:
 
 
 def step_rows(ranks: list[dict[str, Any]]) -> list[Row]:
-    """Return the checks of the weights, before and after a broadcast and a step."""
+    """Return the checks of the weights before a broadcast, after it, and after a training step."""
     differed = len(ranks) == 1 or any(rank["differed"] for rank in ranks)
     rows = [("weights differ before the broadcast", "", differed)]
     for name, title in (
@@ -166,7 +166,7 @@ def step_rows(ranks: list[dict[str, Any]]) -> list[Row]:
 
 
 def batch_rows(ranks: list[dict[str, Any]]) -> list[Row]:
-    """Return the batches of the ranks, and whether they are distinct."""
+    """Return a row with the batch of each rank, and the check that all batches are distinct."""
     rows = [(f"batch of rank {rank['rank']}", shown(rank["batch"]), True) for rank in ranks]
     images = f"{ranks[0]['samples']} images of {DATASET} in total"
     rows.append(("batches are distinct", images, all(rank["distinct"] for rank in ranks)))
@@ -174,7 +174,7 @@ def batch_rows(ranks: list[dict[str, Any]]) -> list[Row]:
 
 
 def shown(batch: list[int]) -> str:
-    """Return "16 images: 4, 31, 7, ..."."""
+    """Return the description of a batch, such as "16 images: 4, 31, 7, ..."."""
     first = list(map(str, batch[:3]))
     if len(batch) > 3:
         first.append("...")
@@ -182,9 +182,9 @@ def shown(batch: list[int]) -> str:
 
 
 def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
-    """Return what one rank finds: an all-reduce, a broadcast, and a step of the app's training on its data."""
+    """Run an all-reduce, a broadcast and one training step on this rank, and return the observations."""
     world = env.detect()
-    Watchdog().start(world, Options(timeout=TIMEOUT))  # ends this rank with its launcher
+    Watchdog().start(world, Options(timeout=TIMEOUT))  # ends this rank if its launcher ends
     device = distributed.choose_device(requested_device, world)
     distributed.rendezvous(world, device, TIMEOUT, transport)
     rank = hvd.rank()
@@ -225,7 +225,7 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
 
 
 def are_equal(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all ranks have the same bits in their ``tensors``."""
+    """Return whether ``tensors`` have the same bits on all ranks."""
     own = parameters_to_vector(tensors).detach()
     gathered = hvd.allgather(own.unsqueeze(0))
     return all(torch.equal(other, gathered[0]) for other in gathered)

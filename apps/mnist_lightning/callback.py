@@ -1,4 +1,4 @@
-"""Connect Lightning's Trainer to samestep's Run: the hooks around each step."""
+"""Connect Lightning's Trainer to samestep's Run by hooks around each step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class RunCallback(pl.Callback):
-    """Do what a training loop does around the step itself: report to the Run, and act on its answer."""
+    """Report each step to the Run, and log, evaluate and save when the Run requests it."""
 
     def __init__(self, run: Run, data: Data) -> None:
         self.run = run
@@ -23,74 +23,77 @@ class RunCallback(pl.Callback):
         self.actions = StepActions(sync=False, log=False, evaluate=False, save=False)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let Lightning count from the start of training, as after loading a checkpoint of its own."""
+        """Set Lightning's counters to the first step, as if Lightning had loaded its own checkpoint."""
         fit = trainer.fit_loop
         first = self.run.first_step
         epoch = first // len(self.data.sampler)
         current: Any = fit.epoch_progress.current
         current.processed = epoch
-        current.completed = epoch  # current_epoch
-        # global_step, without and with --virtual-ranks
+        current.completed = epoch  # trainer.current_epoch
+        # trainer.global_step: the first counter without --virtual-ranks, the second with it
         fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first
         fit.epoch_loop.manual_optimization.optim_step_progress.total.completed = first
-        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step that its loggers get
+        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step number in Lightning's loggers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.stop_request.install()  # Lightning's handler of TERM would communicate at once
-        ddp = trainer.strategy.model  # the module, wrapped
+        self.run.stop_request.install()  # replaces Lightning's SIGTERM handler, which communicates at once
+        ddp = trainer.strategy.model  # the module, wrapped by DDP
         assert isinstance(ddp, DistributedDataParallel)
         if not self.data.sampler.virtual_ranks:
             reduction.register_ordered_hook(ddp, self.run.timer)
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.run.timer.mark(INPUT)  # which run.batches began
+        self.run.timer.mark(INPUT)  # end of the phase that run.batches began
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.run.timer.mark(COMMUNICATION)  # backward() is a part of Lightning's optimizer step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the actions that follow an update; training_step returned ``outputs``."""
+        """Count an update, and start the actions that follow. ``outputs`` is the result of training_step."""
         self.actions = self.run.after_step(outputs["loss_sum"])
         if self.actions.sync:
             self.actions = self.run.sync()  # collective: losses, stop requests, phase times
-        # By this, Lightning now decides whether to validate. It always validates at the end of its part of an epoch.
+        # Lightning now validates if val_check_batch is 1. It also validates at the end of each loader.
         trainer.val_check_batch = 1 if self.actions.evaluate else math.inf
         if self.actions.log and not self.actions.evaluate:
             self.log_step(trainer, pl_module, {})  # collective
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Log the step after which Lightning has validated.
+        """Log the step before this validation, if the Run requested an evaluation.
 
-        If --max-steps or a resume cuts an epoch, Lightning's ends too: it has validated for the result alone.
+        Lightning also validates at the end of an epoch that --max-steps shortens. Only the result uses that evaluation.
         """
         if self.actions.evaluate:
             self.log_step(trainer, pl_module, pl_module.eval_metrics)  # collective
 
     def log_step(self, trainer: pl.Trainer, module: Any, evaluation: dict[str, Any]) -> None:
-        """Log the last step, also to Lightning's loggers, and save a checkpoint if that follows."""
+        """Log the last step to metrics.jsonl and Lightning's loggers, and save a checkpoint if one is due."""
         line = self.run.log_metrics(evaluation)
         self.log_line(trainer, line)
         if self.actions.save:
             self.run.save()  # collective: compare replicas
 
     def log_line(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
-        """Give Lightning's loggers a line of metrics.jsonl. They write on rank 0 alone."""
+        """Pass a line of metrics.jsonl to Lightning's loggers, which write on rank 0 only."""
         values = {name: value for name, value in line.items() if name != "step"}
         try:
             for logger in trainer.loggers:
                 logger.log_metrics(values, line["step"])
-                if self.actions.save:  # a job that resumes from this checkpoint repeats later lines
+                if self.actions.save:  # a resume from this checkpoint repeats only later lines
                     logger.save()
         except OSError as error:
             raise NonRetryableError(f"cannot write Lightning's log: {error.strerror}: {error.filename}") from error
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.stop_request.install()  # if it validates without training
+        self.run.stop_request.install()  # needed if validation runs without training
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.run.monitor.beat()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Exit at once with the exit codes of `log.run`: Lightning's own shutdown may wait, and turns Ctrl-C into 1."""
+        """Re-raise the exception, so that the process exits at once with the exit code of `log.run`.
+
+        Lightning's shutdown may wait for other ranks, and turns Ctrl-C into exit code 1.
+        """
         raise exception

@@ -1,4 +1,4 @@
-"""Give Lightning the rank and world size that samestep read from the environment."""
+"""Pass the rank and world size that samestep detected to Lightning."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from samestep.env import World
 
 
 class SamestepEnvironment(ClusterEnvironment):
-    """Describe a job whose ranks and process group exist: Lightning starts no process and opens no address."""
+    """Describe a job whose processes and process group already exist, so that Lightning creates neither."""
 
     creates_processes_externally = True
-    main_address = ""  # the rendezvous is over
+    main_address = ""  # not used, because the process group exists
     main_port = 0
 
     def __init__(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""Hold all images as one uint8 tensor in memory: a batch is one index and one normalization."""
+"""Hold all images as one uint8 tensor in memory, so that a batch needs one gather and one normalization."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler
 from torch import Tensor
 from torch.utils.data import Dataset
 
-EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """Images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
 
     A `samestep.torch.DataLoader` reads whole batches from it.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> None:
-        """``dtype`` is the type of a batch's images."""
+        """Create the dataset. ``dtype`` is the type of a batch's images."""
         self.images = images
         self.labels = labels
         self.dtype = dtype
@@ -42,7 +42,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
         normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
         return normalized, self.labels.index_select(0, chosen)
 
-    __getitems__ = batch  # a DataLoader's name for it
+    __getitems__ = batch  # the method that a DataLoader calls
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
@@ -57,7 +57,7 @@ def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) ->
 
 
 class Batches:
-    """The next ``count`` batches of an iterable: Lightning needs their number."""
+    """An iterable of the next ``count`` batches, with the length that Lightning requires."""
 
     def __init__(self, batches: Iterable[Any], count: int) -> None:
         self.batches = batches
@@ -71,7 +71,7 @@ class Batches:
 
 
 class Data(LightningDataModule):
-    """Load the run's global batches, an epoch at a time, and this rank's blocks of the test set."""
+    """Provide the global batches of each epoch, and this rank's blocks of the test set."""
 
     def __init__(
         self, run: Run, sampler: GlobalBatchSampler, eval_sampler: EvalSampler, train_set: Split, test_set: Split
@@ -84,9 +84,9 @@ class Data(LightningDataModule):
         self.eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
 
     def train_dataloader(self) -> Batches:
-        """Return the steps of Lightning's current epoch, from the run's first step to its last.
+        """Return the batches of Lightning's current epoch that lie between the run's first and last step.
 
-        Lightning asks again at each epoch (``reload_dataloaders_every_n_epochs``) and validates at the end of each.
+        Lightning calls this method in each epoch (``reload_dataloaders_every_n_epochs``), and validates at its end.
         """
         assert self.trainer is not None
         epoch_begin = self.trainer.current_epoch * len(self.sampler)
@@ -95,5 +95,5 @@ class Data(LightningDataModule):
         return Batches(self.batches, last - first)
 
     def val_dataloader(self) -> Batches:
-        """Return this rank's blocks of the test set; another rank may have one more or less."""
+        """Return this rank's blocks of the test set. The number of blocks may differ by one between ranks."""
         return Batches(self.eval_loader, len(self.eval_sampler))

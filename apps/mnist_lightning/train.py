@@ -6,8 +6,8 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds collectives of its own: barriers when fit begins, and in each epoch a barrier and
-a sum of lengths for each loader. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
+callback.py. Lightning's Trainer adds more collectives: barriers when fit begins, and in each epoch a barrier and a sum
+of lengths for each loader. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 class Digits(pl.LightningModule):
-    """Define what Lightning trains: the model, its optimizer, their step, and the evaluation."""
+    """Define the model, optimizer, training step and evaluation for Lightning."""
 
     def __init__(
         self,
@@ -59,26 +59,26 @@ class Digits(pl.LightningModule):
         tree: GradientTree | None,
     ) -> None:
         super().__init__()
-        self.model = exact(model, sampler)  # dropout by row of the global batch
+        self.model = exact(model, sampler)  # draws dropout masks by row of the global batch
         self.optimizer = optimizer
         self.sampler = sampler
         self.eval_sampler = eval_sampler
         self.tree = tree
-        self.automatic_optimization = tree is None  # else training_step calls backward() and updates
-        self.eval_metrics: dict[str, Any] = {}  # of the last validation
+        self.automatic_optimization = tree is None  # otherwise training_step runs backward and updates
+        self.eval_metrics: dict[str, Any] = {}  # metrics of the last validation
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.model(images)
         return scores
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer  # with the state that was restored
+        return self.optimizer  # has the restored state
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return the loss that Lightning calls backward() on, and this rank's summed loss.
+        """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
 
-        The gradient must be the mean over the global batch: DDP divides by world_size, and shards may differ in size or
-        be empty. With --virtual-ranks a tree adds the gradients of the sub-shards, without DDP.
+        The loss is scaled, so that DDP's average of the gradients is the gradient of the mean over the global batch.
+        With --virtual-ranks, a tree reduces the gradients of the sub-shards instead of DDP, and "loss" is absent.
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
@@ -93,7 +93,7 @@ class Digits(pl.LightningModule):
         for images, labels in self.sampler.micro_batches(batch):
             assert self.sampler.micro_batch is not None
             loss_sum = F.nll_loss(self(images), labels, reduction="sum")
-            self.sampler.scale(loss_sum).backward()  # with manual_backward() DDP would reduce
+            self.sampler.scale(loss_sum).backward()  # not manual_backward(), after which DDP would reduce
             tree.add(self.sampler.micro_batch, loss_sum)
         loss = tree.all_reduce(self.sampler.step - 1)  # collective
         self.optimizers().step()  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ class Digits(pl.LightningModule):
         self.sums[block, 2] = len(labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Compute loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
+        """Compute loss and accuracy over the whole test set. Each example counts once, on one rank."""
         dist.all_reduce(self.sums)  # collective
         loss_sum, correct, examples = self.sums.sum(dim=0).tolist()
         self.eval_metrics = {
@@ -123,7 +123,10 @@ class Digits(pl.LightningModule):
 
 
 def build_trainer(run: Run, options: Options, device: torch.device, epochs: int, callback: pl.Callback) -> pl.Trainer:
-    """Return a Trainer without the parts that samestep replaces: its checkpoints are pickles, and its sampler pads."""
+    """Return a Trainer without Lightning's checkpoints and sampler.
+
+    samestep replaces both, because Lightning's checkpoints are pickles and its sampler pads the data.
+    """
     folder = options.run_dir / "log"
     loggers: list[Logger] = []
     if options.logger == "csv":
@@ -131,10 +134,10 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
     elif options.logger == "tensorboard":
         loggers = [TensorBoardLogger(folder, name="lightning")]
     ranks = run.world.local_world_size
-    if not ranks:  # the launcher does not set it
+    if not ranks:  # the launcher does not set the local world size
         ranks = (run.world.local_rank or 0) + 1
     devices = ranks
-    shared: list[torch.device] | None = None  # the Trainer takes a GPU for each rank
+    shared: list[torch.device] | None = None  # None: the Trainer selects a GPU for each rank
     if options.share_gpu:
         devices = 1
         shared = [device] * ranks
@@ -160,7 +163,7 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train from the first step, or from the checkpoint that the run resumes."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     dtype = getattr(torch, options.dtype)
     rank = run.world.rank
     world_size = run.world.world_size
@@ -173,12 +176,12 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     )
     run.restore(distributed, parts)  # collective: rank 0 reads
 
-    # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
+    # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
     sampler = GlobalBatchSampler(
         len(train_set), options.global_batch_size, rank, world_size, options.seed, virtual_ranks=options.virtual_ranks
     )
-    blocks = options.virtual_ranks or world_size  # Lightning raises an error on a rank that has none
+    blocks = options.virtual_ranks or world_size  # Lightning raises an error on a rank without blocks
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
     metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device, model)}
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
@@ -186,11 +189,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     tree = reduction.gradient_tree(model, sampler.batches)  # None without --virtual-ranks
     module = Digits(model, optimizer, sampler, eval_sampler, tree)
     data = Data(run, sampler, eval_sampler, train_set, test_set)
-    epochs = -(-run.last_step // len(sampler))  # the last of them may be cut
+    epochs = -(-run.last_step // len(sampler))  # the last epoch may be incomplete
     callback = RunCallback(run, data)
     trainer = build_trainer(run, options, device, epochs, callback)
     if run.first_step < run.last_step:
-        trainer.fit(module, datamodule=data)  # collective: DDP is built, and all that callback.py marks
+        trainer.fit(module, datamodule=data)  # collective: DDP's constructor, and the calls marked in callback.py
     else:
         trainer.validate(module, datamodule=data, verbose=False)  # collective
     run.finish(module.eval_metrics)  # collective: compare replicas

@@ -1,7 +1,7 @@
-"""Draw apps/resnet50_mindspore/augmentation.png: what crop and flip make of six images in five epochs.
+"""Draw apps/resnet50_mindspore/augmentation.png: six images after crop and flip in five epochs.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0          # makes .venvs/resnet50_mindspore
-.venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/augmentation.py   # --dataset cifar10 for real ones
+.venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/augmentation.py   # --dataset cifar10 for real images
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from data import augment, load
 from PIL import Image, ImageDraw
 
 SCALE = 3
-EDGE = 4  # pixels between images
-HEAD = 16  # pixels above them
+EDGE = 4  # width of the space between images, in pixels
+HEAD = 16  # height of the titles, in pixels
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Let MindSpore cut the operators of the step over ranks: ``--parallel semi-auto`` and ``auto``, experimental.
+"""Split the operators of a step over ranks by MindSpore (``--parallel semi-auto`` and ``auto``, experimental).
 
-Semi-automatic parallelization cuts the batch and the weights of the last layer, which `cut` selects. In automatic
-parallelization (AUTO_PARALLEL), a search with a cost model cuts all operators.
+Semi-automatic parallelization splits the batch and the weights of the last layer. In automatic parallelization
+(AUTO_PARALLEL), a search with a cost model splits all operators.
 
-If MindSpore cuts a weight, each rank holds a part of it. Checkpoints, comparisons and evaluations need whole weights,
-which `gather` puts together. No Ascend has run this yet.
+If MindSpore splits a weight, each rank holds a part of it. `gather` assembles whole weights for checkpoints,
+comparisons and evaluations. This module has not run on Ascend yet.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from model import ResNet
 from numpy.typing import NDArray
 
-MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParallel's names
+MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParallel's names of --parallel's values
 
 
 def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.Cell:
-    """Return ``network`` as a cell that MindSpore cuts over ranks when it compiles it.
+    """Return ``network`` as a cell that MindSpore splits over ranks during compilation.
 
     Args:
-        network: a training step, or the forward pass for `Model`. It contains ``model``.
+        network: a training step, or the forward pass for `Model`, which contains ``model``.
         model: the trained model.
         parallel: "semi-auto" or "auto".
-        world_size: number of ranks; with "semi-auto" it divides the inputs of the last layer.
+        world_size: number of ranks. With "semi-auto", it must divide the inputs of the last layer.
     """
-    if parallel == "semi-auto":  # each rank multiplies its part of the features; MindSpore adds up the products
+    if parallel == "semi-auto":  # each rank multiplies its part of the features, and MindSpore sums the products
         model.fc.matmul.shard(((1, world_size), (1, world_size)))
     graph = AutoParallel(network, MODES[parallel])
     graph.enable_gradients_mean()
@@ -42,7 +42,7 @@ def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.C
 
 @contextlib.contextmanager
 def stand_alone() -> Iterator[None]:
-    """Within this, MindSpore does not cut what it compiles. `Model` keeps its own mode for as long as it trains."""
+    """Compile without automatic parallelization in the block, then restore the mode of `Model`."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
     try:
@@ -52,13 +52,13 @@ def stand_alone() -> Iterator[None]:
 
 
 def record_layouts(network: nn.Cell) -> None:
-    """Note in each parameter how MindSpore has cut it, once ``network`` is compiled; nothing if MindSpore cut none."""
+    """Store in each parameter of the compiled ``network`` how MindSpore split it, or None if it is whole."""
     for parameter in network.get_parameters():
         parameter.layout = network.parameter_layout_dict.get(parameter.name)
 
 
 def whole(parameter: Parameter) -> NDArray[Any]:
-    """Return a parameter as an array. If MindSpore has cut it, this is collective: all ranks call it, in one order."""
+    """Return a whole parameter as an array. If MindSpore has split it, the call is collective."""
     part = np.array(parameter.asnumpy())
     layout = getattr(parameter, "layout", None)
     if layout is None or all(axis == -1 for axis in layout[1]):
@@ -67,13 +67,13 @@ def whole(parameter: Parameter) -> NDArray[Any]:
 
 
 def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int]) -> NDArray[Any]:
-    """Return the whole array from the equal parts that the ranks hold.
+    """Return the whole array from the equal parts of all ranks. Collective.
 
     Args:
         part: this rank's part. All parts have the same shape and dtype.
-        matrix: the shape in which MindSpore arranges the ranks, by rows.
-        tensor_map: for each axis of ``part`` an axis of the matrix, counted from the last one (0). The ranks along this
-            axis hold consecutive parts. -1: the axis is not cut.
+        matrix: shape of MindSpore's grid of ranks, which is filled by rows.
+        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if the axis is whole.
+            Axes of the grid are counted from the last one (0). Ranks along such an axis hold consecutive parts.
     """
     parts = all_gather(part.ravel())  # collective
     cuts = [1 if axis == -1 else matrix[-1 - axis] for axis in tensor_map]

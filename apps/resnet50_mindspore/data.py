@@ -1,4 +1,4 @@
-"""Serve batches: crop and flip whole batches of images in numpy, do the rest in MindSpore's compiled code."""
+"""Make batches of images: crop and flip in NumPy, and normalize in MindSpore's compiled code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, sample_bits
 from samestep.step_timer import COMMUNICATION, INPUT
 
-# Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
+# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
-PADDING = 4  # pixels on each side, for the random crop
+PADDING = 4  # width of the border around the image before cropping, in pixels
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Images uint8 [n, 32, 32, 3] and labels int32 [n]."""
+    """A dataset of images uint8 [n, 32, 32, 3] and labels int32 [n]."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int32]
@@ -36,12 +36,12 @@ class Split:
     def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
         """Return this rank's shard of the global batch of each of ``steps``.
 
-        Every rank has ceil(global batch / world size) rows at every step, because MindSpore compiles again for another
-        shape and refuses an empty one. Rows that the rank's shard does not fill repeat samples of the batch, with
-        weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
+        Every shard has ceil(global batch / world size) rows, because MindSpore recompiles for another shape and does
+        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. The other weights are
+        chosen so that the mean of weight * loss, averaged over ranks, is the mean over the samples.
 
         Returns:
-            Per step images float32 [rows, 3, image_size, image_size], labels int32 [rows], weights float32 [rows].
+            Per step: images float32 [rows, 3, image_size, image_size], labels int32 [rows], weights float32 [rows].
         """
         rows = rows_per_rank(batches)
 
@@ -60,9 +60,9 @@ class Split:
         return _pipeline(Source(make, steps, rows), image_size)
 
     def evaluation(self, first: int, last: int, rows: int, image_size: int) -> ds.Dataset:
-        """Return the samples from ``first`` to before ``last``, not augmented, in batches of ``rows``.
+        """Return the samples [first, last) without augmentation, in batches of ``rows``.
 
-        The weight of a sample is 1. A sample that only fills up the last batch has weight 0.
+        The weight of a sample is 1. Samples that pad the last batch have weight 0.
         """
 
         def make(begin: int) -> Batch:
@@ -76,10 +76,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """Iterate over the samples of the batches of ``rows`` that ``make`` returns for each of ``batches``.
+    """An iterable of samples, with a length.
 
-    Before the first step, MindSpore asks for the size of a dataset that will sink. It would read all of a dataset
-    without a length to count it.
+    MindSpore needs the length of a dataset for data sinking, and would otherwise read the whole dataset to count it.
+
+    Attributes:
+        make: function that returns a batch by its number.
+        batches: numbers of the batches.
+        rows: number of samples per batch.
     """
 
     make: Callable[[int], Batch]
@@ -92,28 +96,28 @@ class Source:
     def __iter__(self) -> Iterator[tuple[NDArray[Any], ...]]:
         for batch in self.batches:
             images, labels, weights = self.make(batch)
-            # Arrays of no dimension, not numpy's scalars: MindSpore cannot take those with numpy 2.
+            # MindSpore does not support NumPy 2's scalars, so labels and weights are 0-dimensional arrays.
             yield from zip(images, map(np.asarray, labels), map(np.asarray, weights))
 
 
 def rows_per_rank(batches: GlobalBatches) -> int:
-    """Return the rows that each rank has at every step."""
+    """Return the number of rows of each rank's batch, which is the same in every step."""
     return -(-batches.global_batch_size // batches.world_size)
 
 
 def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
-    """Crop each image at random from its padded self, and flip half of the images.
+    """Pad images, crop each to its old size at random, and flip about half of them.
 
-    The result depends on (seed, epoch, index) alone, not on the rank or batch: a resumed run sees the same images.
+    The result depends only on (seed, epoch, index), so it is the same on any rank, in any batch and after a resume.
 
     Args:
-        images: uint8 [m, 32, 32, 3].
+        images: images uint8 [m, 32, 32, 3].
         indices: their indices in the training set, int64 [m].
-        seed: the run's seed.
-        epoch: from 0.
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
 
     Returns:
-        uint8 [m, 32, 32, 3].
+        Images uint8 [m, 32, 32, 3].
     """
     z = sample_bits(seed, epoch, indices)
     choices = np.uint64(2 * PADDING + 1)
@@ -131,7 +135,7 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
 
 
 def _pipeline(source: Source, image_size: int) -> ds.Dataset:
-    """Return the batches of ``source`` after MindSpore's compiled transforms of the images."""
+    """Return the batches of ``source``, with images resized and normalized by MindSpore's compiled transforms."""
     transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
     if image_size != 32:
         transforms.insert(0, vision.Resize((image_size, image_size)))
@@ -141,10 +145,10 @@ def _pipeline(source: Source, image_size: int) -> ds.Dataset:
 
 
 def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:
-    """Run loops of --sink-size updates with the next of ``shards``; yield the last loss of each loop.
+    """Run loops of --sink-size updates over ``shards``, and yield the last loss of each loop.
 
-    With ``sinks``, MindSpore keeps the shards ready on the device, which the CPU does not support. No batch is read
-    before the first loop starts.
+    With ``sinks``, MindSpore sends the shards to the device in advance. The CPU does not support data sinking. The
+    first batch is read when the first loop starts.
     """
     if sinks:
         loop = ms.data_sink(train_step, shards, run.options.sink_size)
@@ -153,7 +157,7 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
                 with run.monitor.collective("train step"):
                     loss = loop()  # collective
                 yield loss
-        finally:  # otherwise MindSpore sends shards for as long as the device takes them, from the first one again
+        finally:  # otherwise MindSpore continues to send shards, from the first one again
             shards.__transfer_dataset__.stop_send()
             shards.__transfer_dataset__.release()
     batches = shards.create_tuple_iterator(num_epochs=1)
@@ -163,7 +167,7 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
                 batch = next(batches)
             with run.monitor.collective("train step"):
                 loss = train_step(*batch)  # collective
-            run.timer.mark(COMMUNICATION)  # with all else that the compiled graph does: nothing measures it
+            run.timer.mark(COMMUNICATION)  # includes all work of the compiled graph, which cannot be measured in parts
         yield loss
 
 

@@ -1,4 +1,4 @@
-"""Choose where a rank computes, join the other ranks, and exchange bytes and numpy arrays with them."""
+"""Choose a rank's device, join the other ranks, and exchange bytes and NumPy arrays between ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,17 @@ from samestep.monitor import Monitor
 from samestep.options import Options
 
 monitor = Monitor()
-"""Notes each collective while this rank waits in it, because MindSpore has no record of collectives. main() sets it."""
+"""Monitor that records the collective in which this rank waits, because MindSpore keeps no record. main() sets it."""
 
 
 def choose_device(requested: str) -> None:
-    """Compute on the CPU, or on this rank's own Ascend card, whose number is in DEVICE_ID.
-
-    Args:
-        requested: "cpu" or "ascend".
-    """
+    """Select the CPU ("cpu"), or the Ascend device whose number is in DEVICE_ID ("ascend")."""
     ms.set_context(mode=ms.GRAPH_MODE)
     if requested == "ascend":
         ms.set_device("Ascend", int(os.environ.get("DEVICE_ID", "0")))
         return
-    # With AVX-512, oneDNN computes a convolution of MindSpore's plain layout by its reference implementation, a slow
-    # loop; with AVX2 it computes a matrix product, which is more than ten times faster.
+    # MindSpore's plain layout makes oneDNN use a slow reference convolution with AVX-512. With AVX2, oneDNN uses a
+    # matrix product, which is more than ten times faster.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     ms.set_device("CPU")
     ms.device_context.cpu.op_tuning.threads_num(_threads())  # the default is 25 per rank
@@ -46,14 +42,14 @@ def _threads() -> int:
 
 
 def backend(device: str) -> str:
-    """Return the name of the library that carries the gradients."""
+    """Return the name of the library that reduces the gradients."""
     if device == "ascend":
         return "hccl"
     return "mccl"
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
     return {
         "mindspore": ms.__version__,
         "device": device if device == "ascend" else processor(),
@@ -63,10 +59,10 @@ def run_metadata(device: str) -> dict[str, Any]:
 
 
 def rendezvous(world: World, options: Options) -> None:
-    """Join the other ranks that msrun or a rank table lists. A process without a launcher trains alone.
+    """Join the other ranks of msrun or of a rank table. A process without a launcher trains alone.
 
     Raises:
-        ConfigError: MindSpore cannot join the ranks of this launcher, or it joined another number of ranks.
+        ConfigError: MindSpore does not support this launcher, or joined another number of ranks than it started.
     """
     if world.launcher == "none":
         return
@@ -84,19 +80,19 @@ def rendezvous(world: World, options: Options) -> None:
 
 
 def serve(options: Options) -> NoReturn:
-    """Run msrun's scheduler, through which the workers find each other and which never trains. End the process.
+    """Run msrun's scheduler until the workers on this machine have ended, then end the process.
 
-    By itself the scheduler notices only after 40 s that a worker was killed, and msrun waits for it. It holds Python's
-    lock all that time. So it runs in a child process, and this process ends it with the last of the workers that msrun
-    started on this machine.
+    The workers connect through the scheduler, which does not train. The scheduler notices a killed worker only after
+    40 s, and msrun waits for the scheduler. The scheduler also holds Python's global lock, so it runs in a child
+    process, which this process kills after the last worker.
     """
     _set_timeouts(options)
     scheduler = os.fork()
     if scheduler == 0:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: at a Ctrl-C msrun kills the parent alone
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, because msrun kills only the parent at Ctrl-C
         ms.set_device("CPU")
         try:
-            init()  # until the workers have left
+            init()  # returns when the workers have left
         except RuntimeError as problem:
             log.error(f"MindSpore's scheduler: {problem}")
             os._exit(1)
@@ -104,19 +100,20 @@ def serve(options: Options) -> NoReturn:
     seen = _wait_for_workers(scheduler)
     with contextlib.suppress(ProcessLookupError):
         os.kill(scheduler, signal.SIGKILL)
-    os._exit(0 if seen else 1)  # msrun has the exit codes of the workers
+    os._exit(0 if seen else 1)  # msrun itself reads the workers' exit codes
 
 
 def _wait_for_workers(scheduler: int) -> bool:
-    """Wait until msrun's workers on this machine, msrun or the process ``scheduler`` have ended.
+    """Wait until all workers of msrun on this machine have ended, or msrun or the process ``scheduler`` has ended.
 
-    Returns whether there were workers.
+    Returns:
+        Whether msrun has started workers.
     """
     this = psutil.Process()
     command = this.cmdline()
     msrun = this.parent()
     seen = False
-    with contextlib.suppress(psutil.NoSuchProcess):  # msrun is gone
+    with contextlib.suppress(psutil.NoSuchProcess):  # msrun has ended
         while msrun and msrun.is_running() and os.waitpid(scheduler, os.WNOHANG) == (0, 0):
             time.sleep(0.2)
             others = [child for child in msrun.children() if child.pid != this.pid]
@@ -128,11 +125,11 @@ def _wait_for_workers(scheduler: int) -> bool:
 
 
 def _set_timeouts(options: Options) -> None:
-    """Let the watchdog, which names the rank that the others wait for, act before MindSpore and HCCL do.
+    """Set timeouts of MindSpore and HCCL above the watchdog's, because the watchdog can name the missing rank.
 
-    MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends a job when a rank has waited 600 s for
-    another to connect, or 1,836 s in a collective. Ranks connect after their first graph is compiled. MindSpore sets
-    the first limit at its import, and HCCL accepts 120 to 7,200 s
+    By default, MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends a job after a rank has waited
+    600 s for a connection, or 1,836 s in a collective. Ranks connect after the compilation of their first graph.
+    MindSpore sets HCCL_CONNECT_TIMEOUT to 600 at its import, and HCCL accepts 120 to 7,200 s
     (https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000074.html).
     """
     longest = int(max(options.timeout, options.first_step_timeout or 0.0)) + 60
@@ -165,14 +162,14 @@ def broadcast(content: bytes) -> bytes:
 
 
 def all_gather(row: NDArray[Any]) -> NDArray[Any]:
-    """Return every rank's ``row`` on every rank, bit for bit.
+    """Return the rows of all ranks on every rank, bit for bit.
 
     Args:
-        row: [k] of any dtype whose elements have 4 or 8 bytes. It travels as int32, because MindSpore's collectives do
-            not support float64.
+        row: array [k] whose elements have 4 or 8 bytes. It is sent as int32, because MindSpore's collectives do not
+            support float64.
 
     Returns:
-        [world_size, k] in the order of ranks, of the dtype of ``row``.
+        Array [world_size, k] in rank order, with the dtype of ``row``.
     """
     if _is_alone():
         return row.reshape(1, -1)
@@ -188,9 +185,9 @@ def _is_alone() -> bool:
 
 
 def summarize_error(message: str) -> str:
-    """Return the line of an error message that names the cause.
+    """Return the line of one of MindSpore's error messages that names the cause.
 
-    MindSpore's messages begin with rules, and with titles that end with ":".
+    The function skips separator lines, and titles, which end with ":".
     """
     lines = [line.strip() for line in message.splitlines() if any(map(str.isalnum, line))]
     causes = [line for line in lines if not line.endswith(":")]

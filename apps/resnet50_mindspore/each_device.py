@@ -1,17 +1,18 @@
-"""Start one rank for each Ascend device that a rank table, in place of msrun, lists for this machine.
+"""Start one rank for each Ascend device that a rank table lists for this machine, without msrun.
 
     RANK_TABLE_FILE=rank_table.json python apps/resnet50_mindspore/each_device.py N TRAIN.PY --run-dir=DIR [options]
 
-The launch script calls it. Each rank gets its device's DEVICE_ID, RANK_ID and RANK_SIZE in its environment. It runs in
-its own folder, ``<run-dir>/device<device_id>`` (``<run-dir>/server<k>/device<device_id>`` if the table has several
-servers), with its env.log, its train.log, and the files of Ascend's compiler. The first failure ends the other ranks.
+The launch script calls this program. Each rank gets DEVICE_ID, RANK_ID and RANK_SIZE in its environment, and runs in
+its own folder: ``<run-dir>/device<device_id>``, or ``<run-dir>/server<k>/device<device_id>`` if the table has several
+servers. The folder contains env.log, train.log, and the files of Ascend's compiler. The first failure ends the other
+ranks.
 
-With ``--device=cpu``, this is a rehearsal: the same ranks, folders and logs, but the ranks compute on CPU. They find
-each other through MindSpore's scheduler, as msrun's ranks do. The first server runs it, with its logs in ``scheduler``.
-For several servers, set MASTER_ADDR and MASTER_PORT.
+With ``--device=cpu``, the program starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The
+ranks connect through MindSpore's scheduler, which the first server runs, with its logs in ``scheduler``. For several
+servers, set MASTER_ADDR and MASTER_PORT.
 
-The exit code is the first failed rank's (128 + the signal that killed it). It is 2 after a mistake in the call or in
-the table, reported in one line, and 130 or 143 after INT or TERM.
+The exit code is the exit code of the first failed rank, or 128 + the signal that killed it. After an error in the call
+or the table, the program prints one line and exits with 2. After a stop signal, it exits with 128 + the signal.
 """
 
 from __future__ import annotations
@@ -35,15 +36,22 @@ from samestep.options import parse_as
 from samestep.root import Root
 from samestep.untrusted import write_json
 
-STOP_SECONDS = 10.0  # from TERM to KILL
-POLL_SECONDS = 0.1  # between checks whether a rank has ended
+STOP_SECONDS = 10.0  # time from SIGTERM to SIGKILL
+POLL_SECONDS = 0.1  # time between two checks for ended ranks
 
 Rank = tuple[Device, "subprocess.Popen[bytes]"]
 
 
 def environment(placement: Placement, device: Device, folder: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a device's rank: this process's, the table's entries, and ``more``."""
-    # A launcher may have placed this process on its machine. A rank would read its own place from these variables.
+    """Return the environment of a device's rank.
+
+    Args:
+        placement: the table's entries for this machine.
+        device: the rank's device.
+        folder: the rank's folder.
+        more: variables of a rehearsal, or an empty dict.
+    """
+    # Remove a launcher's variables for this process, because a rank would read its place in the job from them.
     placed = env.launcher_variables()
     environ = {name: value for name, value in os.environ.items() if name not in placed}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
@@ -61,7 +69,7 @@ def environment(placement: Placement, device: Device, folder: Path, more: Mappin
 
 
 def rehearsal(placement: Placement) -> dict[str, str]:
-    """Return the variables by which ranks on CPU, and their scheduler, find each other.
+    """Return the variables by which ranks on the CPU connect through their scheduler.
 
     Raises:
         ConfigError: the table has several servers, and MASTER_ADDR or MASTER_PORT is not set.
@@ -83,18 +91,18 @@ def rehearsal(placement: Placement) -> dict[str, str]:
 
 
 def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start one rank in its folder, in a session of its own, so that what it starts ends with it.
+    """Start one rank in its folder, in a new session, so that its child processes can be killed with it.
 
     Raises:
-        ConfigError: its logs cannot be written.
+        ConfigError: the rank's logs cannot be written.
     """
     try:
         root = Root(folder.parent)
         root.make_folder(folder.name)
         lines = [os.fsencode(f"{name}={environ[name]}\n") for name in sorted(environ)]
-        with root.create(f"{folder.name}/env.log", mode=0o600) as file:  # an environment may hold secrets
+        with root.create(f"{folder.name}/env.log", mode=0o600) as file:  # an environment may contain secrets
             file.write(b"".join(lines))
-        # After the output of an earlier start.
+        # Append to the output of earlier starts.
         log = os.fdopen(root.open(f"{folder.name}/train.log", os.O_WRONLY | os.O_APPEND), "ab")
     except OSError as problem:
         where = problem.filename or folder
@@ -106,13 +114,20 @@ def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> s
 
 
 def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mapping[str, str]) -> int:
-    """Start the ranks of this machine; return the exit code when all have ended. ``more`` is `rehearsal`'s."""
-    stopped: list[int] = []  # signals; checked between starts, so that no rank is started and then forgotten
+    """Start the ranks of this machine, wait for their end, and return the exit code.
+
+    Args:
+        placement: the table's entries for this machine.
+        command: command of a rank.
+        run_dir: run dir of the job.
+        more: result of `rehearsal`, or an empty dict.
+    """
+    stopped: list[int] = []  # stop signals; the handler only records them, so that no started rank is forgotten
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
             signal.signal(number, lambda number, frame: stopped.append(number))
     running: list[Rank] = []
-    scheduler: list[subprocess.Popen[bytes]] = []  # it ends by itself after the last rank
+    scheduler: list[subprocess.Popen[bytes]] = []  # the scheduler of a rehearsal, which exits after the last rank
     try:
         if more and placement.node_rank == 0:
             folder = run_dir / "scheduler"
@@ -126,7 +141,7 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mappi
             time.sleep(POLL_SECONDS)
             for device, process in _ended(running):
                 running.remove((device, process))
-                _signal(process, signal.SIGKILL)  # what it left behind
+                _signal(process, signal.SIGKILL)  # kills the rank's remaining child processes
                 if process.returncode:
                     log = placement.folder(run_dir, device) / "train.log"
                     return _report(device, process.returncode, log)
@@ -144,7 +159,7 @@ def _ended(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _report(device: Device, returncode: int, log: Path) -> int:
-    """Print which rank has failed, and return its exit code."""
+    """Print the failed rank, and return its exit code, or 128 + the signal that killed it."""
     code = returncode
     if code < 0:
         code = 128 - code
@@ -153,7 +168,7 @@ def _report(device: Device, returncode: int, log: Path) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send TERM to these ranks and their children, and KILL to the remaining ones after STOP_SECONDS."""
+    """Send SIGTERM to ranks and their child processes, and SIGKILL after at most STOP_SECONDS."""
     deadline = time.monotonic() + STOP_SECONDS
     for process in processes:
         _signal(process, signal.SIGTERM)
@@ -170,18 +185,18 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the run dir, and the options with absolute paths, because ranks run in other folders."""
+    """Return the run dir, and the options with absolute paths, because each rank runs in its own folder."""
     options = parse_as(Options, build_parser(), arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
     if "run_dir" not in paths:
         raise ConfigError("--run-dir is missing: name the folder of the run")
-    # The last value of an option that is given twice counts.
+    # If an option is given twice, the last value counts.
     absolute = [f"--{name.replace('_', '-')}={path}" for name, path in paths.items()]
     return paths["run_dir"], [*arguments, *absolute]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks; return the exit code."""
+    """Start the ranks, and return the exit code."""
     try:
         if len(argv) < 2 or not is_number(argv[0]):
             raise ConfigError("call: each_device.py N TRAIN.PY --run-dir=DIR [options], with RANK_TABLE_FILE set")
@@ -197,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
         return run(placement, command, run_dir, more)
     except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
-        if JobInfo.from_environ(os.environ).launcher:  # the launch script must not try again: no rank was started
+        if JobInfo.from_environ(os.environ).launcher:  # prevent restarts by the launch script
             with contextlib.suppress(OSError, ConfigError):
                 run_dir, _ = absolute_paths(argv[2:])
                 write_json(run_dir / "log", "no-restart", {"code": 2}, writer=0)
@@ -205,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number in ASCII digits."""
+    """Return whether ``text`` consists of ASCII digits."""
     return text.isdecimal() and text.isascii()
 
 

@@ -1,4 +1,4 @@
-"""``--api highlevel``: take the same steps by `mindspore.train.Model`, which owns the loop."""
+"""Compute the same steps by `mindspore.train.Model`, which contains the loop (``--api highlevel``)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mindspore.train import Callback, LossMonitor, Model
 from samestep.run import Run
 from samestep.step_timer import COMMUNICATION, INPUT
 
-AfterUpdate = Callable[[int, Tensor], None]  # takes a step and the loss that it returned
+AfterUpdate = Callable[[int, Tensor], None]  # function of a step's number and its loss
 
 
 class RunCallback(Callback):  # type: ignore[misc]
-    """Call ``after_update`` for each update of `Model`. A loop of updates on the device returns only its last loss."""
+    """Call ``after_update`` for each update of `Model`. All updates of a loop get the loop's last loss."""
 
     def __init__(self, run: Run, after_update: AfterUpdate, loop: int) -> None:
         self.run = run
         self.after_update = after_update
         self.step = run.first_step
         self.loop = loop
-        self.current = contextlib.ExitStack()  # Model now fetches a batch, or takes a step
+        self.current = contextlib.ExitStack()  # context of the current phase: Model fetches a batch or runs a step
 
     def on_train_begin(self, run_context: Any) -> None:
         self.current.enter_context(self.run.timer.phase(INPUT))
@@ -45,7 +45,7 @@ class RunCallback(Callback):  # type: ignore[misc]
         mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.run.options.parallel != "data":
             mode = stand_alone()
-        with mode:  # what follows is whole on each rank
+        with mode:  # evaluations must not be split over ranks
             for _ in range(self.loop):
                 self.after_update(self.step, loss)
                 self.step += 1
@@ -55,22 +55,22 @@ class RunCallback(Callback):  # type: ignore[misc]
 def fit(
     run: Run, forward: nn.Cell, optimizer: nn.Optimizer, shards: ds.Dataset, after_update: AfterUpdate, sinks: bool
 ) -> None:
-    """Take all steps of ``run``.
+    """Train all steps of ``run``.
 
-    LossMonitor, which --quiet disables, calls all of ``shards`` epoch 1; with ``sinks`` each loop is an epoch.
+    LossMonitor, which --quiet disables, prints epoch 1 for all steps. With ``sinks``, it counts each loop as an epoch.
 
     Args:
-        run: gives the steps and the options.
-        forward: computes the loss of a batch's images, labels and sample weights; or `auto_parallel.cut` of that.
-        optimizer: updates the model in ``forward``.
+        run: the run, with its steps and options.
+        forward: cell that returns the loss of images, labels and sample weights, or the result of `auto_parallel.cut`.
+        optimizer: optimizer of the model in ``forward``.
         shards: this rank's batches, one per step from the run's first to its last.
-        after_update: called after each update.
-        sinks: MindSpore keeps the shards ready on the device, and runs loops of --sink-size updates there.
+        after_update: function that is called after each update.
+        sinks: send the shards to the device in advance, and run loops of --sink-size updates there.
 
     Raises:
-        RetryableError, NonRetryableError: a loss is NaN or infinite, as `Run.log_metrics` raises.
+        RetryableError, NonRetryableError: a loss is NaN or infinite, as in `Run.log_metrics`.
     """
-    if run.world.world_size > 1 and run.options.parallel == "data":  # Model then averages the gradients over ranks
+    if run.world.world_size > 1 and run.options.parallel == "data":  # in this mode, Model averages the gradients
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     model = Model(forward, optimizer=optimizer)
     options = run.options
@@ -85,6 +85,6 @@ def fit(
         else:
             model.train(1, shards, callbacks, dataset_sink_mode=False)  # collective: at each step
     except ValueError as problem:
-        if "NAN or INF" in str(problem):  # LossMonitor's words: it reads each loss
+        if "NAN or INF" in str(problem):  # LossMonitor's message about a loss
             run.monitor.check_losses({"loss": math.nan}, callbacks[0].step)
         raise

@@ -4,11 +4,12 @@
     python apps/resnet50_mindspore/make_rank_table.py merge server1.json server2.json --out rank_table.json
     python apps/resnet50_mindspore/make_rank_table.py check rank_table.json
 
-A table lists every device of the job: its rank, its number within its server (device_id) and the address of its own
-network card (device_ip). HCCL reads two forms: "group", the older one with group_list, and "1.0", with server_list.
+A table lists each device of the job with its rank, its number within its server (device_id) and the address of its
+network card (device_ip). HCCL reads two forms: the older "group" with group_list, and "1.0" with server_list.
 
-Standard library only, on any Python from 3.9, because tables are made on the servers, before anything is installed.
-The exit code is 0, or 2 after a mistake in the input. One line ``error: ...`` then names the thing and the remedy.
+The program needs Python 3.9 or later and the standard library only, because tables are written on servers before
+packages are installed. For an invalid input, it prints one line ``error: ...`` with the cause and the remedy, and exits
+with 2.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HCCN_CONF = Path("/etc/hccn.conf")
-HCCN_TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver puts it, often not on PATH
+HCCN_TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"  # the driver's folder, which is often not on PATH
 HCCN_TOOL_SECONDS = 30
 
 
 class RankTableError(Exception):
-    """The input is wrong. The message is one line that names the thing and the remedy."""
+    """The input is invalid. The message is one line with the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of the job, its rank, and the address of its own network card."""
+    """A device of the job, with its rank and the address of its network card."""
 
     server_id: str
     device_id: int
-    device_ip: str  # "" where the table gives none
+    device_ip: str  # "" if the table has no address
     rank: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)  # further fields of form 1.0, such as device_port
+    extra: dict[str, Any] = field(default_factory=dict)  # more fields of form 1.0, such as device_port
 
     def __str__(self) -> str:
         return f"device {self.device_id} of server {_q(self.server_id)}"
@@ -57,12 +58,12 @@ class Table:
     """A rank table in either form."""
 
     form: str  # "group" or "1.0"
-    devices: list[Device]  # each server's in a row
-    header: dict[str, str] = field(default_factory=dict)  # group: board_id, chip_info, deploy_mode
-    server_extra: dict[str, dict[str, Any]] = field(default_factory=dict)  # 1.0: further fields, such as host_ip
+    devices: list[Device]  # grouped by server
+    header: dict[str, str] = field(default_factory=dict)  # board_id, chip_info and deploy_mode of the group form
+    server_extra: dict[str, dict[str, Any]] = field(default_factory=dict)  # more fields of form 1.0, such as host_ip
 
     def servers(self) -> dict[str, list[Device]]:
-        """Return the devices of each server."""
+        """Return the devices of each server, by server_id."""
         found: dict[str, list[Device]] = {}
         for device in self.devices:
             found.setdefault(device.server_id, []).append(device)
@@ -74,14 +75,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Product:
-    """The devices that may form a job. `_check_layout` has the sources."""
+    """A product's rules for the devices of a job. `_check_layout` has the sources."""
 
     title: str
-    devices: int  # device_id is below this
-    alone: Sequence[int]  # how many one server may list
-    each: Sequence[int]  # how many each of several servers may list
-    equal: str = ""  # "must" or "should": several servers list the same number
-    halves: bool = False  # 0-3 and 4-7 are a network each; and the group form may be used
+    devices: int  # upper limit of device_id, exclusive
+    alone: Sequence[int]  # allowed numbers of devices on a single server
+    each: Sequence[int]  # allowed numbers of devices on each of several servers
+    equal: str = ""  # whether servers "must" or "should" list equally many devices
+    halves: bool = False  # whether devices 0-3 and 4-7 are separate networks, and the group form is allowed
 
 
 PRODUCTS = {
@@ -97,18 +98,19 @@ PRODUCTS = {
 
 
 def check(table: Table, product: Product | None = None) -> list[str]:
-    """Check a table by the rules of all products, and by ``product``'s own.
+    """Check a table by the rules of all products, and by the rules of ``product``.
 
-    Sources: the rank table pages of the HCCL user guide (CANN 9.0, hcclug_000066 to 000069) and the parsers in CANN's
-    open source (topoinfo_ranktableStandard.cc for the group form, topoinfo_ranktableConcise.cc for form 1.0). A
-    server_id has at most 64 characters, and a device_ip is a unique IPv4 or IPv6 address. A rank_id is unique, from 0
-    without holes, and consecutive on each server.
+    A server_id has at most 64 characters, and a device_ip is a unique IPv4 or IPv6 address. Each rank_id from 0 on
+    occurs once, and the ranks of a server are consecutive.
+
+    Sources: the HCCL user guide (CANN 9.0, hcclug_000066 to 000069) and the parsers in CANN's open source. The parser
+    of the group form is topoinfo_ranktableStandard.cc, and the parser of form 1.0 is topoinfo_ranktableConcise.cc.
 
     Returns:
         Warnings.
 
     Raises:
-        RankTableError: the first rule that the table breaks.
+        RankTableError: the table breaks a rule. The message names the first one.
     """
     warnings = _check_servers(table)
     _check_addresses(table)
@@ -121,17 +123,27 @@ def check(table: Table, product: Product | None = None) -> list[str]:
 
 
 def _check_layout(table: Table, product: Product) -> list[str]:
-    """Return warnings; raise RankTableError unless these devices may form a job on this product.
+    """Check the numbers of devices by the rules of ``product``.
 
-    - training: one server 1, 2, 4 or 8 devices, 2 or 4 of them within 0-3 or within 4-7; several servers 8 each
-      (MindSpore's tutorial on distributed training; CANN 5.0.4 and 6.0.RC1, tfmigr_mprtg_0011).
-    - training-cann7: n servers n, 2n, 4n or 8n devices in all (CANN 7.0, tfmigr1_000026; TensorFlow migration guide
-      8.5, tfmigr2_000030); the same number on each, 2 or 4 within a half (create_group, hcclpython_07_0003).
-    - a2: one server any number, n servers 1 to 8 each, better the same (tfmigr2_000030).
-    - a3: better the same number on each server (tfmigr2_000030). A SuperPoD needs form 1.2, which is not known here.
-    - 300i-duo: form 1.0 (hcclug_000069), no rule on numbers.
-    - the group form: training alone, as no page of the HCCL user guide shows a group_list for another product.
-    - device_id is at most 7 on the 910, at most 15 on A2, A3 and 300I Duo (topoinfo_ranktableConcise.cc).
+    - training: one server has 1, 2, 4 or 8 devices, and each of several servers has 8. If a server has 2 or 4 devices,
+      they lie within 0-3 or within 4-7. Sources: MindSpore's tutorial on distributed training, and tfmigr_mprtg_0011
+      of CANN 5.0.4 and 6.0.RC1.
+    - training-cann7: n servers have n, 2n, 4n or 8n devices in total, and each server has the same number. Sources:
+      CANN 7.0, tfmigr1_000026, and the TensorFlow migration guide 8.5, tfmigr2_000030. If a server has 2 or 4 devices,
+      they lie within 0-3 or within 4-7 (create_group, hcclpython_07_0003).
+    - a2: one server has any number of devices. Each of several servers has 1 to 8, and equal numbers are faster
+      (tfmigr2_000030).
+    - a3: equal numbers of devices on each server are faster (tfmigr2_000030). A SuperPoD needs form 1.2, which this
+      program does not support.
+    - 300i-duo: the form is 1.0 (hcclug_000069), and any number of devices is allowed.
+    - The group form is allowed for training only. The HCCL user guide shows a group_list for no other product.
+    - The largest device_id is 7 on the 910, and 15 on A2, A3 and 300I Duo (topoinfo_ranktableConcise.cc).
+
+    Returns:
+        Warnings.
+
+    Raises:
+        RankTableError: these devices cannot form a job on this product.
     """
     servers = table.servers()
     allowed = product.alone
@@ -163,7 +175,7 @@ def _check_layout(table: Table, product: Product) -> list[str]:
 
 
 def _is_split(ids: Sequence[int]) -> bool:
-    """Return whether 2 or 4 devices, in ascending order, lie in both halves of a server."""
+    """Return whether ``ids``, in ascending order, are 2 or 4 devices in both halves of a server."""
     return len(ids) in (2, 4) and ids[0] < 4 <= ids[-1]
 
 
@@ -175,7 +187,7 @@ def _check_servers(table: Table) -> list[str]:
         if re.fullmatch("[0-9.]+", name) and not _is_address(name):
             raise RankTableError(f"server_id {_q(name)} is not an IP address: correct it")
         if is_placeholder(name):
-            # HCCL compares server_ids and never connects to them, so on one server any string does.
+            # HCCL only compares server_ids, so a table of one server may have any string.
             if len(table.servers()) != 1:
                 raise RankTableError(f"server_id {_q(name)} is a placeholder: write its real address")
             warnings.append(f"server_id {_q(name)} is a placeholder: write its real address before a merge")
@@ -187,7 +199,7 @@ def _check_servers(table: Table) -> list[str]:
 def _check_addresses(table: Table) -> None:
     has_addresses = any(device.device_ip for device in table.devices)
     if table.form == "1.0" and len(table.servers()) == 1 and not has_addresses:
-        return  # a server alone communicates over its own links: its table may leave the addresses out
+        return  # a single server communicates over internal links, so its table may omit the addresses
     found: dict[Any, Device] = {}
     for device in table.devices:
         ip = device.device_ip
@@ -216,7 +228,7 @@ def _check_ranks(table: Table) -> None:
 
 
 def is_placeholder(server_id: str) -> bool:
-    """Return whether it is a placeholder from documentation, such as 10.*.*.* or 10.0.0.xx."""
+    """Return whether ``server_id`` is a placeholder from documentation, such as 10.*.*.* or 10.0.0.xx."""
     return "*" in server_id or re.search(r"(^|\.)x+(\.|$)", server_id, re.IGNORECASE) is not None
 
 
@@ -224,9 +236,14 @@ def is_placeholder(server_id: str) -> bool:
 
 
 def read(path: Path, product: Product | None = None) -> Table:
-    """Return the table in a file after a check for ``product``; without it, of the ranks alone.
+    """Read and check the table in a file.
 
-    A merge, which has no use for the ranks, reads tables without a product. Raises RankTableError.
+    Args:
+        path: path of the file.
+        product: product whose rules apply. If it is None, check only the structure and the ranks, as for a merge.
+
+    Raises:
+        RankTableError: the file cannot be read, or the table breaks a rule.
     """
     try:
         table = parse(load_json(path))
@@ -239,7 +256,7 @@ def read(path: Path, product: Product | None = None) -> Table:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, all of whose values are strings. Raises RankTableError."""
+    """Return the object in a JSON file. Raises RankTableError if it is not an object with strings as values."""
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
@@ -256,13 +273,13 @@ def load_json(path: Path) -> dict[str, Any]:
         line = text.count("\n", 0, at) + 1
         column = at - text.rfind("\n", 0, at)
         _fail(f"line {line} column {column}: {reason}")
-    except (ValueError, RecursionError):  # a number of 5,000 digits; lists in lists, a thousand deep
+    except (ValueError, RecursionError):  # a number with too many digits, or too deeply nested lists
         _fail("not a rank table: write it with make")
     return document
 
 
 def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
-    """Return the place of a mistake, and its name with the remedy."""
+    """Return the position of a syntax error in ``text``, and a message with the remedy."""
     at = error.pos
     comma = max(0, text.rfind(",", 0, at + 1))
     trailing = re.compile(r",\s*([]}])").match(text, comma)
@@ -281,12 +298,16 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse(document: dict[str, Any]) -> Table:
-    """Return the table in decoded JSON after a check of its structure, counts and status; `check` has the rules."""
-    grouped = "version" not in document and "server_list" not in document  # as HCCL tells them apart
+    """Return the table in decoded JSON, after a check of its structure, counts and status.
+
+    Raises:
+        RankTableError: a field is missing or invalid.
+    """
+    grouped = "version" not in document and "server_list" not in document  # HCCL distinguishes the forms in this way
     if grouped and "group_list" not in document:
         raise RankTableError("neither server_list nor group_list: write the table with make")
     status = Node(document).text("status")
-    # HCCL reads the file again each second for 30 minutes, then gives up.
+    # While the status differs, HCCL rereads the file each second, and gives up after 30 minutes.
     if status != "completed":
         raise RankTableError(f'status is {_q(status)}, so HCCL waits: write "completed" once the table is whole')
     if grouped:
@@ -296,13 +317,13 @@ def parse(document: dict[str, Any]) -> Table:
 
 @dataclass(frozen=True)
 class Node:
-    """An object in the document, and its location in messages. Its methods raise RankTableError if it is wrong."""
+    """An object in the document, and its location for messages. Methods raise RankTableError for invalid content."""
 
     value: Any
     where: str = ""
 
     def get(self, key: str, kind: type) -> Any:
-        """Return the value at ``key``, a string or a list."""
+        """Return the value at ``key``, which must have the type ``kind`` (str or list)."""
         if not isinstance(self.value, dict):
             raise RankTableError(f"{self.where.rstrip('.')} is not an object: write one with {key} in it")
         if key not in self.value:
@@ -333,13 +354,13 @@ class Node:
         return int(text)
 
     def check_count(self, key: str, count: int, things: str) -> None:
-        """Check that the number at ``key`` is the count of the things that are listed."""
+        """Raise RankTableError unless the number at ``key`` is ``count``, the number of listed ``things``."""
         given = self.text(key)
         if given != str(count):
             raise RankTableError(f'{self.where}{key} is {_q(given)}, but {count} {things} are listed: write "{count}"')
 
     def without(self, *keys: str) -> dict[str, Any]:
-        """Return the fields beside ``keys``."""
+        """Return the fields except ``keys``."""
         return {key: value for key, value in self.value.items() if key not in keys}
 
 
@@ -363,7 +384,7 @@ def _parse_servers(document: Node) -> Table:
 
 
 def _parse_groups(document: Node) -> Table:
-    # HCCL tells its two group forms apart by deploy_mode: without it, it expects pod_name in place of rank_id.
+    # HCCL has two group forms. Without deploy_mode, it expects pod_name in place of rank_id.
     header = {key: document.text(key) for key in ("board_id", "chip_info", "deploy_mode")}
     location = document.text("para_plane_nic_location")
     if location != "device":
@@ -413,7 +434,7 @@ def _only_strings(node: Any, where: str) -> None:
 
 
 def as_servers(table: Table) -> dict[str, Any]:
-    """Return the table in form 1.0, to be encoded as JSON."""
+    """Return the table as a JSON object in form 1.0."""
     servers = []
     for name, devices in table.servers().items():
         listed = []
@@ -422,14 +443,14 @@ def as_servers(table: Table) -> dict[str, Any]:
             if device.device_ip:
                 entry["device_ip"] = device.device_ip
             listed.append({**entry, "rank_id": str(device.rank), **device.extra})
-        # host_nic_ip is what hccl_tools.py writes; HCCL does not read it.
+        # hccl_tools.py also writes host_nic_ip, which HCCL does not read.
         extra = {"host_nic_ip": "reserve", **table.server_extra.get(name, {})}
         servers.append({"server_id": name, "device": listed, **extra})
     return {"version": "1.0", "server_count": str(len(servers)), "server_list": servers, "status": "completed"}
 
 
 def as_groups(table: Table) -> dict[str, Any]:
-    """Return the table in the group form. Raises RankTableError if it has fields that this form lacks."""
+    """Return the table as a JSON object in the group form. Raises RankTableError for fields that this form lacks."""
     extra: set[str] = set()
     for fields in [*(device.extra for device in table.devices), *table.server_extra.values()]:
         extra.update(fields)
@@ -447,7 +468,7 @@ def as_groups(table: Table) -> dict[str, Any]:
         "instance_count": str(len(instances)),
         "instance_list": instances,
     }
-    # One server's names are enough, because HCCL looks up each name on every server.
+    # The names of one server are enough, because HCCL looks up each name on every server.
     device_ids = {device.device_id for device in table.devices}
     nics = [f"eth{nic}" for nic in sorted(device_ids)]
     return {
@@ -462,7 +483,11 @@ def as_groups(table: Table) -> dict[str, Any]:
 
 
 def finish(table: Table, product: Product, out: Path | None) -> None:
-    """Write the table atomically, with numbered ranks and checked like any other; print it if ``out`` is None."""
+    """Assign the ranks, check the table, and write it to ``out`` atomically, or print it if ``out`` is None.
+
+    Raises:
+        RankTableError: the table breaks a rule, or ``out`` cannot be written.
+    """
     devices = [replace(device, rank=rank) for rank, device in enumerate(table.devices)]
     table = replace(table, devices=devices)
     document = as_groups(table) if table.form == "group" else as_servers(table)
@@ -489,7 +514,7 @@ def finish(table: Table, product: Product, out: Path | None) -> None:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Return the device ids in "0,1,2,3", "0-3", "[0,4)" with or without blanks, or in a mixture such as "0-3,6"."""
+    """Return the device ids of a list such as "0,1,2,3", "0-3", "[0,4)" or "0-3,6". Blanks are ignored."""
 
     def close(half_open: re.Match[str]) -> str:
         return f"{half_open[1]}-{int(half_open[2]) - 1}"
@@ -512,7 +537,7 @@ def parse_devices(text: str) -> list[int]:
 
 
 def read_hccn_conf(path: Path) -> dict[int, str]:
-    """Return the addresses in a server's hccn.conf by device: lines ``address_N=ADDRESS`` among netmasks and others."""
+    """Return the addresses in a server's hccn.conf by device id, from its lines ``address_N=ADDRESS``."""
     try:
         lines = path.read_bytes().decode(errors="replace").splitlines()
     except OSError as error:
@@ -532,7 +557,7 @@ def read_hccn_conf(path: Path) -> dict[int, str]:
 
 
 def ask_hccn_tool(tool: str, device: int) -> str:
-    """Return the address that the driver's own tool reports for a device of this machine."""
+    """Return the address that the driver's hccn_tool prints for a device of this machine."""
     command = [tool, "-i", str(device), "-ip", "-g"]
     try:
         result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=HCCN_TOOL_SECONDS)
@@ -547,7 +572,13 @@ def ask_hccn_tool(tool: str, device: int) -> str:
 
 
 def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]) -> list[str]:
-    """Return the addresses of one server's devices: from the options, else from a file, else from this machine."""
+    """Return the addresses of one server's devices, from --device-ips, --hccn-conf or this machine.
+
+    Args:
+        options: options of `make`.
+        index: index of the server in --server.
+        ids: device ids.
+    """
     if options.device_ips:
         given = options.device_ips[index]
         if given == "none":
@@ -578,7 +609,7 @@ def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises a mistake as RankTableError."""
+    """An argument parser that raises RankTableError for an invalid command line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
@@ -595,9 +626,9 @@ def run_make(options: argparse.Namespace) -> None:
       make --server 10.0.0.1 --hccn-conf a.conf --server 10.0.0.2 --hccn-conf b.conf
       make --server 10.0.0.1 --devices 0,1 --device-ips 192.168.1.8,192.168.1.9 --form group
 
-    Addresses come from --device-ips or --hccn-conf (once for each server, in their order), else from hccn_tool, else
-    from /etc/hccn.conf. Ranks follow the order of servers and devices. One server in form 1.0 needs no addresses:
-    --device-ips none.
+    Give --device-ips or --hccn-conf once for each server, in their order. Without both options, the addresses come from
+    hccn_tool, or from /etc/hccn.conf if hccn_tool is missing. Ranks follow the order of servers and devices. One server
+    in form 1.0 needs no addresses (--device-ips none).
     """
     ids = parse_devices(options.devices)
     servers = options.server
@@ -620,7 +651,7 @@ def run_make(options: argparse.Namespace) -> None:
 
 
 def run_merge(options: argparse.Namespace) -> None:
-    """Join tables into one, with new ranks in the order of the files. Every server must get the same result.
+    """Join tables into one, with new ranks in the order of the files. Copy the result to every server.
 
     With one table and --form, convert that table into the other form.
     """
@@ -651,9 +682,10 @@ def run_merge(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Report for each table whether it is right. If not, name the broken rule and the remedy.
+    """Report for each table whether it is right. If not, print the broken rule and the remedy.
 
-    A server_id such as 10.*.*.*, which HCCL only compares, gives a warning in a table of one server, else an error.
+    A placeholder as server_id, such as 10.*.*.*, is an error in a table of several servers. For one server, it gives a
+    warning, because HCCL only compares server_ids.
     """
     exit_code = 0
     for path in options.tables:
@@ -714,7 +746,7 @@ def _add_product(parser: argparse.ArgumentParser) -> None:
 
 
 def new_header(options: argparse.Namespace) -> dict[str, str]:
-    """Return the header that the group form has."""
+    """Return the header of the group form: board_id, chip_info and deploy_mode."""
     board_id = options.board_id
     if not board_id:
         is_arm = platform.machine().lower() in ("aarch64", "arm64")
@@ -723,7 +755,7 @@ def new_header(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code."""
+    """Run a command, and return the exit code."""
     try:
         options = command_line().parse_args(arguments)
         return int(options.run(options) or 0)
@@ -755,7 +787,7 @@ def _join(values: Sequence[int]) -> str:
 
 
 def _q(text: str) -> str:
-    """Return it quoted, on one line, and short."""
+    """Return ``text`` quoted, on one line, and shortened to 60 characters."""
     if len(text) > 60:
         return f"{text[:60]!a}..."
     return f"{text!a}"
@@ -766,13 +798,13 @@ def _fail(message: str) -> NoReturn:
 
 
 def warn(warnings: Iterable[str]) -> None:
-    """Print warnings on stderr."""
+    """Print warnings to stderr."""
     for each in warnings:
         print(f"warning: {each}", file=sys.stderr)
 
 
 def report(error: RankTableError) -> int:
-    """Print an error on stderr, on one line; return its exit code."""
+    """Print an error to stderr on one line, and return the exit code 2."""
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     return 2
 

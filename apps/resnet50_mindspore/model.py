@@ -1,4 +1,4 @@
-"""Define ResNet as torchvision does ("v1.5": a bottleneck strides in its 3x3 convolution), and the losses."""
+"""Define torchvision's ResNet ("v1.5": the 3x3 convolution of a bottleneck has the stride), and the losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Con
 
 
 class Block(nn.Cell):  # type: ignore[misc]
-    """Apply convolutions of (size, outputs, stride), and add the input to their output."""
+    """A residual block: convolutions of (size, outputs, stride) with batch norms, added to the input."""
 
     def __init__(self, inputs: int, convolutions: Sequence[tuple[int, int, int]], statistics: bool | None) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class Block(nn.Cell):  # type: ignore[misc]
         return self.relu(out + x)
 
 
-BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # of each layer, by depth
+BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # number of blocks in each layer, by depth
 
 
 class ResNet(nn.Cell):  # type: ignore[misc]
     """Map images [m, 3, s, s] to logits [m, 10]. Depth 18 has 11,181,642 parameters, depth 50 has 23,528,522.
 
-    Depth 10 has the blocks of depth 18, but only one in each layer: it compiles in less time.
+    Depth 10 has one block of depth 18 in each layer, so it compiles in less time.
     """
 
     def __init__(self, depth: int, freeze_bn: bool) -> None:
         super().__init__()
-        statistics = False if freeze_bn else None  # None: the batch's in training, otherwise the stored ones
+        statistics = False if freeze_bn else None  # None: batch statistics in training, stored ones in evaluation
         self.conv1 = convolution(3, 64, 7, 2)
         self.bn1 = nn.BatchNorm2d(64, use_batch_statistics=statistics)
         self.relu = nn.ReLU()
@@ -65,13 +65,13 @@ class ResNet(nn.Cell):  # type: ignore[misc]
             for j in range(count):
                 stride = 2 if i > 0 and j == 0 else 1
                 convolutions = [(3, width, stride), (3, width, 1)]
-                if depth >= 50:  # a bottleneck
+                if depth >= 50:  # use bottleneck blocks
                     convolutions = [(1, width, 1), (3, width, stride), (1, 4 * width, 1)]
                 blocks.append(Block(inputs, convolutions, statistics))
                 _, inputs, _ = convolutions[-1]
             setattr(self, f"layer{i + 1}", nn.SequentialCell(blocks))
         self.fc = nn.Dense(inputs, 10)
-        self.batches_tracked = 0  # torch counts them in every layer; a frozen layer does not count
+        self.batches_tracked = 0  # torch's num_batches_tracked; frozen batch norms do not count
 
     def construct(self, images: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(images)))
@@ -86,8 +86,8 @@ class ResNet(nn.Cell):  # type: ignore[misc]
 class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
     """Compute the cross entropy of logits [m, 10] and labels int32 [m], one value per row [m], in small operators.
 
-    Automatic parallelization, which cuts operators, can cut this loss along any axis. It takes the logarithm of the sum
-    and not of the quotient, which may be 0.
+    Automatic parallelization can split these operators along any axis. The loss uses the logarithm of the sum, because
+    the quotient may be 0.
     """
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def build_loss(name: str) -> nn.Cell:
 
 
 class Forward(nn.Cell):  # type: ignore[misc]
-    """Compute the mean of weight * loss of images, labels and sample weights; add it to ``total``."""
+    """Return the mean of weight * loss over a batch, and add it to the parameter ``total``."""
 
     def __init__(self, model: ResNet, loss: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -121,9 +121,10 @@ class Forward(nn.Cell):  # type: ignore[misc]
 
 
 def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:
-    """Return the model with initial weights from ``seed``, the same on every rank, in torchvision's distributions.
+    """Return the model with initial weights drawn from ``seed``, with torchvision's distributions.
 
-    He et al., "Delving deep into rectifiers", ICCV 2015: normal, variance 2 / fan_out, for convolutions.
+    Convolutions have normal weights of variance 2 / fan_out. Source: He et al., "Delving deep into rectifiers", ICCV
+    2015.
     """
     model = ResNet(depth, freeze_bn)
     random = np.random.default_rng(seed)

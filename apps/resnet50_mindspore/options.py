@@ -1,4 +1,7 @@
-"""Define the options of this app: those that every app has, and its own. Standard library only."""
+"""Define the app's options: the options that all apps share, and its own.
+
+The module uses the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
-TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
+ASCEND_DRIVER = Path("/dev/davinci_manager")  # exists if Ascend's driver is installed, also in containers
+TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both variables
 FEATURES = {10: 512, 18: 512, 50: 2048}  # inputs of the last layer
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
-# --image-size in pixels, --first-step-timeout in seconds: Ascend's compiler takes many minutes.
+# Defaults of --image-size (pixels) and --first-step-timeout (seconds, long because Ascend's compiler takes minutes).
 DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
 
 
@@ -41,7 +44,7 @@ class Options(CommonOptions):
 
     global_batch_size: int = 32
     lr: float = lr_option("0.01", 0.01)
-    dtype: str = "float32"  # MindSpore's convolutions on CPU have no other
+    dtype: str = "float32"  # the only type of MindSpore's convolutions on the CPU
     device: str = device_option("auto", "cpu", "ascend")
     dataset: str = dataset_option("cifar10", "synthetic-cifar10")
     virtual_ranks: int | None = virtual_ranks_option(refusal="MindSpore compiles its reduction into the step")
@@ -56,7 +59,7 @@ class Options(CommonOptions):
     freeze_bn: bool = option(False, "normalize by the stored statistics, also in training", group=MODEL)
     loss: str = option("expand", "cross-entropy in small operators, or MindSpore's own", choices=("expand", "builtin"))
     momentum: float = option(0.9, "momentum", type=bounded_float(0.0, below=1.0), metavar="M")
-    drop_remainder: bool | None = option(  # None: as in checkpoints without this option
+    drop_remainder: bool | None = option(  # None, because older checkpoints do not have this option
         None,
         "omit the samples of an epoch that do not fill a global batch (default: a smaller last batch)",
         action="store_true",
@@ -102,7 +105,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Parse and complete the options. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     if options.device == "auto":
         options.device = automatic_device()
@@ -120,7 +123,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def automatic_device() -> str:
-    """Return the device of --device auto. Raises ConfigError for a rank table on a machine without Ascend."""
+    """Return the device of --device auto. Raises ConfigError if a rank table is set on a machine without Ascend."""
     if ASCEND_DRIVER.exists():
         return "ascend"
     name = table_variable(os.environ)
@@ -132,19 +135,21 @@ def automatic_device() -> str:
 
 
 def check_parallel(options: Options) -> None:
-    """Raise ConfigError if MindSpore cannot cut operators with these options."""
+    """Raise ConfigError if --parallel does not support the device, or --sink-size with this --api."""
     parallel = f"--parallel {options.parallel}"
     if options.device == "cpu":
         raise ConfigError(f"{parallel} needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
     if options.api == "functional" and options.sink_size > 1:
-        # MindSpore's AutoParallel does not support sinking in an app's own loop.
+        # MindSpore's AutoParallel supports data sinking only in `Model`.
         raise ConfigError(f"{parallel} sinks with MindSpore's Model alone: add --api highlevel, or drop --sink-size")
 
 
 def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None:
-    """Raise ConfigError if an action would follow an update within a loop of --sink-size updates.
+    """Raise ConfigError if an action would be due within a loop of --sink-size updates.
 
-    ``more`` maps names of further steps, counted from the start of training, at which a loop must end.
+    Args:
+        options: options of the app.
+        more: names of more steps at which a loop must end, counted from the start of training.
     """
     due = {
         "--log-every": options.log_every,
@@ -162,8 +167,8 @@ def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None
 
 
 def check_steps(options: Options, train_examples: int, start: int) -> None:
-    """Raise ConfigError if the options do not suit ``train_examples``, or a start at step ``start``."""
-    from samestep.sharding import GlobalBatches  # needs numpy, which the first stage does not have
+    """Raise ConfigError if the options do not suit the number of examples, or the step ``start`` of a resume."""
+    from samestep.sharding import GlobalBatches  # needs NumPy, which the launch script's first stage does not have
 
     size = options.global_batch_size
     drops = bool(options.drop_remainder)
@@ -174,14 +179,15 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
 
 def check_start(options: Options, dataset: str, start: int) -> None:
-    """Call `check_steps` for a dataset by its name. The launch script calls this."""
+    """Call `check_steps` for a dataset by its name. The launch script calls this function."""
     check_steps(options, TRAIN_EXAMPLES[dataset], start)
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the options do not suit so many ranks, on a machine (the launch script asks) or in all.
+    """Raise ConfigError if the options do not suit ``ranks`` ranks.
 
-    The last layers have a pixel for each 32 x 32 of an image. Batch normalization divides by the number of values - 1.
+    The launch script passes the ranks of one machine, and a rank passes the world size. Batch normalization divides by
+    the number of values - 1, and the last layers have one pixel for each 32 x 32 pixels of an image.
     """
     if options.parallel != "data" and ranks == 1:
         raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")
@@ -200,7 +206,7 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def table_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the variable that names a rank table, or None. Raises ConfigError if two variables name different ones."""
+    """Return the variable that names a rank table, or None. Raises ConfigError if two variables contradict."""
     given = [name for name in TABLE_VARIABLES if environ.get(name)]
     if len({os.path.abspath(environ[name]) for name in given}) > 1:
         tables = " and ".join(f"{name}={environ[name]}" for name in given)
@@ -211,15 +217,17 @@ def table_variable(environ: Mapping[str, str]) -> str | None:
 
 
 def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
-    """Return the machines in the rank table and this one's number, from 0; None without a table. For the launch script.
+    """Return the number of machines in the rank table and this machine's number (from 0), or None without a table.
+
+    The launch script calls this function.
 
     Raises:
-        ConfigError: the table is wrong, or does not list ``ranks`` devices for this machine.
+        ConfigError: the table is invalid, or does not list ``ranks`` devices for this machine.
     """
     variable = table_variable(os.environ)
     if not variable:
         return None
-    from placement import find_placement  # the ranks do not need it
+    from placement import find_placement  # not at the top, because ranks do not need it
 
     placement = find_placement(variable, os.environ, ranks)
     return placement.node_count, placement.node_rank

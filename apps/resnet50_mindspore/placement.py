@@ -1,6 +1,6 @@
 """Find the devices that a rank table lists for this machine.
 
-Standard library only, like options.py: the launch script calls `find_placement` before anything is installed.
+This module uses the standard library only: the launch script calls `find_placement` before it installs packages.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_DEVICE_ID = max(product.devices for product in PRODUCTS.values()) - 1
 
 @dataclass(frozen=True)
 class Placement:
-    """Hold a rank table's entries for this machine."""
+    """A rank table's entries for this machine."""
 
-    table: Path  # absolute
-    devices: Sequence[Device]  # of this machine, in the order of their ranks
-    world_size: int  # devices in the whole table
-    node_rank: int  # this machine's place among the servers, in the order of their ranks
+    table: Path  # absolute path
+    devices: Sequence[Device]  # devices of this machine, in rank order
+    world_size: int  # number of devices in the whole table
+    node_rank: int  # this machine's number among the servers, which are in rank order
     node_count: int
 
     def folder(self, run_dir: Path, device: Device) -> Path:
@@ -36,22 +36,22 @@ class Placement:
 
 
 def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Placement:
-    """Return this machine's placement by the rank table that an environment variable names.
+    """Return this machine's placement from the rank table that an environment variable names.
 
     Args:
-        variable: the variable that names the table.
+        variable: name of the environment variable.
         environ: the environment. NNODES and NODE_RANK, if set, must agree with the table.
-        ranks: the devices that the table must list for this machine.
+        ranks: number of devices that the table must list for this machine.
 
     Raises:
-        ConfigError: the table breaks a rule that holds on every product, does not list this machine, or lists another
-            number of devices for it; or NNODES or NODE_RANK contradicts it.
+        ConfigError: the table is invalid, does not list ``ranks`` devices for this machine, or contradicts NNODES or
+            NODE_RANK.
     """
     path = Path(environ[variable])
     title = f"{variable}={environ[variable]}"
     try:
         table = parse(load_json(path))
-        check(table)  # its warnings are for a merge
+        check(table)  # the returned warnings concern merges only
     except RankTableError as error:
         raise ConfigError(f"{title}: {error}") from None
     if path.suffix != ".json":
@@ -77,7 +77,7 @@ def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Pla
 
 
 def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, str]) -> int:
-    """Return which of the servers this machine is: by its addresses and name, else by NODE_RANK."""
+    """Return this machine's index in ``server_ids``, found by its addresses and name, or by NODE_RANK."""
     count = len(server_ids)
     host = socket.gethostname()
     listed = f"{title} lists {_shown(server_ids)}"
@@ -86,7 +86,7 @@ def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
     own = [is_own(server_id) for server_id in server_ids]
     certain = [i for i in range(count) if own[i]]
     unknown = [i for i in range(count) if own[i] is None]
-    if count == 1:  # HCCL compares server_ids and never connects to them: any string may stand for it
+    if count == 1:  # HCCL only compares server_ids, so the single server may have any string
         certain += unknown
     possible = certain or unknown
     if not possible:
@@ -106,7 +106,7 @@ def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
 
 
 def _shown(server_ids: Sequence[str]) -> str:
-    """Return how many servers there are, and the names of the first."""
+    """Return the number of servers and the names of the first 8, as text."""
     if len(server_ids) == 1:
         return f"1 server: {server_ids[0]!a}"
     names = [ascii(server_id) for server_id in server_ids[:8]]
@@ -116,7 +116,7 @@ def _shown(server_ids: Sequence[str]) -> str:
 
 
 def is_own(server_id: str) -> bool | None:
-    """Return whether it is an address or the name of this machine; None for any other name."""
+    """Return whether ``server_id`` is an address or the name of this machine, or None if it is an unknown name."""
     try:
         version = ipaddress.ip_address(server_id).version
     except ValueError:
@@ -126,6 +126,6 @@ def is_own(server_id: str) -> bool | None:
         return None
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind((server_id, 0))  # sends nothing; a machine can bind only its own addresses
+        probe.bind((server_id, 0))  # a machine can bind only its own addresses; nothing is sent
         return True
     return False

@@ -1,15 +1,14 @@
-"""Count the samples that MindSpore's own sharding and ours give the ranks in an epoch; print a Markdown table.
+"""Count the samples per epoch in MindSpore's sharding and in `GlobalBatches`, and print a Markdown table.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0         # makes .venvs/resnet50_mindspore
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/shards.py    # --help
 
-MindSpore's is `ds.Cifar10Dataset(folder, num_shards=N, shard_id=r)` and `.batch(rows, drop_remainder=...)` for each
-rank r, with rows = ceil(global batch / N), because its shards all have one size; ours is `GlobalBatches`. Both read the
-same files. This program writes them, because it must tell each image from all others: an image's first pixel holds its
-number. MindSpore's reader takes only files of exactly 10,000 images, as CIFAR-10's are.
+MindSpore's sharding is `ds.Cifar10Dataset(folder, num_shards=N, shard_id=r)` and `.batch(rows, drop_remainder=...)` for
+each rank r. Its shards have equal sizes, so rows = ceil(global batch / N). Both ways read the same files, which this
+program writes: the first pixel of an image encodes its number. MindSpore reads only files of exactly 10,000 images.
 
-The column "promised" is `get_dataset_size()`, or `GlobalBatches.steps_per_epoch`. The last two columns count the global
-batches that hold the same samples as at one rank, without shuffling and with it, from the same seed.
+The column "promised" is `get_dataset_size()`, or `GlobalBatches.steps_per_epoch`. The last two columns count global
+batches with the same samples as at one rank, in order and shuffled, from the same seed.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ HEAD = """
 
 
 class Epoch(NamedTuple):
-    """Hold the samples that all ranks together take in one epoch."""
+    """The samples of all ranks in one epoch."""
 
-    batches: list[NDArray[np.int64]]  # the samples of each step, in ascending order
-    promised: int  # steps, by `get_dataset_size()` or by `GlobalBatches`
+    batches: list[NDArray[np.int64]]  # numbers of the samples of each step, in ascending order
+    promised: int  # number of steps from `get_dataset_size()`, or of `GlobalBatches`
 
 
 def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence[Epoch], n: int) -> str:
-    """Return a row in Markdown: one way to shard, at one world size.
+    """Return a Markdown row about one way to shard at one world size.
 
     Args:
-        name: the way to shard.
-        ranks: the world size.
-        epochs: one in order, unless this way always shuffles, and one shuffled.
-        baseline: the same at one rank.
-        n: the samples that there are.
+        name: name of the way to shard.
+        ranks: world size.
+        epochs: an epoch in order and a shuffled epoch, or only a shuffled epoch.
+        baseline: the same epochs at one rank.
+        n: number of samples in the dataset.
     """
     shuffled = epochs[-1]
     seen = np.bincount(np.concatenate(shuffled.batches), minlength=n)
     sizes = [len(batch) for batch in shuffled.batches]
     times = [int((seen == count).sum()) for count in (1, 2, 0)]
     counts = [len(sizes), shuffled.promised, sizes[0], sizes[-1], *times]
-    same = ["-"]  # unless there is an epoch in order
+    same = ["-"]  # shown if the way has no epoch in order
     for one, other in zip(epochs, baseline):
         equal = sum(map(np.array_equal, one.batches, other.batches))
         same.append(f"{equal:,}")
@@ -65,7 +64,7 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
 
 
 def write_numbered(folder: Path) -> None:
-    """Write CIFAR-10's binary files with labels 0 to 9; each image's first pixel is its number among all 60,000."""
+    """Write CIFAR-10's binary files with labels 0 to 9. Each image's first pixel is its number from 0 to 59,999."""
     folder.mkdir()
     first = 0
     for name, count in zip(CIFAR_FILES, CIFAR_RECORDS["cifar10"]):
@@ -84,7 +83,7 @@ def numbers(images: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def mindspore_epoch(folder: Path, ranks: int, rows: int, shuffle: bool, drop: bool) -> Epoch:
-    """Return one epoch of ``rows`` samples per rank and step, read from ``folder`` once for each rank."""
+    """Return one epoch of MindSpore's sharding, with ``rows`` samples per rank and step."""
     shards = []
     sizes = set()
     for rank in range(ranks):
@@ -100,7 +99,7 @@ def mindspore_epoch(folder: Path, ranks: int, rows: int, shuffle: bool, drop: bo
 
 
 def our_epoch(samples: NDArray[np.int64], ranks: int, global_batch_size: int) -> Epoch:
-    """Return one epoch of ``samples``, the numbers [n] of all images."""
+    """Return one epoch of `GlobalBatches` over ``samples``, the numbers [n] of all images."""
     shards = [GlobalBatches(len(samples), global_batch_size, SEED, rank, ranks) for rank in range(ranks)]
     taken = []
     for step in range(shards[0].steps_per_epoch):

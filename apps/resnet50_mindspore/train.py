@@ -4,12 +4,12 @@
     msrun --worker_num=2 --local_worker_num=2 --join=True apps/resnet50_mindspore/train.py
     python apps/resnet50_mindspore/train.py               # one process
 
-Every rank runs this file, and so does msrun's scheduler, through which the ranks find each other. A comment marks each
-collective, where a rank waits for the others:
+Every rank runs this file, and so does msrun's scheduler, through which the ranks connect. The comment "collective"
+marks each call in which a rank waits for the others:
 
 - the rendezvous, and the restore of a checkpoint;
 - the gradients at each step (in TrainStep, or in Model);
-- once after the first step, until all have compiled it;
+- once after the first step, until all ranks have compiled it;
 - the statistics of each log line, and each evaluation (running statistics, then sums);
 - the running statistics and the comparison of all ranks, before a checkpoint and at the end.
 """
@@ -39,7 +39,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard
 
-EVAL_BATCH_SIZE = 64  # does not change the result
+EVAL_BATCH_SIZE = 64  # in examples; does not change the result
 
 
 def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
@@ -47,10 +47,10 @@ def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
 
 
 class TrainStep(nn.Cell):  # type: ignore[misc]
-    """Update with this rank's shard of a global batch, in one compiled graph; return the mean of weight * loss.
+    """Update with this rank's shard of a global batch in one compiled graph, and return the mean of weight * loss.
 
-    The gradient must be the mean over the *samples* of the global batch, although shards may differ in size. MindSpore
-    averages over ranks, so each sample is scaled by its weight; rows that only fill up a shard have weight 0.
+    MindSpore averages gradients over ranks, although shards may differ in size. Sample weights therefore scale the
+    losses, so that the gradient is the mean over the samples of the global batch. Padding rows have weight 0.
     """
 
     def __init__(self, forward: Forward, optimizer: nn.Momentum, reduces: bool, world_size: int) -> None:
@@ -58,7 +58,7 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
         self.gradients = ms.value_and_grad(forward, None, optimizer.parameters)
         self.optimizer = optimizer
         self.reduces = reduces and world_size > 1
-        if self.reduces:  # otherwise MindSpore places the collectives itself, where it cuts the operators
+        if self.reduces:  # with automatic parallelization, MindSpore inserts the collectives itself
             self.reduce = nn.DistributedGradReducer(optimizer.parameters, mean=True, degree=world_size)
 
     def construct(self, images: Tensor, labels: Tensor, sample_weights: Tensor) -> Tensor:
@@ -70,10 +70,16 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
 
 
 def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
-    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once.
+    """Return loss and accuracy over the whole test set. Each example counts once, on one rank.
 
-    The evaluated model has the running statistics averaged over ranks; each rank then gets its own back. It is the
-    trained model, or a second one with its whole weights if MindSpore may have cut those.
+    The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
+
+    Args:
+        run: the run.
+        trained: the trained model.
+        model: the model to evaluate: ``trained`` itself, or a second model that gets whole weights if MindSpore splits
+            the weights of ``trained``.
+        test_set: the test set.
     """
     if model is not trained:
         weights.load_model(model, weights.model_arrays(trained))  # collective
@@ -109,15 +115,15 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
 
 @dataclass
 class AfterUpdate:
-    """Take the actions that follow an update.
+    """Log, evaluate and save after an update, if the run requests it.
 
     Attributes:
-        run: decides the actions.
-        model: is trained.
-        evaluated: is evaluated, as `evaluate` describes.
-        forward: the forward pass, which adds up the losses.
+        run: the run.
+        model: the trained model.
+        evaluated: the model to evaluate, as `evaluate` describes.
+        forward: the forward pass, which sums the losses in ``total``.
         batches: the global batches.
-        test_set: for evaluations.
+        test_set: the test set.
     """
 
     run: Run
@@ -128,14 +134,14 @@ class AfterUpdate:
     test_set: Split
 
     def __call__(self, step: int, loss: Tensor) -> None:
-        """Take the actions that follow the update ``step``, in which this rank's mean of weight * loss was ``loss``."""
+        """Run the actions after the update ``step``. ``loss`` is this rank's mean of weight * loss."""
         run = self.run
         options = run.options
         self.model.batches_tracked += not options.freeze_bn
         if step == run.first_step:
-            distributed.all_gather(np.zeros(1))  # collective, once: the first step is done when all have compiled it
-        actions = run.after_step()  # counts, and beats for the watchdog; the loss stays on the device
-        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are already its last
+            distributed.all_gather(np.zeros(1))  # collective: wait once until all ranks have compiled the step
+        actions = run.after_step()  # counts the step, sends a heartbeat; the loss stays on the device
+        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are from its end
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
             actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
         if actions.log:
@@ -144,23 +150,23 @@ class AfterUpdate:
             if actions.evaluate:
                 evaluation = evaluate(run, self.model, self.evaluated, self.test_set)  # collective
             run.log_metrics(evaluation)
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+        if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: average, compare; rank 0 writes
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
-        """Return the losses summed over this rank's samples: of the update ``step``, and since the last log line."""
+        """Return this rank's share of the summed losses of the update ``step``, and since the last log line."""
         with self.run.monitor.collective("train step"):
             last = float(loss.asnumpy())  # collective: waits for the step
             total = float(self.forward.total.asnumpy())
         world_size = self.run.world.world_size
         loss_sum = last * self.batches.size(step) / world_size
-        # Only an epoch's last batch is smaller.
+        # Earlier batches are full, because only the last batch of an epoch is smaller.
         running_loss = (total - last) * self.run.options.global_batch_size / world_size + loss_sum
         return loss_sum, running_loss
 
 
 def train(run: Run, options: Options) -> None:
-    """Train from the first step, or from the checkpoint that the run resumes."""
+    """Train from the first step, or from the checkpoint if the run resumes."""
     world = run.world
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
@@ -173,7 +179,7 @@ def train(run: Run, options: Options) -> None:
     run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir)
     n = len(train_set.labels)
-    check_steps(options, n, run.first_step)  # as the launch script, if any, did
+    check_steps(options, n, run.first_step)  # repeats the launch script's check for other launchers
     batches = GlobalBatches(
         n,
         options.global_batch_size,
@@ -210,7 +216,7 @@ def train_by_model(
     shards: ds.Dataset,
     after_update: AfterUpdate,
 ) -> None:
-    """Take the run's steps by mindspore.train.Model."""
+    """Train the run's steps by mindspore.train.Model."""
     options = run.options
     network: nn.Cell = forward
     if options.parallel != "data":
@@ -227,14 +233,14 @@ def train_by_loop(
     shards: ds.Dataset,
     after_update: AfterUpdate,
 ) -> None:
-    """Take the run's steps by a loop over `TrainStep`."""
+    """Train the run's steps by a loop over `TrainStep`."""
     options = run.options
     world_size = run.world.world_size
     cuts = options.parallel != "data"
     train_step: nn.Cell = TrainStep(forward, optimizer, not cuts, world_size)
     if cuts:
         train_step = auto_parallel.cut(train_step, model, options.parallel, world_size)
-    sinks = options.device == "ascend" and not cuts  # with cuts, Model alone can sink
+    sinks = options.device == "ascend" and not cuts  # AutoParallel supports data sinking only in Model
     loops = train_loops(run, train_step, shards, sinks)
     steps = range(run.first_step, run.last_step)
     for first, loss in zip(steps[:: options.sink_size], loops):  # collective

@@ -1,13 +1,14 @@
 """Convert weights, running statistics and optimizer state to arrays and back.
 
-The arrays have torchvision's names. The layouts are the same in both frameworks: convolutions OIHW, linear layers
-[out, in], and the running statistics (unbiased variance, new = 0.9 old + 0.1 batch).
+The arrays have torchvision's names. MindSpore's layouts equal torchvision's (convolutions OIHW, linear layers
+[out, in]). The running statistics are equal too (unbiased variance, new = 0.9 old + 0.1 batch).
 
-Each rank has its own running statistics ("buffers"), from its own images. Checkpoints and evaluations have their
-average over ranks. A rank then continues with its own, so the result does not depend on the number of checkpoints.
+Each rank has its own running statistics ("buffers") of its images. Checkpoints and evaluations use their average over
+ranks. Afterwards each rank continues with its own statistics, so the result does not depend on the number of
+checkpoints.
 
-If MindSpore has cut parameters over ranks (auto_parallel.py), the functions that return arrays are collective, and the
-arrays are whole. Only a model that is not cut can load them.
+If MindSpore has split parameters over ranks (auto_parallel.py), the functions that return arrays are collective, and
+return whole arrays. Only a model with whole parameters can load these arrays.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.env import World
 from samestep.run import Groups
 
-# A layer's parameters, under MindSpore's names and under torch's.
+# torch's name of each parameter of a batch norm, by MindSpore's name.
 BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 
 
 def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
-    """Return the groups of a checkpoint, equal on all ranks.
+    """Return the arrays of a checkpoint, which are equal on all ranks.
 
-    "model" has the averaged buffers, "buffers" has each rank's own [world_size, k].
+    "model" contains the averaged buffers, and "buffers" contains the buffers of each rank [world_size, k].
     """
     arrays, each = averaged(model)  # collective
     return {"model": arrays, "optimizer": optimizer_arrays(optimizer), "buffers": {"each": each}}
 
 
 def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) -> None:
-    """Load what `groups` returned, or "model" alone. Raises ValueError if an array does not fit.
+    """Load the arrays of `groups`, or "model" alone. Raises ValueError if an array does not fit.
 
-    At another world size than the checkpoint's, every rank continues with the averaged buffers.
+    If the world size differs from the checkpoint's, every rank continues with the averaged buffers.
     """
     load_model(model, groups["model"])
     if "optimizer" in groups:
@@ -53,7 +54,7 @@ def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) ->
 
 
 def model_arrays(model: ResNet) -> Arrays:
-    """Return the weights under their canonical names, as arrays on the CPU: the content of model.safetensors."""
+    """Return the weights and buffers as arrays on the CPU, by torch's names: the content of model.safetensors."""
     arrays = _arrays(_parameters(model))
     variances = [name for name in arrays if name.endswith("running_var")]
     counter = np.array(model.batches_tracked, np.int64)
@@ -63,28 +64,28 @@ def model_arrays(model: ResNet) -> Arrays:
 
 
 def optimizer_arrays(optimizer: nn.Momentum) -> Arrays:
-    """Return the optimizer's state as ``<parameter>.momentum_buffer``."""
+    """Return the optimizer's state by ``<parameter>.momentum_buffer``."""
     return _arrays(_moments(optimizer))
 
 
 def load_model(model: ResNet, arrays: Arrays) -> None:
-    """Load what `model_arrays` returned. Raises ValueError unless names, shapes and dtypes are the model's."""
+    """Load arrays from `model_arrays`. Raises ValueError if names, shapes or dtypes differ from the model's."""
     _load(_parameters(model), arrays, model_arrays(model))
     model.batches_tracked = int(arrays["bn1.num_batches_tracked"])
 
 
 def load_optimizer(optimizer: nn.Momentum, arrays: Arrays) -> None:
-    """Load what `optimizer_arrays` returned. Raises ValueError unless names, shapes and dtypes are the optimizer's."""
+    """Load arrays from `optimizer_arrays`. Raises ValueError if names, shapes or dtypes differ from the optimizer's."""
     _load(_moments(optimizer), arrays, optimizer_arrays(optimizer))
 
 
 def buffers(model: ResNet) -> NDArray[np.float32]:
-    """Return all running statistics of this rank as one row [k]."""
+    """Return all running statistics of this rank as one array [k]."""
     return np.concatenate([array.ravel() for array in _arrays(_statistics(model)).values()])
 
 
 def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
-    """Return `model_arrays` with the running statistics averaged over ranks, and each rank's own [world_size, k]."""
+    """Return `model_arrays` with averaged running statistics, and the statistics of each rank [world_size, k]."""
     arrays = model_arrays(model)  # collective
     average, each = averaged_buffers(model)  # collective
     own = {name: arrays[name] for name in _statistics(model)}
@@ -92,20 +93,24 @@ def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the running statistics averaged over ranks [k], and each rank's own [world_size, k]."""
+    """Return the running statistics averaged over ranks [k], and of each rank [world_size, k]. Collective."""
     each = all_gather(buffers(model))  # collective
     return each.mean(axis=0, dtype=np.float64).astype(np.float32), each
 
 
 def load_buffers(model: ResNet, row: NDArray[np.float32]) -> None:
-    """Load what `buffers` returned. Raises ValueError if its length does not fit."""
+    """Load an array of `buffers`. Raises ValueError if its length does not fit."""
     arrays = _split(_statistics(model), row)
     for name, parameter in _statistics(model).items():
         parameter.set_data(Tensor(arrays[name]))
 
 
 def _split(like: Mapping[str, ms.Parameter | NDArray[Any]], row: NDArray[np.float32]) -> Arrays:
-    """Return a row [k] of `buffers` as arrays of these shapes. Raises ValueError if its length does not fit."""
+    """Split an array [k] of `buffers` into arrays with the names and shapes of ``like``.
+
+    Raises:
+        ValueError: the array has another length.
+    """
     ends = np.cumsum([each.size for each in like.values()])
     if row.shape != (ends[-1],):
         raise ValueError(f"the running statistics have shape {list(row.shape)}, not {[int(ends[-1])]}")
@@ -129,7 +134,7 @@ def _moments(optimizer: nn.Momentum) -> dict[str, ms.Parameter]:
 
 
 def _torch_name(name: str) -> str:
-    """Return torch's name of a parameter: ``layer1.0.bn1.weight`` for ``layer1.0.bn1.gamma``."""
+    """Return torch's name of a parameter, such as ``layer1.0.bn1.weight`` for ``layer1.0.bn1.gamma``."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.{BATCH_NORM.get(last, last)}"
 

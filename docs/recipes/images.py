@@ -1,4 +1,4 @@
-"""Create random images of eight classes, and define a small CNN with batch norm and dropout."""
+"""Define a dataset of random images in eight classes, and a small CNN with batch norm and dropout."""
 
 import random
 

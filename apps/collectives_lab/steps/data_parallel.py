@@ -15,9 +15,9 @@ train_set = TensorDataset(torch.tensor(digits.train_images) / 255, torch.tensor(
 def train() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
-    model = nn.DataParallel(model)  # cuts each batch among the GPUs; without a GPU it calls the model directly
+    model = nn.DataParallel(model)  # splits each batch over the GPUs; without a GPU, calls the model directly
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the order that several ranks share
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the same order of samples as on several ranks
     for step, (x, y) in enumerate(DataLoader(train_set, 64, sampler=sampler), start=1):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)

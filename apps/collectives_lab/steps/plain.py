@@ -16,7 +16,7 @@ def train() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the order that several ranks share
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the same order of samples as on several ranks
     for step, (x, y) in enumerate(DataLoader(train_set, 64, sampler=sampler), start=1):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)

@@ -50,5 +50,5 @@ if __name__ == "__main__":
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join()  # if one fails, the other waits in a collective until gloo's timeout
+        process.join()  # if one rank fails, the other rank waits in a collective until gloo's timeout
     sys.exit(max(abs(process.exitcode or 0) for process in ranks))

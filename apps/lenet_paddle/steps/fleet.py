@@ -12,7 +12,7 @@ train_dataset = paddle.vision.datasets.MNIST(*FILES, mode="train", transform=ToT
 
 
 def use_another_store() -> None:
-    """Keep the second gloo group, which fleet makes, from reading the addresses of the first (Paddle 3.3.1)."""
+    """Create a new store, so that fleet's gloo group does not read the first group's addresses (Paddle 3.3.1)."""
     dist.init_parallel_env()
     host, port = dist.ParallelEnv().trainer_endpoints[0].split(":")
     store = paddle.base.core.TCPStore(host, int(port), dist.get_rank() == 0, dist.get_world_size())
@@ -25,7 +25,7 @@ def train() -> None:
         use_another_store()
     fleet.init(is_collective=True)
     paddle.seed(1)
-    # It shuffles alike on all ranks, and gives each rank its own part of every global batch.
+    # The sampler shuffles equally on all ranks, and gives each rank a different part of every global batch.
     sampler = paddle.io.DistributedBatchSampler(train_dataset, batch_size=64 // dist.get_world_size(), shuffle=True)
     train_loader = paddle.io.DataLoader(train_dataset, batch_sampler=sampler)
     net = paddle.vision.models.LeNet()

@@ -14,7 +14,7 @@ def train() -> None:
     """Train for one epoch."""
     dist.init_parallel_env()
     paddle.seed(1)
-    # It shuffles alike on all ranks, and gives each rank its own part of every global batch.
+    # The sampler shuffles equally on all ranks, and gives each rank a different part of every global batch.
     sampler = paddle.io.DistributedBatchSampler(train_dataset, batch_size=64 // dist.get_world_size(), shuffle=True)
     train_loader = paddle.io.DataLoader(train_dataset, batch_sampler=sampler)
     net = paddle.DataParallel(paddle.vision.models.LeNet())

@@ -12,7 +12,7 @@ train_dataset = paddle.vision.datasets.MNIST(*FILES, mode="train", transform=ToT
 def train() -> None:
     """Train for one epoch."""
     paddle.seed(1)
-    # It shuffles alike on all ranks, and gives each rank its own part of every global batch.
+    # The sampler shuffles equally on all ranks, and gives each rank a different part of every global batch.
     sampler = paddle.io.DistributedBatchSampler(train_dataset, batch_size=64, shuffle=True)
     train_loader = paddle.io.DataLoader(train_dataset, batch_sampler=sampler)
     net = paddle.vision.models.LeNet()
