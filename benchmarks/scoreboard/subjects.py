@@ -161,7 +161,7 @@ CPU = Subject([]).options
 
 SUBJECTS: dict[str, Subject] = {
     "mnist_ddp": Subject(
-        f"samestep run -n 2 --run-dir run train.py {OPTIONS}".split(),
+        f"samestep run -n 2 --start-method fork --run-dir run train.py {OPTIONS}".split(),
         options=[f"--adapter={ROOT / 'tests' / 'check' / 'program' / 'adapter.py'}"],
     ),
     "mnist_elastic": Subject(
