@@ -75,10 +75,8 @@ def _run(options: Options) -> int:
     )
     check_length(plan, options.yes)
     check_program(options.program)
-    if options.export:
-        replay_export.check(options.export)
     announce(plan)
-    with replayed(plan, options.program) as found:
+    with replay_export.new_folder(options.export), replayed(plan, options.program) as found:
         if options.export:
             replay_export.write(found, options.export)
         comparison = compare_losses(found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,27 @@ MOST_IMAGES = 4096  # maximum number of images or texts of one rank's step
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def check(folder: Path) -> None:
-    """Create the folder of --export; raise ConfigError if it exists or cannot be created."""
+@contextlib.contextmanager
+def new_folder(folder: Path | None) -> Iterator[None]:
+    """Create the folder of --export, and delete it if the block fails before it writes there.
+
+    Raises ConfigError if the folder exists or cannot be created.
+    """
+    if folder is None:
+        yield
+        return
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"--export {folder} exists: name a new folder") from None
     except OSError as error:
         raise ConfigError(f"--export {folder}: {error.strerror}: name another folder") from None
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the folder has files
+            folder.rmdir()
+        raise
 
 
 def write(replayed: Replayed, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from harness import Harness
+from repository import REPOSITORY as ROOT
 from samestep import step_losses
+from samestep_check.records import Records
 from samestep_observe.recorded import RecordedRun
 
 LIMIT = 120  # seconds
@@ -25,7 +28,7 @@ OPTIONS = (
 )
 
 
-def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
+def command(harness: Harness, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``samestep WORDS``."""
     return subprocess.run(
         [sys.executable, "-m", "samestep", *words],
@@ -34,7 +37,7 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=LIMIT,
         check=False,
-        cwd=harness.folder,
+        cwd=cwd or harness.folder,
     )
 
 
@@ -68,6 +71,33 @@ def test_replayed_steps_of_a_killed_run_have_the_recorded_bits(harness: Harness,
     assert mean == pytest.approx(RecordedRun(run_dir).losses[17], rel=1e-6)
     assert len([*(harness.folder / "export/step-00000017").glob("*.png")]) == 128
     assert sorted(path.stat().st_mtime_ns for path in run_dir.rglob("*")) == before
+
+
+@pytest.mark.soak  # the quick tests compare losses, which depend on the samples
+def test_replayed_samples_are_those_that_the_check_recorded(harness: Harness) -> None:
+    program = harness.folder / "program"
+    shutil.copytree(ROOT / "apps" / "mnist_ddp", program, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    kept = harness.folder / "kept"
+    adapter = ROOT / "tests" / "check" / "program" / "adapter.py"
+    options = [*OPTIONS, "--device=cpu", "--max-steps=24", "--global-batch-size=97", "--run-dir=run"]
+    done = command(
+        harness,
+        *("check", "--faults=evaluation", f"--keep={kept}", f"--adapter={adapter}", "--"),
+        *(sys.executable, "-m", "samestep", "run", "-n", "2", "--run-dir", "run", "train.py", *options),
+        cwd=program,
+    )
+    assert done.returncode == 0, done
+    recorded = Records(kept / "records-2").steps()
+    work = kept / "work-1"
+    exported = harness.folder / "export"
+    words = ["replay", str(work / "run"), "--step=17", "--to=22", f"--export={exported}"]
+    refused = command(harness, *words)  # a program that is not of an app is not run
+    assert (refused.returncode, exported.exists()) == (2, False), refused
+    done = command(harness, *words, f"--program={work / 'train.py'}")
+    assert done.returncode == 0, done
+    for step in range(17, 23):
+        samples = json.loads((exported / f"step-{step:08d}" / "samples.json").read_text())
+        assert sorted(each["sample"] for each in samples) == recorded[step - 1].indices
 
 
 def test_verify_runs_stretches_again_and_names_a_changed_loss(harness: Harness) -> None:
