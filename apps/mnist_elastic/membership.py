@@ -355,11 +355,11 @@ class Members:
         progress.step = step + 1
         progress.running_loss += progress.loss
         self._failures = 0
-        self._run.count_step(step)
+        self._run.count_step(progress.step)
         if self.rank == 0:
             self.launcher.send(kind="update", step=progress.step)
         self.launcher.poll()
-        actions = self._run.actions(step)
+        actions = self._run.actions(progress.step)
         progress.evaluation_due = actions.evaluate or progress.step == self._run.last_step
         if actions.log and not self.evaluation_due:
             self.record({})
@@ -370,7 +370,7 @@ class Members:
         Every member sends them, so that the loss of a member loses no log line.
         """
         self._progress.evaluation_due = False
-        actions = self._run.actions(self._progress.step - 1)
+        actions = self._run.actions(self._progress.step)
         self._send_record(evaluation, evaluates=actions.evaluate, save=actions.save)
         self._progress.running_loss = 0.0
 

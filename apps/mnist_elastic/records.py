@@ -75,7 +75,7 @@ class History:
             return
         self.step = step
         self.updated_at = time.monotonic()
-        self._run.count_step(step - 1)
+        self._run.count_step(step)
         if self._paused_at:
             self._pauses.append(self.updated_at - self._paused_at)
             self._paused_at = None

@@ -24,6 +24,8 @@ from samestep_check.records import Records
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
 MOST_CHARACTERS = 120  # limit for an error's line
+KILL_SECONDS = 5.0  # for which `stop` kills the processes of a job again and again
+# Torchrun's ChildFailedError only repeats the error of a rank.
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
 
 
@@ -44,16 +46,17 @@ class Job:
         records.mkdir()
         own_temporary = records.with_name(records.name + "-tmp")
         own_temporary.mkdir()
-        self.begun = time.time()
-        self.duration = 0.0  # seconds from the start until `ended` stopped waiting
+        self._begun = time.time()
+        self.duration = 0.0  # seconds from the start until `wait_for_end` stopped waiting
         self.left_behind = 0
-        self._calls = calls
+        # Each child inherits the mark in SAMESTEP_INSIDE, by which `pids` finds children in other sessions.
         shared = {**config, "work": str(work), "records": str(records), "mark": self.mark}
         if isinstance(calls, AnnouncedCalls):
             shared["announce"] = str(calls.path)
+        # The file sitecustomize.py in INSIDE starts the recorder in each Python process.
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_INSIDE": json.dumps(shared)}
-        environ["TMPDIR"] = str(own_temporary)
+        environ["TMPDIR"] = str(own_temporary)  # deleted with the records, whatever the script leaves there
         try:
             with self.output_path.open("wb") as file:
                 self.process = subprocess.Popen(
@@ -94,7 +97,7 @@ class Job:
         """Return the number of steps of the fastest rank; without recorded steps, of losses in the output."""
         return max(self._step_counts(), default=0) or len(re.findall(pattern, self.output()))
 
-    def ranks_with_steps(self) -> int:
+    def processes_with_steps(self) -> int:
         """Return the number of processes that have taken a step."""
         return sum(count > 0 for count in self._step_counts())
 
@@ -105,57 +108,69 @@ class Job:
         """Poll ``until`` for up to ``limit`` seconds. Return True as soon as it is true, False at the limit."""
         end = time.monotonic() + limit
         while not until():
-            self.check_writes()
+            self.raise_recorded_errors()
             if time.monotonic() > end:
                 return False
             time.sleep(0.05)
-        self.check_writes()
+        self.raise_recorded_errors()
         return True
 
-    def check_writes(self) -> None:
+    def raise_recorded_errors(self) -> None:
         """Raise ConfigError if the script has tried to write outside of its folder, or the adapter has failed."""
         for path in self.records_folder.glob("*.jsonl"):
             for line in path.read_text().split("\n"):
+                if not line.endswith("}"):  # the process is writing the line, or was killed then
+                    continue
                 if line.startswith('{"event": "outside"'):
                     name = json.loads(line)["path"]
                     raise ConfigError(f"the script writes to {name}, outside of its folder: add --allow-write {name}")
-                if line.startswith('{"event": "adapter"') and line.endswith("}"):
+                if line.startswith('{"event": "adapter"'):
                     error = json.loads(line)["error"]
                     raise ConfigError(f"the adapter raises {error}: correct the file of --adapter")
 
-    def ended(self, limit: float) -> bool:
-        """Return whether the launcher ends within ``limit`` seconds, and count the processes that outlive it."""
+    def wait_for_end(self, limit: float) -> bool:
+        """Wait up to ``limit`` seconds for the launcher's end, and return whether it ended.
+
+        Then wait up to LEFT_GRACE seconds for the end of the other processes, and count those that are left.
+        """
         done = self.wait(lambda: self.code is not None, limit)
-        self.duration = time.time() - self.begun
+        self.duration = time.time() - self._begun
         if done:
-            self.wait(lambda: not self.left(), LEFT_GRACE)
-            self.left_behind = len(self.left())
+            self.wait(lambda: not self.pids(), LEFT_GRACE)
+            self.left_behind = len(self.pids())
         return done
 
-    def left(self) -> list[int]:
+    def pids(self) -> list[int]:
         """Return the PIDs of the job's processes, by their session or a mark in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the process has ended
+                # After the name in parentheses: state, parent, group, session.
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                marked = self.mark.encode() in (folder / "environ").read_bytes()
-                if state != "Z" and (int(session) == self.process.pid or marked):
+                if state != "Z" and (int(session) == self.process.pid or self._has_mark(folder)):
                     found.append(int(folder.name))
         return found
 
+    def _has_mark(self, folder: Path) -> bool:
+        try:
+            return self.mark.encode() in (folder / "environ").read_bytes()
+        except PermissionError:  # a process of another user
+            return False
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes of the job."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
     def stop(self) -> None:
         """Kill all processes of the job, including processes that SIGSTOP has stopped."""
-        for _ in range(100):
-            left = self.left()
-            if not left:
-                break
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + KILL_SECONDS
+        while self.pids() and time.monotonic() < end:
+            self.kill()
             time.sleep(0.05)
-        self.process.wait(10)
-        if self._calls:
-            self._calls.stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible call, such as of a hung disk
+            self.process.wait(KILL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -175,10 +190,14 @@ def started(
         config: settings for the recorder in each process.
         calls: pauses the job before its file system calls.
     """
-    job = Job(command, work, records, config, calls)
     try:
-        if calls:
-            calls.start()
-        yield job
+        job = Job(command, work, records, config, calls)
+        try:
+            if calls:
+                calls.start()
+            yield job
+        finally:
+            job.stop()
     finally:
-        job.stop()
+        if calls:
+            calls.stop()

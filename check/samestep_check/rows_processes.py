@@ -128,11 +128,11 @@ def launcher_killed(runner: ScriptRunner) -> str:
         runner.middle(job)
         fault_time = time.time()
         job.process.kill()
-        is_gone = job.wait(lambda: not job.left(), min(PATIENCE, runner.patience()))
+        is_gone = job.wait(lambda: not job.pids(), min(PATIENCE, runner.patience()))
         duration = time.time() - fault_time
         after = [step for step in job.read().steps() if step.time > fault_time + NOTICE]
         if not is_gone:
-            raise Failed(f"{len(job.left())} processes left {duration:.0f} s after")
+            raise Failed(f"{len(job.pids())} processes left {duration:.0f} s after")
         if after:
             raise Failed(f"the ranks train for {after[-1].time - fault_time:.1f} s without their launcher")
         return f"all ranks end within {duration:.1f} s"
@@ -144,7 +144,7 @@ def stalled(runner: ScriptRunner) -> str:
         runner.middle(job)
         fault_time = time.time()
         os.kill(runner.victim(job), signal.SIGSTOP)
-        has_ended = job.ended(min(PATIENCE, runner.patience()))
+        has_ended = job.wait_for_end(min(PATIENCE, runner.patience()))
         duration = time.time() - fault_time
         if not has_ended:
             raise hangs(job.read(), duration, runner.options.stall_limit)
@@ -180,7 +180,7 @@ def two_jobs(runner: ScriptRunner) -> str:
         first.wait(lambda: first.code is not None or first.progress(pattern), runner.patience())
         with runner.job(runner.copy()) as second:
             for name, job in (("second", second), ("first", first)):
-                if not job.ended(runner.patience()):
+                if not job.wait_for_end(runner.patience()):
                     raise Failed(f"the {name} job hangs: {job.error_line()}")
                 if job.code:
                     raise Failed(f"the {name} job exit {job.code}: {job.error_line()}")

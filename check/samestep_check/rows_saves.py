@@ -367,7 +367,7 @@ def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path)
     pattern = runner.options.loss_pattern
     with runner.job(work, pause=runner.pause()) as job:
         job.wait(lambda: job.code is not None or job.progress(pattern) >= save.done - 1, runner.patience())
-        for pid in job.left():
+        for pid in job.pids():
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (largest // 2, largest // 2))
         problem = f"{sizes[largest]} cannot grow beyond {largest // 2} bytes (the kernel refuses a filter)"
@@ -377,7 +377,7 @@ def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path)
 def _ended(runner: ScriptRunner, job: Job) -> FullRun:
     """Wait for the end of a job whose disk is full, and return the run with an empty ``problem``."""
     patience = runner.patience()
-    has_ended = job.ended(min(PATIENCE, patience))
+    has_ended = job.wait_for_end(min(PATIENCE, patience))
     if not has_ended and patience < PATIENCE:
         raise OutOfTime
     is_silent = warnings_in(job.output()) <= runner.reference.warnings

@@ -231,7 +231,7 @@ class ScriptRunner:
     def undisturbed_at(self, ranks: int) -> Undisturbed:
         """Run the script at a number of ranks, without a fault, to its end."""
         with self.job(self.copy(), ranks) as job:
-            has_ended = job.ended(self.patience())
+            has_ended = job.wait_for_end(self.patience())
             self._is_uncovered |= any(notes.is_uncovered for notes in job.read().notes())
             if not has_ended:
                 raise CannotTell(f"at {ranks} ranks it does not end in {job.duration:.0f} s")
@@ -396,7 +396,7 @@ class ScriptRunner:
             else:
                 job.wait(lambda: job.code is not None, self.patience())
                 fault_time = time.time()
-            ended = job.ended(min(PATIENCE, self.patience()))
+            ended = job.wait_for_end(min(PATIENCE, self.patience()))
             code = job.code if ended else None
             duration = time.time() - fault_time
             records = job.read()
@@ -425,7 +425,7 @@ class ScriptRunner:
     def restarted(self, work: Path, ranks: int) -> Restart:
         """Restart the script in a folder, and wait for its end."""
         with self.job(work, ranks, is_restart=True) as job:
-            ended = job.ended(self.patience())
+            ended = job.wait_for_end(self.patience())
             records = job.read()
             return Restart(job.code if ended else None, job.error_line(), records.steps(), records)
 
@@ -440,7 +440,7 @@ class ScriptRunner:
         patience = self.patience()
         with self.job(work, self.ranks, is_restart=True, pause=self.pause(PATIENCE)) as job:
             # The pause after a step is long, so no rank takes a second step.
-            job.wait(lambda: job.code is not None or job.ranks_with_steps() >= wanted, min(limit, patience))
+            job.wait(lambda: job.code is not None or job.processes_with_steps() >= wanted, min(limit, patience))
             records = job.read()
             steps = records.steps()[:1]
             if job.code is None and not steps and patience < limit:
@@ -492,7 +492,7 @@ class ScriptRunner:
         recorder = states.StateRecorder(work, self.new_path("states"))
         calls = self.calls(work, recorder)
         with self.job(work, calls=calls) as job:
-            if not job.ended(self.patience()) or job.code:
+            if not job.wait_for_end(self.patience()) or job.code:
                 raise CannotTell(f"does not train to its end while it is recorded: {job.error_line()}")
             records = job.read()
             times = records.first_times()
@@ -524,9 +524,7 @@ def warnings_in(output: str) -> int:
 
 def kill_all(job: Job) -> None:
     """Kill all processes of a job."""
-    for pid in job.left():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    job.kill()
 
 
 def relative(a: float | None, b: float | None) -> float:

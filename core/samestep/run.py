@@ -105,9 +105,17 @@ class Restored:
 class Run:
     """Manage a run from its restore to its result.
 
-    Call `restore` and `start` first, `after_step` after each update, and `finish` and `report` last.
+    Call `restore` and `start`, which set the attributes below, then train, and call `finish` and `report` last::
 
-    `restore` sets the options' run dir and dataset. After `start`, train the steps in [``first_step``, ``last_step``).
+        for batch in run.batches(loader):
+            ...  # one update
+            actions = run.after_step(loss_sum)
+            if actions.sync:
+                actions = run.sync()
+            if actions.log:
+                run.log_metrics(evaluate() if actions.evaluate else {})
+            if actions.save:
+                run.save()  # raises Stopped after a stop signal
     """
 
     collectives: Collectives
@@ -138,6 +146,7 @@ class Run:
 
         Raises:
             ConfigError: as in `check_launch`, or the number of ranks exceeds --virtual-ranks.
+            NonRetryableError: the options lack a field that every result has.
         """
         self.app = app
         self.options = options
@@ -151,7 +160,7 @@ class Run:
         self.monitor.start(world, options)
         stop_request.install()  # must come before the first heartbeat, from which the launch script gets the rank's pid
         if JobInfo.from_environ(os.environ).launcher and options.run_dir:  # the launch script holds the run dir's lock
-            self._open_logs()
+            self._open_logs()  # first, so that rank-<r>.log has the errors of the checks below
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
         if options.threads:
@@ -167,7 +176,7 @@ class Run:
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
         """Exit this rank, from any thread. If another rank has ended, a launcher sent the signal after a failure."""
         ranks = self.world.local_world_size or self.world.world_size
-        log.exit_process(stopped, stopped.is_final or self.monitor.all_ranks_alive(ranks))
+        log.exit_process(stopped, is_final=self.monitor.all_ranks_alive(ranks))
 
     # --- numbers for the app -------------------------------------------------------------------------------------
 
@@ -212,6 +221,11 @@ class Run:
         return self.progress.evaluation
 
     @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the run's files: rank 0 does, except with --evaluate-only."""
+        return self.world.rank == 0 and not self.options.evaluate_only
+
+    @property
     def metrics(self) -> Metrics | None:
         """The file metrics.jsonl on rank 0; None on other ranks and with --evaluate-only."""
         return self.recorder.metrics
@@ -231,14 +245,14 @@ class Run:
 
     # --- where to start ------------------------------------------------------------------------------------------
 
-    def restore(self, collectives: Collectives, parts: Parts, evaluated: str = "model") -> None:
+    def restore(self, collectives: Collectives, parts: Parts, evaluated: str | None = None) -> None:
         """Find the run dir, the dataset and the checkpoint (or --init-from), and load the same bytes on all ranks.
 
         Args:
             collectives: the app's collectives, which later calls use too.
             parts: functions that load and return a checkpoint's arrays.
-            evaluated: the group that is evaluated, and that --keep-best keeps. If the group is not "model", `finish`
-                also writes model-<evaluated>.safetensors.
+            evaluated: the group that is evaluated, and that --keep-best keeps; by default that of ``parts``. If the
+                group is not "model", `finish` also writes model-<evaluated>.safetensors.
 
         Raises:
             ConfigError: raised on rank 0 for a mistake of the caller.
@@ -247,7 +261,7 @@ class Run:
             RemoteRankError: raised on all other ranks if rank 0 failed.
         """
         self.collectives = collectives
-        self.parts = replace(parts, evaluated=evaluated)
+        self.parts = replace(parts, evaluated=evaluated or parts.evaluated)
         self.monitor.last_collective = getattr(collectives, "last_collective", None)
         message = self.storage.restore(self)  # collective
         self.options.run_dir = Path(message["run_dir"])
@@ -259,13 +273,6 @@ class Run:
         )
         self._open_logs()
         self.monitor.resume_at(self.first_step)
-
-    @property
-    def required_groups(self) -> set[str]:
-        """The groups without which a checkpoint counts as corrupt."""
-        if self.options.evaluate_only:
-            return {"model", self.evaluated}
-        return set(self.parts.names)
 
     def start(
         self, batches: GlobalBatches, test_examples: int, model: str, device: str, metadata: Mapping[str, Any]
@@ -280,7 +287,6 @@ class Run:
             metadata: versions and settings that affect the run's numbers, for the header of metrics.jsonl and for
                 checkpoints. A program with dropout by `samestep.torch.exact` must include RANDOM_NUMBERS.
         """
-        is_writer = self.world.rank == 0 and not self.options.evaluate_only
         state = self.restored.state
         last_step = last_step_of(self.options, batches.steps_per_epoch, first_step=self.first_step)
         seconds = 0.0 if self.options.evaluate_only else state.get("seconds", 0.0)
@@ -293,8 +299,11 @@ class Run:
             seconds=seconds,
             keep_best=self.options.keep_best,
         )
+        # Check the state now, so that a value that JSON would change is reported before the first update.
+        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})
+        trace = self._start_trace()
         metrics = None
-        if is_writer:
+        if self.is_writer:
             self._warn_of_changes()
             metrics = open_metrics(
                 self.app,
@@ -303,15 +312,13 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # must come before the log's first line; readers omit the log's lines after this event
+        if self.world.rank == 0:
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
-        # Check the state now, so that an invalid value is reported before the first update.
-        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})
         self.step_sync.start(self.first_step)
-        self.stop_request.install()
-        self.stop_request.in_training = True
-        self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=self._start_trace())
+        self.stop_request.install()  # again, because a framework may have replaced the handlers meanwhile
+        self.stop_request.in_training = True  # from here on, a stop signal waits for a `sync`
+        self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=trace)
 
     def _start_trace(self) -> Trace | None:
         """Connect a trace to the app's optimizer on all ranks of a sharded model, else on rank 0.
@@ -361,10 +368,18 @@ class Run:
     # --- after an update -----------------------------------------------------------------------------------------
 
     def batches(self, loader: Loader[Batch]) -> Iterator[Batch]:
-        """Yield the loader's batches for the steps in [``first_step``, ``last_step``), and time the input phase."""
+        """Yield the loader's batches for the steps in [``first_step``, ``last_step``), and time the input phase.
+
+        Raises:
+            ValueError: the loader cannot begin at a step, or has no batches.
+            RuntimeError: the program did not call `after_step` after a batch.
+        """
         epoch = self.first_step // self.progress.batches.steps_per_epoch
         loader.load_state_dict({**loader.state_dict(), "step": self.first_step, "epoch": epoch})
+        if loader.state_dict().get("step") != self.first_step:
+            raise ValueError("run.batches needs a loader that resumes: give the DataLoader a GlobalBatchSampler")
         while self.step < self.last_step:
+            before_epoch = self.step
             with self.timer.phase(INPUT):
                 iterator = iter(loader)
             while self.step < self.last_step:
@@ -372,7 +387,12 @@ class Run:
                     batch = next(iterator, None)
                 if batch is None:
                     break
+                before = self.step
                 yield batch
+                if self.step == before:
+                    raise RuntimeError(f"step {before} was not counted: call run.after_step after each update")
+            if self.step == before_epoch:
+                raise ValueError("the loader has no batches: check the dataset's length")
 
     def after_step(self, loss_sum: SupportsFloat | None = None, **counts: SupportsFloat) -> StepActions:
         """Count an update, record progress, and return the actions that follow, without communication.
@@ -385,19 +405,18 @@ class Run:
         """
         if loss_sum is not None:
             self.step_sync.add(loss_sum, counts)
-        self.count_step(self.step)
-        return self.actions(self.step - 1)
+        done = self.step + 1
+        self.count_step(done)
+        return self.actions(done)
 
-    def count_step(self, step: int) -> None:
-        """Count the update ``step``, from 0, and record progress."""
-        done = step + 1
+    def count_step(self, done: int) -> None:
+        """Record that ``done`` updates are done."""
         self.recorder.count(done, done - self.step)
         self.progress.step = done
         self.monitor.beat(done)
 
-    def actions(self, step: int) -> StepActions:
-        """Return the actions after the update ``step``, counted from 0, without side effects."""
-        done = step + 1
+    def actions(self, done: int) -> StepActions:
+        """Return the actions when ``done`` updates are done, without side effects."""
         return self.cadence.after(done, self.step_sync.is_due(done))
 
     def sync(self, loss_sum: SupportsFloat | None = None, running_loss: SupportsFloat | None = None) -> StepActions:
@@ -421,7 +440,7 @@ class Run:
         self.recorder.stragglers += self.monitor.update(self.step, totals.phase_seconds)
         self.recorder.write_losses(self.progress.step_losses(totals))
         self.recorder.write_trace(self.collectives.all_gather)  # collective if the model is sharded
-        actions = self.actions(self.step - 1)
+        actions = self.actions(self.step)
         if totals.stop_signal:
             return actions._replace(log=True, save=True)
         return actions
@@ -499,6 +518,15 @@ class Run:
             is_final=not totals.launcher_died,
         )
 
+    # --- for a Storage -----------------------------------------------------------------------------------------------
+
+    @property
+    def required_groups(self) -> set[str]:
+        """The groups without which a checkpoint counts as corrupt."""
+        if self.options.evaluate_only:
+            return {"model", self.evaluated}
+        return set(self.parts.names)
+
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
         """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
         values = self._state_to_save()
@@ -509,7 +537,14 @@ class Run:
         state = {name: self.restored.state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state.update(self.arithmetic.state())
         state.update(self.progress.state())
+        # In a manifest, "arithmetic" is the name of the options that a resume must repeat.
         return {"state": json_value(state), "arithmetic": resume_invariants(self.options)}
+
+    def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+        """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""
+        if not self.is_writer or not self.options.keep_best:
+            return {}
+        return self.progress.best.write(self.options.run_dir, copy)
 
     # --- the result ----------------------------------------------------------------------------------------------
 
@@ -537,12 +572,6 @@ class Run:
             "resumed_from_step": self.resumed_from,
             "weights_sha256": digest,
         }
-
-    def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""
-        if self.metrics is None or not self.options.keep_best:
-            return {}
-        return self.progress.best.write(self.options.run_dir, copy)
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
         """Write result.json on rank 0, and print ``RESULT {json}`` as the last line on stdout.

@@ -15,6 +15,7 @@ and leaves no process behind.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import os
@@ -22,7 +23,7 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,15 +44,14 @@ from samestep_launch.supervise import print_stderr
 DRY_RUN = "--dry-run"
 SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same constant
 MAX_RANKS = 10**5  # maximum number of ranks on one machine
-BYTES = "\ud800-\udfff"  # surrogates, to which Python decodes bytes that are not UTF-8
-UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # BYTES, control characters and line separators
+SURROGATES = "\ud800-\udfff"  # surrogates, to which Python decodes bytes that are not UTF-8
+UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{SURROGATES}]")  # with control characters and line separators
 
-_OLD_MODULES = (
+# Modules of samestep that version 0.3 moved or removed.
+OLD_MODULES = (
     *("launch", "observe", "check", "autopsy", "report", "track", "watch"),
-    *(r"recovery(?:\.| import )events", r"torch(?:\.| import )(?:options|run)"),
+    *("recovery.events", "torch.options", "torch.run"),
 )
-# Matches an import of a module that version 0.3 moved or removed.
-MOVED = re.compile(rf"\s*(?:from|import) samestep(?:\.| import )({'|'.join(_OLD_MODULES)})\b")
 
 HELP = """\
 N is the number of ranks on this machine. The first start installs packages into
@@ -96,9 +96,11 @@ def main(root: Path, argv: Sequence[str]) -> int:
         argv: the app's name, the words of its template, --, and the user's arguments. In the second stage,
             `SECOND_STAGE` precedes the name.
     """
-    is_second_stage = [*argv[:1]] == [SECOND_STAGE]
-    words = list(argv[1:]) if is_second_stage else list(argv)
-    split = [*words, "--"].index("--")
+    words = list(argv)
+    is_second_stage = words[:1] == [SECOND_STAGE]
+    if is_second_stage:
+        del words[0]
+    split = [*words, "--"].index("--")  # without "--", all words are the name and the template
     name, *template = words[:split] or [""]
     return run_safely(lambda: _main(root, name, template, words[split + 1 :], is_second_stage))
 
@@ -129,12 +131,12 @@ def _main(root: Path, name: str, template: Sequence[str], arguments: list[str], 
     if "--help" in arguments or "-h" in arguments:
         _print_help(app, arguments)
         return 0
-    job = _check_call(app, template, [argument for argument in arguments if argument != DRY_RUN])
+    job = _parse_call(app, template, [argument for argument in arguments if argument != DRY_RUN])
     if DRY_RUN in arguments:
         _print_command(app, job)
         return 0
     if not is_second_stage:
-        _continue_in_environment(app, job.options)
+        _exec_second_stage(app, job.options)  # does not return: the second stage begins with `main` again
     return _run(app, job)
 
 
@@ -173,12 +175,12 @@ class App:
         return hooks
 
 
-# --- the first stage -------------------------------------------------------------------------------------------------
+# --- both stages -----------------------------------------------------------------------------------------------------
 
 
-def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
+def _parse_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
     """Return the job of a call; raise ConfigError for a mistake that can be found without the framework."""
-    nproc, arguments = _ranks_per_node(arguments, app.usage)
+    nproc, arguments = _ranks_per_node(app, arguments)
     options = app.module.parse(arguments, usage=app.usage)
     check_virtual_ranks(options, nproc)
     app.hooks.check_ranks(options, nproc)
@@ -186,13 +188,13 @@ def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
     if machines is None:
         nodes = read_nodes(os.environ)
     else:
-        count, rank = machines
-        nodes = Nodes(count, rank, master_addr=None, master_port=None)
+        count, index = machines
+        nodes = Nodes(count, index, master_addr=None, master_port=None)
     check_interface(os.environ)
     check_share_gpu(options, nodes.count)
     _check_paths(options)
     check_notice(options)
-    _tracker_names(options)
+    _tracker_names(options)  # raises ConfigError for an unknown tracker
     return Job(
         name=app.name,
         program=app.folder / "train.py",
@@ -212,7 +214,10 @@ def _print_command(app: App, job: Job) -> None:
     print(shlex.join(job.command(python, port, run_dir / "log")))
 
 
-def _continue_in_environment(app: App, options: Options) -> NoReturn:
+# --- the end of the first stage ---------------------------------------------------------------------------------------
+
+
+def _exec_second_stage(app: App, options: Options) -> NoReturn:
     """Create the app's environment if it is missing, and replace this process by the second stage in its Python."""
     python = environments.given_python(app.root)
     if python is None:
@@ -290,9 +295,11 @@ def _examples(app: App, calls: Sequence[str]) -> str:
     return "\n".join(f"  bash scripts/run_{app.name}.sh {call}".rstrip() for call in calls)
 
 
-def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
+def _ranks_per_node(app: App, arguments: list[str]) -> tuple[int, list[str]]:
     """Return N and the remaining arguments; raise ConfigError if N is missing or out of range."""
-    if arguments and not arguments[0].startswith("--"):
+    usage = app.usage
+    has_n = bool(arguments) and not arguments[0].startswith("--") and arguments[0] not in app.hooks.commands
+    if has_n:
         first, *rest = arguments
         return parse_integer("N", first, least=1, most=MAX_RANKS), rest
     name, text = env.first_set(os.environ, env.RANKS_PER_MACHINE)
@@ -316,7 +323,7 @@ def _app_options(root: Path, app: str) -> Any:
         if near:
             raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
-    _check_imports(path.parent)
+    _check_old_modules(path.parent)
     sys.path.append(str(path.parent))  # at the end, because an app's file may have another module's name
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses search the module of a class there
@@ -358,21 +365,31 @@ def check_notice(options: Options) -> None:
         raise ConfigError(f"{what} {source} cannot be read: name another file")
 
 
-def _check_imports(folder: Path) -> None:
+def _check_old_modules(folder: Path) -> None:
     """Raise ConfigError if a file of the app imports a module that version 0.3 moved or removed."""
     for path in sorted(folder.glob("*.py")):
         try:
-            text = read_text(path)
-        except OSError:  # Python reports the error if the app imports the file
+            tree = ast.parse(read_text(path))
+        except (OSError, SyntaxError, ValueError):  # Python reports the error if the app imports the file
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
-            old = MOVED.match(line)
-            if old:
-                name = old[1].replace(" import ", ".")
-                raise ConfigError(
-                    f"{path}:{number}: samestep 0.3 has no samestep.{name}: "
-                    "its new name is in the table under 0.3.0 in CHANGELOG.md"
-                )
+        for number, imported in _imports(tree):
+            for name in OLD_MODULES:
+                if f"{imported}.".startswith(f"samestep.{name}."):
+                    raise ConfigError(
+                        f"{path}:{number}: samestep 0.3 has no samestep.{name}: "
+                        "its new name is in the table under 0.3.0 in CHANGELOG.md"
+                    )
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of each module, or name of a module, that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                yield node.lineno, each.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for each in node.names:
+                yield node.lineno, f"{node.module}.{each.name}"
 
 
 def _check_paths(options: Options) -> None:
@@ -435,7 +452,7 @@ def look_up(what: str, path: Path) -> os.stat_result | None:
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for an argument that is not UTF-8, because logs and JSON cannot contain it."""
     for argument in arguments:
-        if re.search(f"[{BYTES}]", argument):
+        if re.search(f"[{SURROGATES}]", argument):
             raise ConfigError(f"the argument {argument!r} is not UTF-8: choose another name")
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -509,11 +509,44 @@ def test_logs_evaluations_and_saves_are_due_at_their_steps_on_all_ranks(
     assert checkpoints(run_dir) == [f"step-{step:08d}" for step in saved]
 
 
+class ListLoader:
+    """A loader of a list; with ``resumes``, it keeps the state that it gets."""
+
+    def __init__(self, batches: list[int], resumes: bool = True) -> None:
+        self._batches = batches
+        self._resumes = resumes
+        self._state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state if self._resumes else {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._batches)
+
+
+@pytest.mark.parametrize(
+    ("loader", "problem"),
+    [
+        (ListLoader([7], resumes=False), "run.batches needs a loader that resumes"),
+        (ListLoader([]), "the loader has no batches"),
+        (ListLoader([7]), "step 0 was not counted: call run.after_step after each update"),
+    ],
+)
+def test_a_loop_that_would_never_end_or_not_resume_is_refused(run_dir: Path, loader: ListLoader, problem: str) -> None:
+    (run,) = all_done(job(1, options_for(run_dir)))
+    run.progress.step = 0
+    with pytest.raises((ValueError, RuntimeError), match=problem):
+        list(run.batches(loader))
+
+
 def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
     """With steps of 0.5 s and a grace of 30 s, ranks exchange stop requests every 10 steps and at log lines."""
     ((run,), step) = all_done(job(1, options_for(run_dir, "--grace=30", "--log-every=1000"))), STEPS
     run.step_sync.apply(step, Totals(seconds_per_step=0.5))
-    due = [run.actions(step + k - 1) for k in range(1, 31)]
+    due = [run.actions(step + k) for k in range(1, 31)]
     assert [actions.sync for actions in due] == [actions.log or k >= 10 for k, actions in enumerate(due, start=1)]
     assert not all(actions.log for actions in due[9:])
 

@@ -31,8 +31,8 @@ class Counter:
         self.steps: list[int] = []
         self.monitor = SimpleNamespace(record_event=lambda kind, **fields: None)
 
-    def count_step(self, step: int) -> None:
-        self.steps.append(step + 1)
+    def count_step(self, done: int) -> None:
+        self.steps.append(done)
 
 
 def order() -> list[str]:
