@@ -38,7 +38,7 @@ ROWS_HELP = "rows separated by commas, also quick, all, and failed: those that f
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command ``samestep check`` and return the exit code; words after -- are the checked command."""
+    """Run the command ``samestep check``, and return the exit code. The words after ``--`` are the checked command."""
     open_closed_streams()
     leave_job(os.environ)
     _stop_on_signals()
@@ -126,7 +126,7 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
         options: the parsed options.
         results: the results of the rows.
         command: the checked command.
-        notes: lines on what the check cannot see.
+        notes: lines on limits of the check, and on parts of samestep.torch in use.
     """
     if options.html:
         options.html.write_text(page(results, command))
@@ -137,14 +137,18 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
 
 
 def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
-    """Return 1 if a row failed or, with required rows, if one of these did not pass; else 0."""
+    """Return 1 if a required row did not pass or, without required rows, if any row failed; else 0."""
     if not required:
         return int(any(each.has_failed for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))
 
 
 def wanted_rows(options: Options) -> list[str]:
-    """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json."""
+    """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json.
+
+    Raises:
+        ConfigError: a name is no row, or no row failed in the file.
+    """
     words = options.faults.split(",")
     if "failed" not in words:
         return parse_rows("--faults", options.faults)
@@ -175,7 +179,11 @@ def _try_to_write(option: str, path: Path) -> None:
 
 
 def parse_rows(option: str, text: str) -> list[str]:
-    """Return the row names in an option's value, with ``quick`` and ``all`` expanded."""
+    """Return the row names in an option's value, with ``quick`` and ``all`` expanded.
+
+    Raises:
+        ConfigError: a name is no row.
+    """
     groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
     names: list[str] = []
     for word in text.split(","):
@@ -200,7 +208,7 @@ def check(
         command: the checked command.
         rows: the names of the rows.
         progress: called with the name of each row before it runs.
-        notes: list to which the check appends lines on what it cannot see.
+        notes: list to which the check appends lines on its limits, and on parts of samestep.torch in use.
 
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.

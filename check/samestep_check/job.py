@@ -45,7 +45,7 @@ class Job:
         own_temporary = records.with_name(records.name + "-tmp")
         own_temporary.mkdir()
         self.begun = time.time()
-        self.duration = 0.0  # seconds from the start until `ended` stopped waiting
+        self.duration = 0.0  # seconds from the start to the launcher's end, or to the limit of `ended`
         self.left_behind = 0
         self._calls = calls
         shared = {**config, "work": str(work), "records": str(records), "mark": self.mark}
@@ -83,7 +83,7 @@ class Job:
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the output's first line with an error, or without an error its last line, shortened."""
+        """Return the first `MOST_CHARACTERS` of the first output line with an error, or of the last line if none has one."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
@@ -91,7 +91,7 @@ class Job:
         return found[0][:MOST_CHARACTERS]
 
     def progress(self, pattern: str) -> int:
-        """Return the number of steps of the fastest rank; without recorded steps, of losses in the output."""
+        """Return the fastest rank's number of steps, or the number of matches of ``pattern`` if no step is recorded."""
         return max(self._step_counts(), default=0) or len(re.findall(pattern, self.output()))
 
     def ranks_with_steps(self) -> int:
@@ -124,7 +124,14 @@ class Job:
                     raise ConfigError(f"the adapter raises {error}: correct the file of --adapter")
 
     def ended(self, limit: float) -> bool:
-        """Return whether the launcher ends within ``limit`` seconds, and count the processes that outlive it."""
+        """Wait for the launcher's end, and count the processes that outlive the launcher.
+
+        Args:
+            limit: longest wait, in seconds.
+
+        Returns:
+            Whether the launcher has ended.
+        """
         done = self.wait(lambda: self.code is not None, limit)
         self.duration = time.time() - self.begun
         if done:
@@ -133,7 +140,7 @@ class Job:
         return done
 
     def left(self) -> list[int]:
-        """Return the PIDs of the job's processes, by their session or a mark in their environment."""
+        """Return the PIDs of the job's processes, which have the job's session or its mark in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -173,7 +180,10 @@ def started(
         work: the copied folder in which it runs.
         records: new folder for the records of its processes.
         config: settings for the recorder in each process.
-        calls: pauses the job before its file system calls.
+        calls: pauses the job before its file system calls; None pauses never.
+
+    Yields:
+        The started job.
     """
     job = Job(command, work, records, config, calls)
     try:

@@ -14,7 +14,7 @@ SHOWN = 5  # number of examples that a message lists
 
 
 def odd_batch(runner: ScriptRunner) -> str:
-    """Check that shards of unequal size give the mean over samples, and no sample is repeated."""
+    """Check that a step with unequal shards averages over samples, and that no sample is repeated in an epoch."""
     samples = runner.samples()
     steps = runner.steps
     repeated = _repeated(steps, samples)
@@ -106,7 +106,7 @@ def _examples(keys: list[Key]) -> list[Key]:
 
 
 def evaluation(runner: ScriptRunner) -> str:
-    """Check that each example counts once if the world size does not divide the number of examples."""
+    """Check that all examples count equally often if the world size does not divide their number."""
     records: Records = runner.reference.records
     ranks = runner.ranks
     found = records.evaluations()
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach the same weights."""
+    """Check that N ranks train on the samples of one rank, and reach the same weights or, if unrecorded, losses."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps

@@ -19,7 +19,7 @@ from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptR
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
 BESIDE = 5.0  # most seconds between the writes of one checkpoint's files
-FEWEST = 3  # least number of states to restart from
+FEWEST = 3  # fewest states that a row must try before it may stop for lack of time
 PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
 
 
@@ -33,7 +33,7 @@ def save_killed(runner: ScriptRunner) -> str:
     steps: list[int] = []
     for save in reversed(run.records.saves()):
         if save.step < fatal.step:
-            steps += [save.step, save.step - 1]  # a thread may write it during the next step
+            steps += [save.step, save.step - 1]  # a thread may write a checkpoint during the next step
     words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
     try:
         at = resumed_at(runner, run, steps or [0])
@@ -192,7 +192,7 @@ def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] 
         state: the recorded state.
         lost: files of the state that are restored empty.
     """
-    work = runner.recording.work  # the same folder, because its files may contain its path
+    work = runner.recording.work  # reuse the recorded folder, because files in it may contain its path
     shutil.rmtree(work)
     states.restore(state.entries, work, lost)
     return resumed(runner, runner.first_step(work))
@@ -290,7 +290,7 @@ def save_power_cut(runner: ScriptRunner) -> str:
 
 
 class FullRun(NamedTuple):
-    """A run whose disk was full from the middle of a save on."""
+    """A run whose disk was full after the middle of a save."""
 
     problem: str  # the file that the job could not write
     code: int | None  # exit code; None if the job hangs
@@ -299,7 +299,7 @@ class FullRun(NamedTuple):
 
 
 def disk_full(runner: ScriptRunner) -> str:
-    """Check that a job whose disk is full ends with an error or warns, and the previous checkpoint loads."""
+    """Check that a job whose disk is full fails or warns, and that the previous checkpoint loads."""
     recording: Recording = runner.recording
     before = baseline(runner, recording)
     work = runner.copy()
@@ -321,7 +321,7 @@ def disk_full(runner: ScriptRunner) -> str:
 
 
 def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and fail its writes with ENOSPC from the middle of a save on.
+    """Run the script, and fail its writes with ENOSPC after the middle of a save.
 
     Args:
         runner: runs the script.
@@ -348,9 +348,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
 
 
 def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and from a save on limit its files to half the size of the largest checkpoint file.
+    """Run the script. Before a save, limit the size of the script's files to half of the largest checkpoint file.
 
-    This way needs no seccomp filter.
+    This limit needs no seccomp filter.
 
     Args:
         runner: runs the script.

@@ -37,7 +37,7 @@ NOT_COVERED = (
     "the kernel refuses a mount namespace, so absolute paths in the script's files mean the folder itself; to allow it:"
     " sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, docker run --cap-add SYS_ADMIN in a container"
 )
-# Folders beside TMPDIR that a script may write to.
+# Folders that a script may write to, in addition to TMPDIR.
 ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108
 
 
@@ -64,7 +64,7 @@ class Restart(NamedTuple):
 class Faulted:
     """A run with a fault, and the restart after it."""
 
-    done: int  # number of steps before the job's end
+    done: int  # number of steps of the ranks' first start; before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
     code: int | None  # exit code; None if the job had not ended
     duration: float  # seconds from the fault to the end
@@ -82,7 +82,7 @@ class Faulted:
 
 
 class Recording(NamedTuple):
-    """The recorded file system calls of a run, one of its saves, and the states that this save leaves."""
+    """The recorded file system calls of a run, the recorded states of its folder, and one of its saves."""
 
     calls: list[states.Recorded]
     states: list[states.State]
@@ -132,7 +132,7 @@ class Clock:
 
 
 def _real_paths(places: Sequence[str | Path]) -> list[str]:
-    """Return absolute paths without symbolic links. A path in a missing home folder (``~``) is left out."""
+    """Return absolute paths without symbolic links. A path is left out if its ``~`` cannot be expanded."""
     expanded = [os.path.expanduser(place) for place in places]
     return [os.path.realpath(place) for place in expanded if not place.startswith("~")]
 
@@ -152,7 +152,7 @@ class ScriptRunner:
         results: the results of cached runs.
         left_behind: number of processes that outlived their launchers.
         ranks: number of ranks of the command.
-        other: another number of ranks, to which rows change the job.
+        other: number of ranks for the rows that start the script at another world size.
     """
 
     def __init__(self, options: Options, command: Sequence[str], temporary: Path) -> None:
@@ -333,7 +333,7 @@ class ScriptRunner:
         return found
 
     def bound(self) -> float:
-        """Return the relative difference of weights that counts as equal, from a repetition of the undisturbed run."""
+        """Return the largest relative difference of weights that counts as equal, from a second undisturbed run."""
         twins = [*zip(self.steps, self.twin.steps)]
         own = [relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights]
         largest = max(own, default=0.0)
