@@ -83,7 +83,7 @@ class Job:
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the first `MOST_CHARACTERS` of the first output line with an error, or of the last line if none has one."""
+        """Return the first output line with an error, or the last output line, cut to `MOST_CHARACTERS`."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal

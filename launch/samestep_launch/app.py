@@ -7,10 +7,10 @@
 An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
 without ``--resume`` does not train: it has neither dataset nor checkpoints, and does not restart.
 
-A start has two stages. The first stage runs on the system's Python with the standard library alone. It reports every
-mistake that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in that
-environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts it after failures,
-and leaves no process behind.
+A start has two stages. The first stage runs on the system's Python with the standard library alone. It reports
+mistakes in the call that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in
+that environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts the launcher
+after failures, and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def main(root: Path, argv: Sequence[str]) -> int:
 
 
 def run_safely(run: Callable[[], int]) -> int:
-    """Call ``run`` and return its exit code. Print an expected error, and return the exit code of an error or signal.
+    """Call ``run``, print an expected error, and return the exit code of ``run``, of the error or of a signal.
 
-    The variables of an outer job are removed, because this process may be part of another job.
+    The function first removes the environment variables of an outer job, of which this process may be a part.
     """
     open_closed_streams()
     leave_job(os.environ)
@@ -303,7 +303,7 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
 
 
 def _app_options(root: Path, app: str) -> Any:
-    """Import and return the app's options.py, which may use the standard library, samestep and files of its folder.
+    """Import and return the app's options.py, which may use the standard library, samestep and modules of its folder.
 
     Raises:
         ConfigError: the app is unknown, imports a removed module, or has no HOOKS.

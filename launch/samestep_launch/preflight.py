@@ -2,10 +2,10 @@
 
 If a framework cannot connect to another machine, it often prints nothing for minutes, and then names only a
 connection. So the launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher
-will listen afterwards. The other machines retry until they reach it, because machines start at different times and
-names may resolve late. Each machine sends its `NodeInfo`; machine 0 compares them and sends its plan. The other
-machines check that they can follow the plan (``prepare``), and all machines start together. A mismatch is one error
-line, the same on all machines. The preflight is repeated before each restart. If an app can continue without a lost
+will listen afterwards. The other machines retry until they reach machine 0, because machines start at different times
+and names may resolve late. Each machine sends its `NodeInfo`; machine 0 compares them and sends its plan. The other
+machines check that they can follow the plan (``prepare``), and all machines start together. All machines report
+a mismatch by the same error line. The preflight is repeated before each restart. If an app can continue without a lost
 machine, machine 0 also admits machines during training (`admit_late`).
 
 A machine that will not restart reports this by `abort`, because the other machines would wait for it. The connections
@@ -254,12 +254,13 @@ def preflight(
         port: MASTER_PORT.
         limit: seconds to wait until all machines have connected, and again until all are prepared.
         plan: returns the plan; called on machine 0 when all machines are connected.
-        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends all machines.
+        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends
+            the preflight on all machines.
         equal_ranks: whether all machines need the same number of ranks.
         secret: secret that all machines share; b"" for none.
 
     Raises:
-        ConfigError: the machines do not fit together. All machines raise the same error.
+        ConfigError: the machines cannot run the same job. All machines raise the same error.
         NonRetryableError: a machine is missing or has failed. All machines raise the same error.
     """
     node = _with_host(node)
@@ -312,7 +313,8 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
 def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:
     """Report to all machines of the job ``node.after`` that this machine will not restart.
 
-    The function returns when the other machines have received the report, at the latest after ``limit`` seconds.
+    The function returns when machine 0 has received the report, at the latest after ``limit`` seconds. On machine 0,
+    the function waits until all other machines have received the report.
 
     Args:
         node: this machine's description.
@@ -341,7 +343,7 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, se
 
 
 def _send_to_all(node: NodeInfo, place: Place, message: Message) -> None:
-    """Send a message to each machine that connects to machine 0."""
+    """Send a message to each machine of the same start that connects to machine 0."""
     informed: set[int] = set()
     listener = _Listener(node, place)
     try:
@@ -656,7 +658,7 @@ class _Host:
             may_reconnect: whether a machine may disconnect and connect again.
 
         Raises:
-            ConfigError: the machines do not fit together.
+            ConfigError: the machines cannot run the same job.
             NonRetryableError: a machine is missing, was lost or has failed.
         """
         missing = set(range(1, self._node.machines))

@@ -32,10 +32,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which rank
 STOP_SECONDS = 10.0  # time from the first signal to SIGKILL if no rank can save
 REPEATED = 1.0  # period in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a step
 POLL_SECONDS = 0.25  # interval of checks whether a watchdog has reported a stalled rank
-HEARTBEAT_SECONDS = 1.0  # interval of checks of the heartbeats, which the ranks write equally often
+HEARTBEAT_SECONDS = 1.0  # interval of checks of heartbeats; ranks write heartbeats at the same interval
 DIAGNOSIS_SECONDS = 10.0  # added to --timeout, so that a watchdog's more detailed report comes first
 START_SECONDS = 60.0  # minimum time limit of a rank's first heartbeat, because imports are slow
-PAUSE_SECONDS = 5.0  # gap between two checks that means that this process was stopped or the machine slept
+PAUSE_SECONDS = 5.0  # a longer gap between two checks means that this process was stopped, or the machine slept
 HEARTBEAT = {
     "host": untrusted.text(255),
     "pid": untrusted.integer(0, 2**31),
@@ -374,7 +374,7 @@ class HeartbeatWatch:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log file to append to, unbuffered. Raises ConfigError if it is not a regular file or cannot be written."""
+    """Open a log file to append to, unbuffered; raise ConfigError if the file is not regular or cannot be written."""
     try:
         log = Root(path.parents[1]).open(f"{path.parent.name}/{path.name}", os.O_WRONLY | os.O_APPEND, mode=0o666)
         return os.fdopen(log, "ab", buffering=0)
@@ -495,7 +495,7 @@ def _heartbeat(path: Path, job: str) -> dict[str, Any]:
 
 
 def read_text(path: Any) -> str | None:
-    """Return the file's text; None if the file is missing."""
+    """Return the file's text; None if the file cannot be read."""
     try:
         return str(path.read_text())
     except OSError:

@@ -27,7 +27,7 @@ from samestep.untrusted import open_to_read
 RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
-MAX_TIME = 2**36  # seconds since 1970; a later time is damaged
+MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged
 BLOCK = 2**20  # bytes of one read
 MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
 MAX_CURVES = 500  # maximum number of measurements of a run
@@ -544,7 +544,7 @@ class EventLog:
         return f"damaged: {self._damaged_count} lines left out: not events"
 
     def events(self) -> list[Event]:
-        """Return the events in the order of time, without the first start.
+        """Return the events in the order of time, without the first start unless it was a resume.
 
         An event that several ranks report appears once.
         """
@@ -609,7 +609,7 @@ class EventLog:
 def is_held(run_dir: Path) -> bool | None:
     """Return whether a process holds the run dir's lock, without taking the lock; None if unknown.
 
-    The function sees a lock of another machine only on a file system with network locks.
+    The function detects the lock of another machine only on a file system with network locks.
     """
     try:
         with open_to_read(run_dir / ".lock") as file:
@@ -755,7 +755,7 @@ def _checkpoint_problems(data: RunData) -> Iterator[str]:
 
 
 def _events_of_files(data: RunData) -> Iterator[Event]:
-    """Yield the events that other files show, but that events.jsonl lacks."""
+    """Yield the events that only other files show: stragglers, and kinds of events that events.jsonl lacks."""
     logged = {event.kind for event in data.events}
     if RESTART not in logged:
         yield from _resumes(data.metrics)

@@ -125,7 +125,7 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the whole dataset, or None and the reason why a key has no JSON value."""
+    """Return the keys of a batch's examples in the whole dataset, or None and the reason why they have no keys."""
     if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
