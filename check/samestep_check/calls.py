@@ -56,7 +56,7 @@ KINDS = {
     "sync": "sync",
     "syncfs": "sync",
 }
-HANDSHAKE = 20.0  # timeout in seconds, to install the filter or to receive an announcement
+HANDSHAKE = 20.0  # seconds in which the filter must be installed, or an announcement must arrive
 PATH_BYTES = 4096
 
 _FILTER = Path(__file__).with_name("filter_calls.py")
@@ -117,8 +117,8 @@ class FilteredCalls:
 
     Args:
         folder: the handler gets the calls on paths below this folder, without ``__pycache__``, and each ``sync``.
-        handler: called in a thread while the job's process waits.
-        covered: the path at which the job sees ``folder``, if ``folder`` is mounted there.
+        handler: called with each call in a thread, while the calling process waits.
+        covered: the path at which the job sees ``folder``, if ``folder`` is mounted there; else None.
     """
 
     def __init__(self, folder: Path, handler: Handler, covered: str | None = None) -> None:
@@ -277,7 +277,7 @@ class AnnouncedCalls:
 
     Args:
         path: path of the new socket.
-        handler: called in a thread while the job's process waits.
+        handler: called with each call in a thread, while the calling process waits.
     """
 
     def __init__(self, path: Path, handler: Handler) -> None:
@@ -330,7 +330,7 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether the kernel accepts the filter and lets this process read the paths of calls (Yama may not)."""
+    """Return whether the kernel accepts the filter, and Yama lets this process read the paths of calls."""
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []

@@ -33,7 +33,7 @@ from samestep_check.rows import QUICK, ROWS
 from samestep_check.runner import CHECKPOINT, LOSS, ScriptRunner
 from samestep_check.verdicts import Verdict
 
-OUTPUTS = "html", "junit", "json"  # options that name a file
+OUTPUTS = "html", "junit", "json"  # options that name an output file
 ROWS_HELP = "rows separated by commas, also quick, all, and failed: those that failed in --json FILE (default: all)"
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stop_on_signals() -> None:
-    """Raise Stopped at a stop signal, so that context managers end all processes and delete all copies."""
+    """Install signal handlers that raise Stopped, so that context managers end all processes and delete all copies."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number, f"stopped by {signal.Signals(number).name}")
@@ -147,7 +147,7 @@ def wanted_rows(options: Options) -> list[str]:
     """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json.
 
     Raises:
-        ConfigError: a name is no row, or no row failed in the file.
+        ConfigError: a row is unknown, or no row failed in the file.
     """
     words = options.faults.split(",")
     if "failed" not in words:
@@ -182,7 +182,7 @@ def parse_rows(option: str, text: str) -> list[str]:
     """Return the row names in an option's value, with ``quick`` and ``all`` expanded.
 
     Raises:
-        ConfigError: a name is no row.
+        ConfigError: a row is unknown.
     """
     groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
     names: list[str] = []
@@ -247,7 +247,7 @@ def decide(name: str, runner: ScriptRunner) -> Result:
 
 
 def make_kept(folder: Path) -> None:
-    """Create the folder of --keep."""
+    """Create the folder of --keep; raise ConfigError if the folder exists or cannot be created."""
     try:
         folder.mkdir()
     except OSError as error:

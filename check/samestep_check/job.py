@@ -23,7 +23,7 @@ from samestep_check.records import Records
 # their rank after up to 5 seconds.
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
-MOST_CHARACTERS = 120  # limit for an error's line
+MOST_CHARACTERS = 120  # maximum length of an error line
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
 
 
@@ -83,7 +83,7 @@ class Job:
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the first output line with an error, or the last output line, cut to `MOST_CHARACTERS`."""
+        """Return the first output line with an error, or else the last output line, cut to `MOST_CHARACTERS`."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
@@ -102,7 +102,7 @@ class Job:
         return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
-        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as it is true, False at the limit."""
+        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, False at the limit."""
         end = time.monotonic() + limit
         while not until():
             self.check_writes()
@@ -177,10 +177,10 @@ def started(
 
     Args:
         command: the command of the script.
-        work: the copied folder in which it runs.
-        records: new folder for the records of its processes.
+        work: the copied folder in which the script runs.
+        records: new folder for the records of the script's processes.
         config: settings for the recorder in each process.
-        calls: pauses the job before its file system calls; None pauses never.
+        calls: pauses the job before its file system calls; None for no pauses.
 
     Yields:
         The started job.

@@ -1,4 +1,4 @@
-"""Read the events that the processes of a script recorded: its steps, checkpoints and evaluations."""
+"""Read the events that the processes of a script recorded: steps, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 RECORDED_BEFORE = 0.5  # most seconds from the record of a write to the write itself
 Event = Mapping[str, Any]
 Key = Any  # key of an example: None, a number, a string, or a tuple of keys
-Keys = list[Key] | None  # None if the check cannot see the keys
+Keys = list[Key] | None  # None if the keys are unknown
 Subsets = tuple[tuple[int, int], ...]  # (length, checksum) of each Subset around a dataset, the outermost first
 
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     weights: float | None  # norm of the weights after the step
     random: dict[str, int] | None  # checksum of each random number generator's state before the step
     random_before: list[dict[str, int]]  # the same checksums at loader starts and saves since the previous step
-    line: str | None  # ``file:line`` in the script that took the step
+    line: str | None  # place of the step in the script, as ``file:line``
     called: list[Called]  # modules called without gradients since the previous step
 
 
@@ -218,7 +218,7 @@ class Reader:
 
     def on_end(self, event: Event) -> None:
         loader = self._loader(event)
-        if loader.epoch is None:  # no step used any of its batches
+        if loader.epoch is None:  # no step used a batch of this loader
             self._pending = [batch for batch in self._pending if batch.loader != event["loader"]]
             self._evaluated(loader)
         else:
@@ -321,7 +321,7 @@ def _joined(batches: Sequence[Keys]) -> Keys:
 
 
 def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
-    """Move batches that a loader prefetched, as Accelerate's does, to the steps that used them.
+    """Move batches that a loader prefetched, as Accelerate's loaders do, to the steps that used them.
 
     A loader that prefetches ends before the last step of its epoch.
     """
@@ -471,7 +471,7 @@ def _whole(shards: Sequence[Shard]) -> Evaluation | None:
     for each in zip(*(reversed(shard.subsets) for shard in shards)):
         if len(set(each)) > 1:
             break
-        size = each[0][0]  # a Subset that is equal on all ranks is a split of the dataset, no shard
+        size = each[0][0]  # a Subset that is equal on all ranks is a split of the dataset, not a shard
     keys = _joined([shard.keys for shard in shards])
     if not size or keys is None:
         return None

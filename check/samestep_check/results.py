@@ -45,9 +45,9 @@ class Result(NamedTuple):
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return the results as lines, for a failed row with the usual cause, a page, and the change that makes it pass."""
+    """Return the results as lines. A failed row adds the usual cause, a documentation page and the change that helps."""
     lines = []
-    shown: dict[str, str] = {}  # the row that shows a piece of code, by code
+    shown: dict[str, str] = {}  # by piece of code: the row that shows the code
     for each in results:
         lines.append(f"{each.row:19} {each.verdict:12} {each.message}")
         if each.has_failed:

@@ -1,4 +1,4 @@
-"""Rows about the processes of a job: kills, stop signals, hangs and exit codes, and the time and steps they cost."""
+"""Rows about the processes of a job: kills, stop signals, hangs, exit codes, recovery times and lost steps."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from samestep_check.records import Called, Key, Keys, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
-JUST_BEFORE = 0.5  # seconds before a fault, in which a written checkpoint may be incomplete
+JUST_BEFORE = 0.5  # seconds; a checkpoint written this shortly before a fault may be incomplete
 
 
 def restarted(runner: ScriptRunner, run: Faulted) -> None:
@@ -385,7 +385,7 @@ def compare_generators(
 
 
 def state_of(step: Step, generator: str) -> int | None:
-    """Return the checksum of a generator's state at a step, or None if the check did not see the state."""
+    """Return the checksum of a generator's state at a step, or None if the state is not recorded."""
     return (step.random or {}).get(generator)
 
 

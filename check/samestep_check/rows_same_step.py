@@ -60,7 +60,7 @@ def _repeated(steps: Sequence[Step], samples: Sequence[list[Key]]) -> int:
 
 
 def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
-    """Return whether steps draw torch random numbers that differ between one rank and several."""
+    """Return whether steps draw torch random numbers that differ between one rank and several ranks."""
     alone = [(step.random or {}).get("torch") for step in single]
     others = [(step.random or {}).get("torch") for step in several]
     return _draw(single, alone) and any(one != other for one, other in zip(alone, others))
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach the same weights or, if unrecorded, losses."""
+    """Check that N ranks train on the samples of one rank, and reach the same weights, or losses without weights."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps

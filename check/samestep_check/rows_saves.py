@@ -51,7 +51,7 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
     """Return the number, from 1, of the first write to the second checkpoint, and this write.
 
     Args:
-        writes: all writes to checkpoints. Only opens count if there are any.
+        writes: all writes to checkpoints. If any of them are opens, only the opens count.
 
     Raises:
         NotSeen: fewer than two checkpoints are written.
@@ -292,7 +292,7 @@ def save_power_cut(runner: ScriptRunner) -> str:
 class FullRun(NamedTuple):
     """A run whose disk was full after the middle of a save."""
 
-    problem: str  # the file that the job could not write
+    problem: str  # what the job could not write, for the message
     code: int | None  # exit code; None if the job hangs
     error: str
     is_silent: bool  # the output has no more warnings than the output of an undisturbed run
@@ -329,7 +329,7 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
         work: the copied folder.
 
     Raises:
-        CannotTell: the job writes nothing after this point, or the row has no time to wait for the job's end.
+        CannotTell: no write of the job has failed, or the row has no time to wait for the job's end.
     """
     running: list[Job] = []
     pattern = runner.options.loss_pattern

@@ -344,7 +344,7 @@ class ScriptRunner:
         return max(CLOSE, 10 * largest)
 
     def pause(self, least: float = MIN_RUN) -> float:
-        """Return the seconds to wait after each step, so that all steps take ``least`` seconds."""
+        """Return the seconds to wait after each step, so that all steps together take at least ``least`` seconds."""
         steps = self.steps
         if not steps:
             return 0.0
@@ -354,7 +354,10 @@ class ScriptRunner:
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def goal(self) -> int:
-        """Return the step of a fault: the first step after the checkpoint nearest to the middle of the run."""
+        """Return the step of a fault.
+
+        This is the first step after the checkpoint nearest to the middle of the run, or the middle without a checkpoint.
+        """
         total = self.total
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
         if not saves:
@@ -410,7 +413,7 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restart a run once more, in its folder with the content from before the first restart.
+        """Restart a run once more. The run's folder gets the content from before the first restart.
 
         Args:
             run: the run with a fault.
@@ -474,7 +477,7 @@ class ScriptRunner:
         return is_supported()
 
     def calls(self, work: Path, handler: Handler) -> Calls:
-        """Return the object that pauses a job before its file system calls below its folder."""
+        """Return an object that pauses a job in ``work`` before each call that changes files below ``work``."""
         if self.can_filter:
             covered = str(self.source.folder) if self.source.is_covered else None
             return FilteredCalls(work, handler, covered)
@@ -530,7 +533,7 @@ def kill_all(job: Job) -> None:
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return the relative difference of two numbers, with None as 0."""
+    """Return the relative difference of two numbers. None counts as 0."""
     one = a or 0.0
     two = b or 0.0
     return abs(one - two) / max(abs(one), abs(two), 1e-30)

@@ -43,7 +43,7 @@ class Script:
     def words(self, ranks: int, is_restart: bool = False) -> list[str]:
         """Return the command for a number of ranks.
 
-        The number replaces the value of the launcher's option and ``{n}``; 64 // number replaces ``{64/n}``.
+        ``ranks`` replaces the value of the launcher's option and ``{n}``. ``64 // ranks`` replaces ``{64/n}``.
 
         Raises:
             NotSeen: ``ranks`` differs from the command's number, and the command has no option or ``{n}`` to change.

@@ -139,7 +139,7 @@ class Store:
 class StateRecorder:
     """Record the calls of a job below its folder, and the folder's state before them.
 
-    For consecutive writes to one file, only the states before the writes of number 1, 2, 4, 8 and so on are recorded.
+    For consecutive writes to one file, only the states before writes number 1, 2, 4, 8 and so on are recorded.
     """
 
     def __init__(self, folder: Path, copies: Path) -> None:

@@ -7,7 +7,7 @@
 An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
 without ``--resume`` does not train: it has neither dataset nor checkpoints, and does not restart.
 
-A start has two stages. The first stage runs on the system's Python with the standard library alone. It reports
+A start has two stages. The first stage runs on the system's Python without third-party packages. It reports
 mistakes in the call that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in
 that environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts the launcher
 after failures, and leaves no process behind.
@@ -330,7 +330,7 @@ def check_share_gpu(options: Options, machines: int) -> None:
     """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
     if not options.share_gpu:
         return
-    if machines > 1:  # machines may have equal host ids, and ranks communicate over the loopback interface
+    if machines > 1:  # with --share-gpu, ranks communicate over the loopback interface
         raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
     if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # PYTHON's packages may use other GPUs
         raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")

@@ -153,7 +153,7 @@ def run_agent(program: Program, arguments: list[str]) -> None:
 
 
 def _record_contexts() -> list[ProcessContext]:
-    """Patch torch to append each `ProcessContext` to the returned list, because the agent does not expose it."""
+    """Patch torch to append each `ProcessContext` to the returned list, because the agent exposes none."""
     contexts: list[ProcessContext] = []
     start: Callable[..., ProcessContext] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
 
@@ -168,7 +168,7 @@ def _record_contexts() -> list[ProcessContext]:
 def _report_signals(failed: ChildFailedError, context: ProcessContext) -> None:
     """Print each rank that a signal ended.
 
-    The agent itself reports one rank only. This rank may be another one, which lost its connection to the killed rank.
+    The agent itself reports only one rank, which may be a rank that lost its connection to the killed rank.
     """
     rank, failure = failed.get_first_failure()
     first = rank - failure.local_rank

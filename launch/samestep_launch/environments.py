@@ -4,7 +4,7 @@ A lock, ``apps/<app>/requirements-cpu.txt`` or ``-cuda.txt``, lists every packag
 pip installs only these files. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK selects a lock, and
 SAMESTEP_ALLOW adds the hash of another file.
 
-This module runs on the system's Python, with the standard library alone.
+This module runs on the system's Python, without third-party packages.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Environment:
         return venv
 
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
-        """Return the name of the environment's folder: 12 hexadecimal digits of a SHA-256 of its inputs.
+        """Return the name of the environment's folder: 12 hexadecimal digits of a SHA-256 of all inputs.
 
         Args:
             version: version of Python.
@@ -463,7 +463,7 @@ def _normal(name: str) -> str:
 
 
 def _lock(venv: Path) -> IO[str]:
-    """Wait for the lock that allows to create an environment. Return the lock's file; closing it releases the lock."""
+    """Wait for the lock on creating an environment. Return the lock's file; closing the file releases the lock."""
     path = venv.with_name(f".{venv.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ server imports the ranks' modules and forks a launcher. After the launcher's end
 the socket and waits for the next start. The server ends when the socket is closed. If the program prevents forking, the
 server process runs the launcher itself and ends with the launcher.
 
-The launch script requests each later start by one message: the command and the changed variables in JSON, and the
-descriptors of standard output and error. This module uses the standard library alone.
+The launch script requests each later start by one message. It consists of the command and the changed variables in
+JSON, and of the descriptors of standard output and error. This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Launcher:
     """A started launcher, with the interface of `subprocess.Popen` that `samestep_launch.supervise` uses."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
-        """Wait for the launcher's end in a thread.
+        """Start a thread that waits for the launcher's end.
 
         Args:
             process: the fork server, or the launcher itself if ``control`` is None.

@@ -1,7 +1,7 @@
 """Run a job on this machine: resolve run dir and data, check the other machines, start and restart the launcher.
 
 Launch scripts (`samestep_launch.app`) and ``samestep run`` (`samestep_launch.run_command`) use this module in the
-Python environment of the ranks. Importing it needs the standard library alone.
+Python environment of the ranks. Importing this module needs no third-party package.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MAY_DIFFER = ("data_dir", "init_from", "preemption_notice", "quiet", "requested_dataset", "run_dir")
 TORCHRUN = "torch.distributed.run"  # module
 RANK_FORKER = "samestep_launch.rank_forker"
-# Seconds in which a machine reports to the other machines that it will not restart.
+# Limit in seconds for the report to the other machines that this machine will not restart.
 REPORT_SECONDS = 10.0
 LONG_REPORT_SECONDS = 60.0  # the limit if the other machines may not have noticed the failure
 # Matches the log files that this program and its ranks write, read or remove, and temporary files with these names.
@@ -188,7 +188,7 @@ class Job:
         options: the parsed options.
         arguments: the options of the program, as the user gave them.
         hooks: the app's functions and settings for the launch script.
-        has_heartbeats: whether the program surely uses the watchdog.
+        has_heartbeats: whether the program is known to use the watchdog, which writes heartbeats.
     """
 
     name: str
@@ -203,7 +203,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether the job has a dataset and checkpoints that are resolved before it starts."""
+        """Whether the job has a dataset and checkpoints, which are resolved before the job's start."""
         return self.options.offers("resume")
 
     @property

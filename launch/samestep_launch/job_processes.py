@@ -1,6 +1,6 @@
 """Find, signal and reap all processes of one start of a job, including processes with a changed session or title.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    The job consists of the processes with the job's variables in their environment, the children that this process
-    started after it created this object, and all descendants of both. Use the object as a context manager. Inside the
+    The job consists of the processes with the job's variables in their environment, of children that this process
+    starts after creating this object, and of all their descendants. Use the object as a context manager. Inside the
     context, this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
     """
 
@@ -66,8 +66,8 @@ class JobProcesses:
         """Return the process id of each rank, found by the variables that launchers set for ranks.
 
         A rank's children inherit the rank's variables, and its parent may be a shell with the same variables. So a rank
-        is the outermost process with the variables whose command contains ``program``, or the outermost process with
-        the variables if no command contains ``program``.
+        is the outermost process with these variables whose command contains ``program``. If no command contains
+        ``program``, a rank is the outermost process with these variables.
         """
         table = _table()
         members: dict[int, set[int]] = {}

@@ -1,6 +1,6 @@
 """Find the processors and network interfaces of this machine that a job may use.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations

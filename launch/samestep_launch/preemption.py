@@ -9,7 +9,7 @@ The metadata services have a link-local address, which only this machine can rea
 - Google Cloud: https://cloud.google.com/compute/docs/instances/create-use-preemptible
 - Azure: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations

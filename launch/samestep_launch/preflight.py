@@ -15,8 +15,8 @@ The protocol is one JSON object per line. Each end first sends a nonce. All late
 depends on both nonces and on SAMESTEP_SECRET. The HMAC proves that the sender has the secret, and that no line was
 changed, repeated or reordered in transit. The secret itself is never sent. Without a secret the HMAC proves nothing:
 any host that reaches MASTER_PORT can take part. Every message is checked when it arrives, and connections of other
-programs are ignored. The module never executes received text, and escapes it before printing. This module uses the
-standard library alone.
+programs are ignored. The module never executes received text, and escapes it before printing. This module imports
+no third-party package.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ ALIVE = 2.0  # seconds between messages by which machine 0 shows that it still r
 MAX_BYTES = 2**20  # maximum length of a line
 MAX_STRANGERS = 32  # maximum number of connections without a valid message, in addition to the number of machines
 MAX_WARNINGS = 10  # maximum number of warnings about refused addresses
-MAX_PROBLEM = 2000  # characters of an error that another machine reports
+MAX_PROBLEM = 2000  # maximum number of characters of an error that another machine reports
 DIFFERENT_SECRETS = "the secrets differ: set the same SAMESTEP_SECRET on all machines"
 OTHER_VERSION = "the machines have different versions of Samestep: check out the same commit on all machines"
 Message = Mapping[str, Any]
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a printable name or path; it may contain bytes that are not UTF-8."""
+    """Return whether a value is a printable name or path, which may contain bytes that are not UTF-8."""
     if not isinstance(value, str) or len(value) > 4096:
         return False
     return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in value)
@@ -76,7 +76,7 @@ def _by_name(of: untrusted.Check) -> untrusted.Check:
     return lambda value: isinstance(value, dict) and all(_is_text(name) and of(value[name]) for name in value)
 
 
-_MANY = 2**20  # limit of machines and ranks, beyond any real job
+_MANY = 2**20  # maximum number of machines and of ranks, far above any real job
 FIELDS: Mapping[str, untrusted.Check] = {  # the fields of all kinds of messages
     "protocol": untrusted.text(100),
     "nonce": untrusted.text(100),
@@ -275,7 +275,7 @@ def preflight(
 
 @contextlib.contextmanager
 def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret: bytes = b"") -> Iterator[None]:
-    """Admit machines that come back while machine 0 is in this context, and send them the plan of ``met``.
+    """Admit machines that reconnect while machine 0 is in this context, and send them the plan of ``met``.
 
     Args:
         node: this machine's description.

@@ -2,7 +2,7 @@
 
 A rank then runs the program's ``if __name__ == "__main__":`` block, or its function ``main`` if it has no such block.
 During the import, the program's ``__name__`` is ``__mp_main__``, as in a process that multiprocessing spawns. This
-module uses the standard library alone.
+module imports no third-party package.
 """
 
 from __future__ import annotations

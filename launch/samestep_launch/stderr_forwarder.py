@@ -1,6 +1,6 @@
 """Copy the standard error of a launcher and its ranks to launcher.log, and parts of it to the console.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start a job's launcher once, forward its messages and signals, and leave no process of the job behind.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -161,8 +161,9 @@ class Start:
         watch: detects a hang that no rank reports.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: text that follows "stopping (SIGTERM)" on the console.
-        program: the ranks' program, if it may have no watchdog; otherwise None. Until a rank of this program writes a
-            heartbeat, the console shows all of stderr. A stop signal then goes to all ranks that `JobProcesses` finds.
+        program: the ranks' program, if the program may have no watchdog; otherwise None. Until a rank of this program
+            writes a heartbeat, the console shows all of stderr, and a stop signal goes to all ranks that `JobProcesses`
+            finds.
         start: starts the launcher.
     """
 

@@ -1,7 +1,7 @@
 """Manage the folders samestep-<uid> of this user: in /tmp for port locks, and in TMPDIR for temporary files of jobs.
 
 Other users may write to these parent folders, too, so this module does not use a folder that belongs to another user.
-The module uses the standard library alone.
+The module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _lock_port(locks: int | None, port: int) -> bool:
     if locks is None:
         return True
     try:
-        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # the process's end unlocks it
+        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # until the process ends
     except OSError:
         return False
     if taken is None:

@@ -59,7 +59,7 @@ class RecordedRun:
 
         Args:
             run_dir: the run's folder.
-            step: a step; the header of the start that took this step is selected. None selects the last start's header.
+            step: selects the header of the start that took this step; None selects the header of the last start.
 
         Raises:
             ConfigError: the folder is not a run dir, or has no header or no recorded step.
@@ -139,7 +139,7 @@ class RecordedRun:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the versions and settings that affect the rounding of sums, by name."""
+        """Return the versions and settings that may affect the rounding of sums, by name."""
         found = {name: value for name, value in self.header.items() if name not in NOT_COMPARED}
         found["OMP_NUM_THREADS"] = get_object(self.header, "command").get("omp_num_threads")
         return found

@@ -30,7 +30,7 @@ UNITS = 1000  # width and height of a plot in its own coordinates
 LANE_HEIGHT = 44  # height in pixels of a run's row in the plot of events
 COLORS = 8
 MARGIN = 0.04  # free share of a plot's height above and below the curves
-NO_LAUNCHER_LOG = "log/launcher.log: missing"  # no problem, because only launch scripts write the file
+NO_LAUNCHER_LOG = "log/launcher.log: missing"  # not a problem, because only launch scripts write the file
 EQUAL = 1e-17  # value at which a difference of 0 is drawn, below float64's resolution
 KINDS = {  # text in the legend of each kind of events, and an SVG path around (0, 0) that is distinct without color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),

@@ -1,4 +1,4 @@
-"""Read a run dir, also while the run writes it, or if files are damaged, half-written or missing.
+"""Read a run dir, even while a run writes to it, and even if files are damaged, half-written or missing.
 
 An unreadable file becomes a line of ``problems``, never an exception, so that a caller can show the other files.
 This module writes nothing and takes no lock.
@@ -219,7 +219,7 @@ class Curve:
 
 
 class Start(NamedTuple):
-    """A start of the run: the ``step`` from which it continued, and its header in metrics.jsonl."""
+    """A start of the run: the ``step`` from which the start continued, and the start's header in metrics.jsonl."""
 
     step: int
     header: dict[str, Any]

@@ -104,7 +104,7 @@ class BatchReader:
         Raises:
             OSError: the file cannot be read.
         """
-        committed = committed_step(self._run_dir)  # before the lines, which are then at least as new
+        committed = committed_step(self._run_dir)  # before reading the lines, so that they are newer
         self._is_new_file = False
         lines = []
         for text in self._tail.new_lines(self._reset, blocks=1):

@@ -3,10 +3,10 @@
 ``samestep check`` puts this folder first on PYTHONPATH. A script that has no torch DataLoader needs an adapter, a file
 that ``samestep check --adapter FILE`` runs at the start of each process. The adapter calls these functions:
 
-* ``after_import(module, function)`` registers a function that is called with a module after the script imports it.
-* ``record_batch(indices)`` records the examples of the next step, if the script has a torch optimizer.
-* ``record_step(indices, lr, loss)`` records a step of this rank, if the script has another optimizer.
-* ``record_evaluation(indices, size)`` records the examples of a whole evaluation on this rank.
+* ``after_import(module, function)`` registers a function, which is called with the module once the module is imported.
+* ``record_batch(indices)`` records the examples of the next step, for a script with a torch optimizer.
+* ``record_step(indices, lr, loss)`` records a step of this rank, for a script with another optimizer.
+* ``record_evaluation(indices, size)`` records all examples that this rank has used in one evaluation.
 
 The modules ``samestep_record_files``, ``samestep_record_torch`` and ``samestep_record_batches`` contain the hooks.
 """
@@ -74,7 +74,7 @@ def record_step(indices: Iterable[Any] | None = None, lr: float | None = None, l
 
 
 def record_evaluation(indices: Iterable[Any], size: int) -> None:
-    """Record the examples that this rank has evaluated, from a dataset of ``size`` examples."""
+    """Record all examples that this rank has used in one evaluation of a dataset with ``size`` examples."""
     record("evaluated", indices=_plain(indices), size=size)
 
 
@@ -86,7 +86,7 @@ def _plain(indices: Iterable[Any]) -> list[Any]:
 
 
 def record(event: str, **values: Any) -> None:
-    """Append an event of this process to its file."""
+    """Append an event of this process to the process's file."""
     if not config:
         return
     line = json.dumps({"event": event, "time": time.time(), "rank": _rank(), **values}) + "\n"
@@ -253,7 +253,7 @@ def _await_import(module: str, function: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Call the hooks of a module after its import."""
+    """An import finder that calls the hooks of a module after the module's import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name not in _hooks:

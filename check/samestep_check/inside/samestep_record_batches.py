@@ -29,7 +29,7 @@ _counted: set[int] = set()  # numbers of the batches that a step has trained on
 _reached: list[int] = []  # batch numbers that backward passes reached, in order
 _first: dict[int, int] = {}  # by optimizer id: index in _reached of the current gradients' first batch
 _depth = 0  # number of nested module calls that are running
-_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that the script called with gradients
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called with gradients enabled
 _recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # newest recorded version of each module
 
 
@@ -224,7 +224,7 @@ def _after_module(module: Any, inputs: Any, outputs: Any) -> None:
 
 
 def _record_call(module: Any) -> None:
-    """Record the weights of a module that is called without gradients, such as a moving average, once per version."""
+    """Record the norms of weights and buffers of a module called without gradients, once per version of the values."""
     parts = {"weights": [*module.parameters()], "buffers": [*module.buffers()]}
     version = 0
     for values in parts.values():
@@ -233,7 +233,7 @@ def _record_call(module: Any) -> None:
         return
     _recorded[module] = version
     for part, values in parts.items():
-        numbers = [each for each in values if each.is_floating_point()]  # integers are counts, which are large
+        numbers = [each for each in values if each.is_floating_point()]  # without counters, which dominate a norm
         if numbers:
             record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
 

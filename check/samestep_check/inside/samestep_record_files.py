@@ -41,7 +41,7 @@ def _audit(event: str, values: Any) -> None:
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
         path, descriptor = (*values, None)[:2]
         full = _inside(_below(descriptor, path), follow=False)
-        if descriptor in (-1, None):  # a descriptor comes from inside an announced shutil.rmtree
+        if descriptor in (-1, None):  # other descriptors come from an announced shutil.rmtree
             _announce("unlink", full)
     elif event == "os.mkdir":
         _inside(_below(values[2], values[0]))
@@ -127,7 +127,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
 
 @guarded
 def _announce(name: str, path: str | None, target: str | None = None) -> None:
-    """Announce a call below the copy on the check's socket, if there is one, and wait for the answer."""
+    """Announce a call on a path in the copy to the check's socket, if there is a socket, and wait for the answer."""
     address = config.get("announce")
     if not address or path is None or not _is_below(path, config["work"]):
         return
@@ -151,7 +151,7 @@ def _kill_in_save(path: str, kind: str, flags: int) -> None:
 
 
 def _watch_saves(module: ModuleType) -> None:
-    """Make torch.save raise an audit event for its file, because its C++ writer raises none."""
+    """Make torch.save raise an audit event for the saved file, because torch's C++ writer raises none."""
     describe = guarded(_path_of_save)
     save = module.save
 

@@ -125,7 +125,7 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the whole dataset, or None and the reason why they have no keys."""
+    """Return the keys of a batch's examples in the whole dataset, or None and why they have no keys."""
     if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
@@ -192,7 +192,8 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
     frame: FrameType | None = caller
     while frame is not None and frame is not _stepping:
         frame = frame.f_back
-    # Horovod's step() calls another step(), which must not count. If a step() raises, _stepping remains its frame.
+    # Horovod's step() calls another step(), which must not count. If a step() raises, _step_ends does not run, so
+    # _stepping may be a frame that has ended.
     if frame is None:
         _stepping = caller
         _before.clear()

@@ -2,8 +2,8 @@
 
 ``samestep replay`` puts this folder first on PYTHONPATH. The probes only read the training's tensors, so they change no
 bit of the training. They record the steps from ``first`` to ``last`` of `config`. The modules
-``samestep_probe_torch`` and ``samestep_probe_paddle`` contain the hooks for the frameworks. This module uses the
-standard library alone, because every Python process of a replay imports this module.
+``samestep_probe_torch`` and ``samestep_probe_paddle`` contain the hooks for the frameworks. This module imports
+no third-party package, because every Python process of a replay imports this module.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _watched_loss(own: Any) -> Any:
 
 
 def _by_sample(losses: list[Any], rows: int, targets: list[int] | None) -> list[float]:
-    """Return the mean loss of each sample over its parts, such as tokens; [] if losses do not belong to whole samples.
+    """Return the mean loss of each sample over its parts, such as tokens; [] if losses cannot be assigned to samples.
 
     Args:
         losses: float64 tensors [losses], one for each call of a loss function.
