@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return the results as lines. A failed row adds the usual cause, a documentation page and the change that helps."""
+    """Return the results as lines. A failed row adds the usual cause, a page of docs/ and the change that helps."""
     lines = []
     shown: dict[str, str] = {}  # by piece of code: the row that shows the code
     for each in results:

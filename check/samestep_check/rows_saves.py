@@ -199,7 +199,7 @@ def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] 
 
 
 def baseline(runner: ScriptRunner, recording: Recording) -> int:
-    """Return the step at which a restart before the recorded save resumes.
+    """Return the step at which a restart from the state before the recorded save resumes.
 
     Raises:
         Failed: the restart fails.

@@ -48,7 +48,7 @@ class Undisturbed(NamedTuple):
     steps: list[Step]
     losses: int  # number of losses in the output
     warnings: int  # number of output lines that are warnings or errors
-    duration: float  # seconds
+    duration: float  # in seconds, from the start to the launcher's end
 
 
 class Restart(NamedTuple):
@@ -356,7 +356,8 @@ class ScriptRunner:
     def goal(self) -> int:
         """Return the step of a fault.
 
-        This is the first step after the checkpoint nearest to the middle of the run, or the middle without a checkpoint.
+        This is the first step after the checkpoint nearest to the middle of the run. Without a checkpoint, this is the
+        middle.
         """
         total = self.total
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]

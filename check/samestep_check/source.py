@@ -22,7 +22,7 @@ TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json",
 
 
 _MOUNT = Path(__file__).with_name("mount_copy.py")
-_PROBE_LIMIT = 20.0  # seconds
+_PROBE_LIMIT = 20.0  # time limit of `can_mount`, in seconds
 
 
 def can_mount() -> bool:

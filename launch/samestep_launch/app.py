@@ -106,7 +106,7 @@ def main(root: Path, argv: Sequence[str]) -> int:
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run``, print an expected error, and return the exit code of ``run``, of the error or of a signal.
 
-    The function first removes the environment variables of an outer job, of which this process may be a part.
+    This process may be part of another job, so the function first removes that job's environment variables.
     """
     open_closed_streams()
     leave_job(os.environ)

@@ -126,7 +126,7 @@ class Environment:
         if name == TRACKERS:
             self.source = files(__package__) / "tracker_locks"
         self.setup = app / "setup.sh"
-        self._shown = f"apps/{name}/requirements.in"  # for messages
+        self._shown = f"apps/{name}/requirements.in"  # path in messages
         self._requirements = read_text(self.source / "requirements.in") or ""
 
     def ensure(self, settings: Mapping[str, str]) -> str:
@@ -165,7 +165,7 @@ class Environment:
         return venv
 
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
-        """Return the name of the environment's folder: 12 hexadecimal digits of a SHA-256 of all inputs.
+        """Return the folder's name: 12 hexadecimal digits of the SHA-256 of settings and files that define the content.
 
         Args:
             version: version of Python.
@@ -271,7 +271,7 @@ class Environment:
 
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
         """Run a step of the set-up; raise NonRetryableError if the step fails."""
-        held = ""  # pip's lines about wrong hashes, which one error replaces
+        held = ""  # pip's lines about wrong hashes, printed only if no error of this method replaces them
         # The step's stdout becomes stderr, because this process's stdout is for the job's results.
         stderr = None  # setup.sh inherits stderr, which may be a terminal
         if "--require-hashes" in command:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # Options that may differ between machines.
 MAY_DIFFER = ("data_dir", "init_from", "preemption_notice", "quiet", "requested_dataset", "run_dir")
-TORCHRUN = "torch.distributed.run"  # module
+TORCHRUN = "torch.distributed.run"  # torchrun's module
 RANK_FORKER = "samestep_launch.rank_forker"
 # Limit in seconds for the report to the other machines that this machine will not restart.
 REPORT_SECONDS = 10.0

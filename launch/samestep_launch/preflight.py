@@ -220,7 +220,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
         return secret
     shown = untrusted.shown(path, limit=200)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # otherwise, a FIFO would block
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_BYTES).strip()
     except OSError as error:
@@ -393,7 +393,7 @@ class JsonConnection:
         self._connection = connection
         self._secret = secret
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # for sending and receiving; None before the nonces
+        self._keys: tuple[bytes, bytes] | None = None  # keys to send and to receive; None without nonces
         self._counts = [0, 0]  # numbers of lines sent and received
         self._sending = threading.Lock()
         self.here = _plain(connection.getsockname()[0])
@@ -450,7 +450,7 @@ class JsonConnection:
         self._keys = (keys[0], keys[1]) if is_host else (keys[1], keys[0])
 
     def _proof(self, end: int, line: bytes) -> bytes:
-        """Return the prefix of the next line, an HMAC of the line's number and content; b"" before the nonces."""
+        """Return the prefix of the next line, an HMAC of the line's number and content; b"" without nonces."""
         if self._keys is None:
             return b""
         self._counts[end] += 1
@@ -876,7 +876,7 @@ def _problem_message(node: NodeInfo, error: BaseException) -> Message:
 
 
 def _connect(place: Place) -> tuple[JsonConnection | None, str]:
-    """Return a connection to machine 0, or None and the reason."""
+    """Return (connection to machine 0, ""), or (None, reason) if the connection fails."""
     timeout = max(0.1, min(REPLY_TIMEOUT, place.left))
     try:
         addresses = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)

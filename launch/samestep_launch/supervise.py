@@ -180,7 +180,7 @@ class Start:
     start: Starter = start_program
 
     def keeps_files(self) -> bool:
-        """Return whether the launcher writes its ranks' output to files: its command then contains ``logs``."""
+        """Return whether the launcher writes the ranks' output to files. Its command then contains ``logs``."""
         return any(str(self.logs) in word for word in self.command)
 
     def shows_stderr(self) -> bool:
@@ -293,7 +293,7 @@ class HeartbeatWatch:
         self._first_step_timeout = first_step_timeout
         self._must_start = must_start
         self._is_done = False
-        self._changes: dict[Path, tuple[object, float]] = {}  # a file's state, and the time when this state was found
+        self._changes: dict[Path, tuple[object, float]] = {}  # each file's state, and when the state was first found
         self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
         self._elsewhere: set[Path] = set()
         self._begun = time.monotonic()

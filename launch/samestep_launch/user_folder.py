@@ -89,7 +89,8 @@ def _lock_port(locks: int | None, port: int) -> bool:
     if locks is None:
         return True
     try:
-        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # until the process ends
+        # The end of this process releases the lock.
+        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
     except OSError:
         return False
     if taken is None:

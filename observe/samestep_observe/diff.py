@@ -233,7 +233,7 @@ def describe_own(name: str, replay: OwnReplay, step: int) -> str:
     """Return a line about whether a run equals its own replay.
 
     Args:
-        name: A or B.
+        name: name of the run, A or B.
         replay: the replay of this run.
         step: the last step of the replay.
     """

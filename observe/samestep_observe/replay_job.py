@@ -169,7 +169,11 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
 
 
 def copy_start(plan: Plan, run_dir: Path) -> None:
-    """Create the run dir of a replay with a copy of ``plan.start``; raise ConfigError if the copy fails."""
+    """Create a replay's run dir, with a copy of the checkpoint ``plan.start``, if any.
+
+    Raises:
+        ConfigError: the checkpoint cannot be copied.
+    """
     (run_dir / "log").mkdir(parents=True)
     if plan.start is None:
         return

@@ -357,7 +357,7 @@ class SavedCheckpoint(NamedTuple):
     folder: Path
     step: int
     quarantined: str
-    size: int  # bytes
+    size: int  # total size of the files, in bytes
     time: float  # time of the last change, in seconds since 1970 by the file system's clock
     problem: str
 
@@ -705,7 +705,7 @@ class RunData:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run has steps; collectives_lab only measures."""
+        """Return whether the run trains; a run of collectives_lab only measures."""
         only_measures = "command" in self.result and "files" in self.result
         return not only_measures or self.metrics.step is not None
 

@@ -18,7 +18,7 @@ def start() -> None:
 
 
 class Paddle(Framework):
-    """The observations of a rank with Paddle during its current step; see `samestep_probe_torch.Torch`."""
+    """The observations of a rank with Paddle during its current step, as in `samestep_probe_torch.Torch`."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
