@@ -94,7 +94,11 @@ def build_parser() -> Parser:
 
 
 def run(options: Options, command: Sequence[str]) -> int:
-    """Check the command, print and write the results, and return the exit code."""
+    """Check the command, print and write the results, and return the exit code.
+
+    Raises:
+        ConfigError: COMMAND is missing, an option is invalid, or the undisturbed script fails.
+    """
     if options.list:
         print(row_list())
         return 0

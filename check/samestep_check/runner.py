@@ -214,6 +214,12 @@ class ScriptRunner:
             is_restart: run the command that resumes.
             calls: pauses the job before its file system calls.
             config: settings for the recorder in each process.
+
+        Yields:
+            The started job.
+
+        Raises:
+            ConfigError: the command is not on PATH.
         """
         records = self.new_path("records")
         words = self.script.words(ranks or self.ranks, is_restart)
@@ -229,7 +235,12 @@ class ScriptRunner:
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
-        """Run the script at a number of ranks, without a fault, to its end."""
+        """Run the script at a number of ranks, without a fault, to its end.
+
+        Raises:
+            Failed: the script fails at the command's number of ranks.
+            CannotTell: the script fails at another number of ranks, or has not ended in time.
+        """
         with self.job(self.copy(), ranks) as job:
             has_ended = job.ended(self.patience())
             self._is_uncovered |= any(notes.is_uncovered for notes in job.read().notes())
@@ -333,7 +344,11 @@ class ScriptRunner:
         return found
 
     def bound(self) -> float:
-        """Return the largest relative difference of weights that counts as equal, from a second undisturbed run."""
+        """Return the largest relative difference of weights that counts as equal, from a second undisturbed run.
+
+        Raises:
+            CannotTell: the two undisturbed runs differ in their first weights, or later by more than `MOST_OWN`.
+        """
         twins = [*zip(self.steps, self.twin.steps)]
         own = [relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights]
         largest = max(own, default=0.0)
@@ -367,7 +382,12 @@ class ScriptRunner:
         return nearest + 1
 
     def middle(self, job: Job) -> None:
-        """Wait until a job has reached the step of its fault."""
+        """Wait until a job has reached the step of its fault.
+
+        Raises:
+            NotSeen: the undisturbed run shows neither steps nor losses.
+            CannotTell: the job has ended, or the time is over, before this step.
+        """
         if not self.total:
             raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
         goal = self.goal()
@@ -377,7 +397,7 @@ class ScriptRunner:
             raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.error_line()}")
 
     def victim(self, job: Job) -> int:
-        """Return the PID of the highest rank."""
+        """Return the PID of the highest rank; raise NotSeen if no process has a rank."""
         records = job.read()
         ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
         if not ranks:
@@ -478,7 +498,11 @@ class ScriptRunner:
         return is_supported()
 
     def calls(self, work: Path, handler: Handler) -> Calls:
-        """Return an object that pauses a job in ``work`` before each call that changes files below ``work``."""
+        """Return an object that pauses a job in ``work`` before each call that changes files below ``work``.
+
+        Raises:
+            NotSeen: the kernel refuses the filter, and the socket for announcements cannot be created.
+        """
         if self.can_filter:
             covered = str(self.source.folder) if self.source.is_covered else None
             return FilteredCalls(work, handler, covered)
@@ -489,7 +513,12 @@ class ScriptRunner:
 
     @cached
     def recording(self) -> Recording:
-        """Record the file system calls of a run, and choose one of its saves."""
+        """Record the file system calls of a run, and choose one of its saves.
+
+        Raises:
+            NotSeen: the run has no step, or fewer than two checkpoints.
+            CannotTell: the recorded run fails or has not ended, or the recording is incomplete.
+        """
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
         work = self.copy()

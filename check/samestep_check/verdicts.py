@@ -25,4 +25,4 @@ class OutOfTime(CannotTell):
 
 
 class NotSeen(Verdict):
-    """The script has no event, such as a checkpoint or an evaluation, that the row needs and the check can observe."""
+    """The check cannot observe an event or a value that the row needs, or cannot change the script as the row needs."""

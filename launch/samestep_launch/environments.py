@@ -192,6 +192,9 @@ class Environment:
 
         With an NVIDIA driver, the only candidate is -cuda, if the app has this lock. Otherwise -cpu precedes -cuda,
         whose packages run on a CPU, too. SAMESTEP_LOCK overrides the choice.
+
+        Raises:
+            ConfigError: the app has no such lock.
         """
         named = os.environ.get("SAMESTEP_LOCK")
         if named and self.name != TRACKERS:  # the trackers have one lock for all machines
