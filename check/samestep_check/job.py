@@ -1,4 +1,4 @@
-"""Start a checked script in a copy of its folder, read its records, and end all of its processes."""
+"""Start a checked script in a copy of the script's folder, read the records, and end all processes of the script."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ MENDING: dict[str, Mending] = {
 
 
 def markdown(titles: dict[str, str]) -> str:
-    """Return the sections of docs/mend_a_row.md: for each change, the rows that it makes pass, and its code.
+    """Return the sections of docs/mend_a_row.md: for each change, the rows that the change makes pass, and its code.
 
     Args:
         titles: the title of each row.

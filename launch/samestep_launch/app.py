@@ -213,7 +213,7 @@ def _print_command(app: App, job: Job) -> None:
 
 
 def _continue_in_environment(app: App, options: Options) -> NoReturn:
-    """Create the app's environment if it is missing, and replace this process by the second stage in its Python."""
+    """Create the app's environment if it is missing, and replace this process by the second stage there."""
     python = environments.given_python(app.root)
     if python is None:
         python = app.environment.ensure(app.hooks.setup_environment(options))

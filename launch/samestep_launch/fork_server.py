@@ -5,8 +5,8 @@ server imports the ranks' modules and forks a launcher. After the launcher's end
 the socket and waits for the next start. The server ends when the socket is closed. If the program prevents forking, the
 server process runs the launcher itself and ends with the launcher.
 
-The launch script requests each later start by one message. It consists of the command and the changed variables in
-JSON, and of the descriptors of standard output and error. This module imports no third-party package.
+The launch script requests each later start by one message. The message consists of the command and the changed
+variables in JSON, and of the descriptors of standard output and error. This module imports no third-party package.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 If a framework cannot connect to another machine, it often prints nothing for minutes, and then names only a
 connection. So the launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher
 will listen afterwards. The other machines retry until they reach machine 0, because machines start at different times
-and names may resolve late. Each machine sends its `NodeInfo`; machine 0 compares them and sends its plan. The other
+and names may resolve late. Each machine sends a `NodeInfo`; machine 0 compares them and sends its plan. The other
 machines check that they can follow the plan (``prepare``), and all machines start together. All machines report
 a mismatch by the same error line. The preflight is repeated before each restart. If an app can continue without a lost
 machine, machine 0 also admits machines during training (`admit_late`).

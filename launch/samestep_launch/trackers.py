@@ -2,8 +2,8 @@
 
 The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process, and
 continues if the process fails. The process runs the Python of ``.venvs/trackers``, or the Python that PYTHON names.
-The process shares no environment, pipe or lock with the job, and has the lowest priority. It ends when its standard
-input closes. This module imports no third-party package.
+The process shares no environment, pipe or lock with the job, and has the lowest priority. The process ends when its
+standard input closes. This module imports no third-party package.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _exit_at_signal(number: int, frame: object) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the launch script and thereby its ranks, if it still runs."""
+    """Stop the launch script, and thereby the ranks, if the script still runs."""
     if process.poll() is not None:
         return
     process.terminate()
