@@ -2,7 +2,7 @@
 
 A seccomp filter reports the calls of all processes of the job, in any language (filter_calls.py). If the kernel refuses
 the filter, an audit hook in each Python process reports calls (inside/samestep_record_files.py). The hook sees only the
-opens, renames and deletions that Python itself makes.
+opens, renames, links and deletions that Python itself makes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple, Union
 from samestep_check.filter_calls import MACHINES, numbers
 from samestep_check.verdicts import NotSeen
 
-# The effect of each system call.
+# Effect of each system call on files, by the call's name.
 KINDS = {
     "open": "open",
     "openat": "open",
@@ -56,7 +56,7 @@ KINDS = {
     "sync": "sync",
     "syncfs": "sync",
 }
-HANDSHAKE = 20.0  # timeout in seconds, to install the filter or to receive an announcement
+HANDSHAKE = 20.0  # seconds in which the filter must be installed, or an announcement must arrive
 PATH_BYTES = 4096
 
 _FILTER = Path(__file__).with_name("filter_calls.py")
@@ -84,14 +84,15 @@ class Call(NamedTuple):
     target: str | None = None
 
 
-Handler = Callable[[Call], int]  # returns 0 to continue; in a filter, an errno makes the call fail
+# A handler returns 0 to let the call continue, or the errno with which the call fails. AnnouncedCalls ignores errnos.
+Handler = Callable[[Call], int]
 
 
 class Refused(NotSeen):
-    """The kernel refuses the filter."""
+    """The seccomp filter of calls is not installed: the kernel refuses it, or no descriptor arrives in time."""
 
 
-# Positions of (folder descriptor or None, path) among each call's arguments. A second pair locates the target.
+# Argument positions of each call's (folder descriptor or None, path). A second pair has the positions of the target.
 _PATHS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "open": ((None, 0),),
     "openat": ((0, 1),),
@@ -115,9 +116,9 @@ class FilteredCalls:
     """Report a job's file system calls to a handler, by a seccomp filter.
 
     Args:
-        folder: the handler gets the calls on paths below this folder, and each ``sync``.
-        handler: called in a thread while the job's process waits.
-        covered: the path at which the job sees ``folder``, if ``folder`` is mounted there.
+        folder: the handler gets the calls on paths below this folder, without ``__pycache__``, and each ``sync``.
+        handler: called with each call in a thread, while the calling process waits.
+        covered: the path at which the job sees ``folder``, if ``folder`` is mounted there; else None.
     """
 
     def __init__(self, folder: Path, handler: Handler, covered: str | None = None) -> None:
@@ -132,7 +133,7 @@ class FilteredCalls:
         self.error: BaseException | None = None
 
     def wrapped(self, command: Sequence[str]) -> list[str]:
-        """Return the command that installs the filter and executes a command."""
+        """Return the words that install the filter and then execute ``command``."""
         # Without -I and -S the job's own sitecustomize would run twice.
         return [sys.executable, "-I", "-S", str(_FILTER), str(self._far_end.fileno()), *command]
 
@@ -142,10 +143,10 @@ class FilteredCalls:
         return (self._far_end.fileno(),)
 
     def start(self) -> None:
-        """Receive the filter's descriptor from the started command, and serve its calls.
+        """Receive the filter's descriptor from the started command, and start the thread that answers the job's calls.
 
         Raises:
-            Refused: the kernel refuses the filter.
+            Refused: the kernel refuses the filter, or no descriptor arrives within `HANDSHAKE` seconds.
         """
         self._far_end.close()
         self._channel.settimeout(HANDSHAKE)
@@ -161,7 +162,7 @@ class FilteredCalls:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving calls. The job's processes must have ended."""
+        """Stop the thread that answers calls. Call it after the job's processes have ended."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -226,7 +227,7 @@ def _is_followed(call: Call, folder: str) -> bool:
 
 
 def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[str], str]) -> Call:
-    """Return a call, with paths read from the waiting process's memory.
+    """Return a system call as a `Call`, with the paths to which its arguments refer.
 
     Args:
         process: ID of the waiting thread.
@@ -272,11 +273,11 @@ def _real_path(process: int, folder: int, path: str, own: Callable[[str], str]) 
 
 
 class AnnouncedCalls:
-    """Report the opens, renames and deletions of a job's Python processes, which announce them on a Unix socket.
+    """Report the opens, renames, links and deletions that a job's Python processes announce on a Unix socket.
 
     Args:
         path: path of the new socket.
-        handler: called in a thread while the job's process waits.
+        handler: called with each call in a thread, while the calling process waits.
     """
 
     def __init__(self, path: Path, handler: Handler) -> None:
@@ -294,11 +295,11 @@ class AnnouncedCalls:
         return [*command]
 
     def start(self) -> None:
-        """Start to serve announcements."""
+        """Start the thread that answers announcements."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving announcements."""
+        """Stop the thread that answers announcements."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -329,7 +330,7 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether the filter works here, including the paths of calls, which Yama can hide."""
+    """Return whether the kernel accepts the filter, and Yama lets this process read the paths of calls."""
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []

@@ -33,12 +33,12 @@ from samestep_check.rows import QUICK, ROWS
 from samestep_check.runner import CHECKPOINT, LOSS, ScriptRunner
 from samestep_check.verdicts import Verdict
 
-OUTPUTS = "html", "junit", "json"  # options that name a file
+OUTPUTS = "html", "junit", "json"  # options that name an output file
 ROWS_HELP = "rows separated by commas, also quick, all, and failed: those that failed in --json FILE (default: all)"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command ``samestep check`` and return the exit code; words after -- are the checked command."""
+    """Run the command ``samestep check``, and return the exit code. The words after ``--`` are the checked command."""
     open_closed_streams()
     leave_job(os.environ)
     _stop_on_signals()
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stop_on_signals() -> None:
-    """Raise Stopped at a stop signal, so that context managers end all processes and delete all copies."""
+    """Install signal handlers that raise Stopped, so that context managers end all processes and delete all copies."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number, f"stopped by {signal.Signals(number).name}")
@@ -94,7 +94,11 @@ def build_parser() -> Parser:
 
 
 def run(options: Options, command: Sequence[str]) -> int:
-    """Check the command, print and write the results, and return the exit code."""
+    """Check the command, print and write the results, and return the exit code.
+
+    Raises:
+        ConfigError: COMMAND is missing, an option is invalid, or the undisturbed script fails.
+    """
     if options.list:
         print(row_list())
         return 0
@@ -126,7 +130,7 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
         options: the parsed options.
         results: the results of the rows.
         command: the checked command.
-        notes: lines on what the check cannot see.
+        notes: lines on limits of the check, and on parts of samestep.torch in use.
     """
     if options.html:
         options.html.write_text(page(results, command))
@@ -137,14 +141,18 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
 
 
 def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
-    """Return 1 if a row failed or, with required rows, if one of these did not pass; else 0."""
+    """Return 1 if a required row did not pass or, without required rows, if any row failed; else 0."""
     if not required:
         return int(any(each.has_failed for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))
 
 
 def wanted_rows(options: Options) -> list[str]:
-    """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json."""
+    """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json.
+
+    Raises:
+        ConfigError: a row is unknown, or no row failed in the file.
+    """
     words = options.faults.split(",")
     if "failed" not in words:
         return parse_rows("--faults", options.faults)
@@ -175,7 +183,11 @@ def _try_to_write(option: str, path: Path) -> None:
 
 
 def parse_rows(option: str, text: str) -> list[str]:
-    """Return the row names in an option's value, with ``quick`` and ``all`` expanded."""
+    """Return the row names in an option's value, with ``quick`` and ``all`` expanded.
+
+    Raises:
+        ConfigError: a row is unknown.
+    """
     groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
     names: list[str] = []
     for word in text.split(","):
@@ -200,7 +212,7 @@ def check(
         command: the checked command.
         rows: the names of the rows.
         progress: called with the name of each row before it runs.
-        notes: list to which the check appends lines on what it cannot see.
+        notes: list to which the check appends lines on its limits, and on parts of samestep.torch in use.
 
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.
@@ -239,7 +251,7 @@ def decide(name: str, runner: ScriptRunner) -> Result:
 
 
 def make_kept(folder: Path) -> None:
-    """Create the folder of --keep."""
+    """Create the folder of --keep; raise ConfigError if the folder exists or cannot be created."""
     try:
         folder.mkdir()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Install a filter of file system calls in this process, send its descriptor to the check, and execute the command.
+"""Install a filter of file system calls in this process, send the filter's descriptor to the check, and run COMMAND.
 
     python -I -S filter_calls.py SOCKET COMMAND [ARGS...]
 
@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "sync": (162, 81),
     "syncfs": (306, 267),
 }
-# For each machine: its column in CALLS, its AUDIT_ARCH, and the number of the call seccomp.
+# For each machine: the column in CALLS, AUDIT_ARCH, and the number of the system call seccomp.
 MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
 
 # BPF opcodes.
@@ -85,8 +85,8 @@ def numbers(machine: str) -> dict[int, str]:
 def program(machine: str) -> bytes:
     """Return the filter's BPF program.
 
-    The calls in CALLS notify the check, an open only if it empties the file. All other calls continue, including calls
-    of another architecture.
+    The kernel notifies the check of each call in CALLS, except an open that does not empty its file. All other calls
+    continue, including calls of another architecture.
     """
     lines = [
         _instruction(_LOAD, _ARCHITECTURE),

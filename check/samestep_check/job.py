@@ -1,4 +1,4 @@
-"""Start a checked script in a copy of its folder, read its records, and end all of its processes."""
+"""Start a checked script in a copy of the script's folder, read the records, and end all processes of the script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from samestep_check.records import Records
 # their rank after up to 5 seconds.
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
-MOST_CHARACTERS = 120  # limit for an error's line
+MOST_CHARACTERS = 120  # maximum length of an error line
 KILL_SECONDS = 5.0  # for which `stop` kills the processes of a job again and again
 # Torchrun's ChildFailedError only repeats the error of a rank.
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
@@ -86,7 +86,7 @@ class Job:
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the output's first line with an error, or without an error its last line, shortened."""
+        """Return the first output line with an error, or else the last output line, cut to `MOST_CHARACTERS`."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
@@ -94,7 +94,7 @@ class Job:
         return found[0][:MOST_CHARACTERS]
 
     def progress(self, pattern: str) -> int:
-        """Return the number of steps of the fastest rank; without recorded steps, of losses in the output."""
+        """Return the fastest rank's number of steps, or the number of matches of ``pattern`` if no step is recorded."""
         return max(self._step_counts(), default=0) or len(re.findall(pattern, self.output()))
 
     def processes_with_steps(self) -> int:
@@ -105,7 +105,7 @@ class Job:
         return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
-        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as it is true, False at the limit."""
+        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, False at the limit."""
         end = time.monotonic() + limit
         while not until():
             self.raise_recorded_errors()
@@ -129,9 +129,13 @@ class Job:
                     raise ConfigError(f"the adapter raises {error}: correct the file of --adapter")
 
     def wait_for_end(self, limit: float) -> bool:
-        """Wait up to ``limit`` seconds for the launcher's end, and return whether it ended.
+        """Wait for the launcher's end, and then up to LEFT_GRACE seconds for the end of the other processes.
 
-        Then wait up to LEFT_GRACE seconds for the end of the other processes, and count those that are left.
+        Args:
+            limit: longest wait for the launcher's end, in seconds.
+
+        Returns:
+            Whether the launcher has ended. `left_behind` then has the number of processes that have not.
         """
         done = self.wait(lambda: self.code is not None, limit)
         self.duration = time.time() - self._begun
@@ -141,7 +145,7 @@ class Job:
         return done
 
     def pids(self) -> list[int]:
-        """Return the PIDs of the job's processes, by their session or a mark in their environment."""
+        """Return the PIDs of the job's processes, which have the job's session or its mark in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended
@@ -185,10 +189,13 @@ def started(
 
     Args:
         command: the command of the script.
-        work: the copied folder in which it runs.
-        records: new folder for the records of its processes.
+        work: the copied folder in which the script runs.
+        records: new folder for the records of the script's processes.
         config: settings for the recorder in each process.
-        calls: pauses the job before its file system calls.
+        calls: pauses the job before its file system calls; None for no pauses.
+
+    Yields:
+        The started job.
     """
     try:
         job = Job(command, work, records, config, calls)

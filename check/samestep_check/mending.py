@@ -1,6 +1,6 @@
-"""The changes that mend failed rows, in 1 to 4 lines of code, without and with the kit (`samestep.torch`).
+"""The changes to a script that make failed rows pass, in 1 to 4 lines, without and with the kit (`samestep.torch`).
 
-docs/mend_a_row.md has the same text. A test compares them.
+A test compares this text with docs/mend_a_row.md.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Mending(NamedTuple):
-    """The change that mends a row, in a PyTorch script.
+    """The change to a PyTorch script that makes a failed row pass.
 
     Attributes:
         plain: lines of Python without samestep.
-        kit: lines with samestep.torch; empty if the kit does not mend the row.
+        kit: lines with samestep.torch; empty if the kit does not help.
     """
 
     plain: str
@@ -124,7 +124,7 @@ MENDING: dict[str, Mending] = {
 
 
 def markdown(titles: dict[str, str]) -> str:
-    """Return the section of docs/mend_a_row.md: for each change the rows that it mends, without and with the kit.
+    """Return the sections of docs/mend_a_row.md: for each change, the rows that the change makes pass, and its code.
 
     Args:
         titles: the title of each row.

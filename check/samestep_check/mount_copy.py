@@ -1,10 +1,10 @@
-"""Mount a copy over its original folder, for this process and its children alone, and execute a command.
+"""Mount a copy over its original folder, only for this process and its children, and execute a command.
 
     python -I -S mount_copy.py COPY FOLDER KEPT COMMAND [ARGS...]
 
-KEPT is a JSON list of relative paths, such as a virtual environment, whose content comes from FOLDER. COPY has empty
-folders or files at these paths. The mount needs CAP_SYS_ADMIN, or else a user namespace, in which the user keeps the
-user ID. If the kernel refuses both, the exit code is REFUSED, and the command does not run.
+KEPT is a JSON list of relative paths, such as a virtual environment, whose content comes from FOLDER. COPY must
+have empty folders or files at these paths. The mount needs CAP_SYS_ADMIN, or else a user namespace, in which the user
+keeps the user ID. If the kernel refuses both, the exit code is REFUSED, and the command does not run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def enter() -> None:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{user} {user} 1")
         _write("/proc/self/gid_map", f"{group} {group} 1")
-    _mount(None, "/", _RECURSIVE | _PRIVATE)  # hides the mounts below from other processes
+    _mount(None, "/", _RECURSIVE | _PRIVATE)  # other processes do not see later mounts of this process
 
 
 def cover(copy: str, folder: str, kept: Sequence[str]) -> None:

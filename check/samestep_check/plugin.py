@@ -1,4 +1,4 @@
-"""The fixture ``samestep_check`` for pytest: it runs ``samestep check`` on a script of the repository under test."""
+"""The pytest fixture ``samestep_check``, which runs ``samestep check`` on a script of the tested repository."""
 
 from __future__ import annotations
 

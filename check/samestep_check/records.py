@@ -1,4 +1,4 @@
-"""Read the events that the processes of a script recorded: its steps, checkpoints and evaluations."""
+"""Read the events that the processes of a script recorded: steps, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 RECORDED_BEFORE = 0.5  # most seconds from the record of a write to the write itself
 Event = Mapping[str, Any]
 Key = Any  # key of an example: None, a number, a string, or a tuple of keys
-Keys = list[Key] | None  # None if the check cannot see the keys
+Keys = list[Key] | None  # None if the keys are unknown
 Subsets = tuple[tuple[int, int], ...]  # (length, checksum) of each Subset around a dataset, the outermost first
 
 
 class Step(NamedTuple):
-    """An optimizer step, merged over all ranks. A value is None if the check did not see it."""
+    """An optimizer step, merged over all ranks. A value that the check did not record is None."""
 
-    time: float  # of the last rank, in seconds since 1970 (UTC)
+    time: float  # when the last rank finished the step, in seconds since 1970 (UTC)
     indices: Keys  # keys of the global batch's examples, sorted by `ordered`
     shards: list[int]  # number of examples on each rank
     epoch: int  # number of the epoch, from 0
@@ -28,14 +28,14 @@ class Step(NamedTuple):
     loss: float | None
     optimizer: int | None  # number of the optimizer in the order of creation, from 1
     kind: str  # class name of the optimizer
-    state: dict[str, list[float]] | None  # before the step: number of tensors, their norm, number of zero tensors
-    settings: list[dict[str, Any]] | None  # other numbers of each parameter group
+    state: dict[str, list[float]] | None  # [count, joint norm, zero tensors] by name, before the step
+    settings: list[dict[str, Any]] | None  # other numeric settings of each parameter group
     scale: float | None  # scale of a GradScaler
     weights_before: float | None  # norm of the weights before the step
     weights: float | None  # norm of the weights after the step
     random: dict[str, int] | None  # checksum of each random number generator's state before the step
     random_before: list[dict[str, int]]  # the same checksums at loader starts and saves since the previous step
-    line: str | None  # ``file:line`` of the script
+    line: str | None  # place of the step in the script, as ``file:line``
     called: list[Called]  # modules called without gradients since the previous step
 
 
@@ -47,7 +47,7 @@ class Called(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A write to a checkpoint, after ``step`` steps of the process that writes."""
+    """A write to a checkpoint, after ``step`` steps of the writing process (of the fastest rank, if it takes none)."""
 
     step: int
     time: float
@@ -101,7 +101,7 @@ class RankStep:
     epoch: int
     batches: list[Batch]
     before: Before
-    position: int  # number of training batches that loaders had returned
+    position: int  # number of training batches that loaders returned before the step
     indices: Keys = None
 
     @property
@@ -152,7 +152,7 @@ class Notes:
 
 
 class Reader:
-    """Read the events of a process in order. Each kind of event has a method."""
+    """Read the events of a process in order. The method ``on_KIND`` reads an event of this kind."""
 
     def __init__(self) -> None:
         self.steps: list[RankStep] = []
@@ -162,7 +162,7 @@ class Reader:
         self.notes = Notes()
         self.since = Before()  # events since the newest step
         self._loaders: dict[int, Loader] = {}
-        self._pending: list[Batch] = []  # batches that no step has used
+        self._pending: list[Batch] = []  # batches that no step has used yet
         self._epoch = 0
         self._has_batches = False
         self._has_numbers = False  # a DataLoader has returned a training batch
@@ -218,7 +218,7 @@ class Reader:
 
     def on_end(self, event: Event) -> None:
         loader = self._loader(event)
-        if loader.epoch is None:  # no step used any of its batches
+        if loader.epoch is None:  # no step used a batch of this loader
             self._pending = [batch for batch in self._pending if batch.loader != event["loader"]]
             self._evaluated(loader)
         else:
@@ -263,7 +263,7 @@ class Reader:
         self.since = Before()
 
     def on_called(self, event: Event) -> None:
-        if self._position:  # before the first batch, a script may not have restored its weights
+        if self._position:  # a script restores its weights before its first batch
             self.since.called.append(Called(event["name"], event["norm"]))
 
     def _take(self, numbers: Sequence[int]) -> list[Batch]:
@@ -272,7 +272,7 @@ class Reader:
         return taken
 
     def _without_shown(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches whose iterators still exist, unlike after ``next(iter(loader))``."""
+        """Return the batches whose iterators still exist, which excludes the batch of a ``next(iter(loader))``."""
         if len({batch.loader for batch in batches}) < 2:
             return batches
         return [batch for batch in batches if not self._loaders[batch.loader].is_gone] or batches
@@ -321,7 +321,7 @@ def _joined(batches: Sequence[Keys]) -> Keys:
 
 
 def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
-    """Move batches that a loader prefetched, as Accelerate's does, to the steps that used them.
+    """Move batches that a loader prefetched, as Accelerate's loaders do, to the steps that used them.
 
     A loader that prefetches ends before the last step of its epoch.
     """
@@ -342,7 +342,7 @@ def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
 
 
 def _shift(epoch: list[RankStep], count: int, last: int | None) -> None:
-    """Give each step ``count`` of the batches returned so far. Step ``last``, from 1, takes all remaining batches."""
+    """Give each step ``count`` of the batches returned so far; step number ``last``, from 1, gets all that remain."""
     ahead: list[Batch] = []
     for k, step in enumerate(epoch, 1):
         ahead += step.batches
@@ -367,7 +367,7 @@ class Records:
                 each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
 
     def _done(self, when: float) -> int:
-        """Return the number of steps of the fastest rank at a time."""
+        """Return the number of steps that the fastest rank had taken at the time ``when``."""
         counts = (sum(step.time <= when for step in each.steps) for each in self.processes)
         return max(counts, default=0)
 
@@ -386,7 +386,7 @@ class Records:
         return [_steps([each[i].steps for each in ranks if i < len(each)]) for i in range(count)]
 
     def continued(self, since: float) -> list[Step]:
-        """Return the steps after the time ``since``, or none if no rank's process outlived this time."""
+        """Return the steps after the time ``since``, or no steps if each rank has been restarted."""
         ranks = self.ranks().values()
         if not any(len(each) == 1 and each[0].steps[0].time < since for each in ranks):
             return []
@@ -394,7 +394,7 @@ class Records:
         for processes in ranks:
             for process in processes:
                 later.append([step for step in process.steps if step.time > since])
-        # A restarted rank takes part in the last steps only, so shorter lists are aligned at the end.
+        # A restarted rank takes part only in the last steps, so shorter lists are aligned at the end.
         most = max(map(len, later), default=0)
         return _steps([[*[None] * (most - len(steps)), *steps] for steps in later if steps])
 
@@ -471,7 +471,7 @@ def _whole(shards: Sequence[Shard]) -> Evaluation | None:
     for each in zip(*(reversed(shard.subsets) for shard in shards)):
         if len(set(each)) > 1:
             break
-        size = each[0][0]  # a Subset that is equal on all ranks is a split of the dataset
+        size = each[0][0]  # a Subset that is equal on all ranks is a split of the dataset, not a shard
     keys = _joined([shard.keys for shard in shards])
     if not size or keys is None:
         return None

@@ -27,8 +27,10 @@ class Result(NamedTuple):
     """The verdict of a row.
 
     Attributes:
+        row: name of the row.
+        verdict: ``passed`` or a value of VERDICTS.
         message: one line that reports the observation.
-        duration: in seconds.
+        duration: duration of the row, in seconds.
     """
 
     row: str
@@ -43,9 +45,9 @@ class Result(NamedTuple):
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return the results as lines; a failed row also has its usual cause, a page, and the change that mends it."""
+    """Return the results as lines. A failed row adds the usual cause, a page of docs/ and the change that helps."""
     lines = []
-    shown: dict[str, str] = {}  # the row that shows a piece of code, by code
+    shown: dict[str, str] = {}  # by piece of code: the row that shows the code
     for each in results:
         lines.append(f"{each.row:19} {each.verdict:12} {each.message}")
         if each.has_failed:
@@ -115,7 +117,7 @@ def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[s
     Args:
         results: the results of the rows.
         command: the checked command.
-        notes: lines on what the check cannot see.
+        notes: lines on limits of the check, and on parts of samestep.torch in use.
     """
     rows = []
     for each in results:

@@ -1,4 +1,4 @@
-"""Rows about the processes of a job: kills, stop signals, hangs, exit codes, and their cost."""
+"""Rows about the processes of a job: kills, stop signals, hangs, exit codes, recovery times and lost steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was ki
 
 
 def rank_killed(runner: ScriptRunner) -> str:
-    """Check that the job ends or recovers after SIGKILL to a rank, and a restart trains to the end."""
+    """Check that the job ends or recovers after SIGKILL to a rank, and that a restart trains to the end."""
     run: Faulted = runner.killed
     if run.code is None:
         raise Failed(f"the job has not ended {run.duration:.0f} s after")
@@ -38,19 +38,23 @@ def all_killed(runner: ScriptRunner) -> str:
 
 
 def term(runner: ScriptRunner) -> str:
-    """Check that the job saves and ends after TERM."""
+    """Check that the job saves and ends after SIGTERM to its launcher."""
     return stopped_well(runner, runner.terminated)
 
 
 def workers(runner: ScriptRunner) -> str:
-    """Check that a job with loader workers saves and ends after TERM to its process group."""
+    """Check that a job with loader workers saves and ends after SIGTERM to its process group."""
     if not any(notes.workers for notes in runner.reference.records.notes()):
         raise NotSeen("no DataLoader with workers")
     return stopped_well(runner, runner.faulted(lambda job: os.killpg(job.process.pid, signal.SIGTERM)))
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
-    """Return how a run ended after TERM. Raise Failed if it lost a step, ignored TERM, hung or exited with 0."""
+    """Return how a run ended after SIGTERM.
+
+    Raises:
+        Failed: the run lost a step, ignored SIGTERM, hung or exited with 0.
+    """
     total = len(runner.steps)
     if run.code is None:
         raise Failed(f"does not end in {run.duration:.0f} s")
@@ -81,7 +85,7 @@ def exit_codes(runner: ScriptRunner) -> str:
 
 
 def leftovers(runner: ScriptRunner) -> str:
-    """Check that no process outlives its launcher."""
+    """Check that no process outlives its launcher by `LEFT_GRACE` seconds."""
     for run in (runner.killed, runner.terminated):
         if run.code is None:
             raise Failed(f"the job has not ended {run.duration:.0f} s after a fault")
@@ -91,13 +95,13 @@ def leftovers(runner: ScriptRunner) -> str:
 
 
 def recovery_time(runner: ScriptRunner) -> str:
-    """Check that the job resumes after a rank was killed. The message has the seconds to the next step."""
+    """Check that the job resumes after a rank was killed. The message contains the seconds to the next step."""
     run: Faulted = runner.killed
     restarted(runner, run)
     if not run.again:
         raise NotSeen(f"no optimizer step: {ADAPTER}")
     first = run.again[0]
-    if run.in_place and len(run.again) > 1:  # surviving ranks may complete the step of the kill
+    if run.in_place and len(run.again) > 1:  # surviving ranks may complete the step that the kill interrupted
         first = run.again[1]
     words = "without a new start of the job"
     if run.code != 0:
@@ -106,7 +110,7 @@ def recovery_time(runner: ScriptRunner) -> str:
 
 
 def lost_work(runner: ScriptRunner) -> str:
-    """Check that a resume does not start at step 0. The message has the number of repeated steps."""
+    """Check that a resume does not start at step 0. The message contains the number of repeated steps."""
     words = []
     for name, run in (("killed rank", runner.killed), ("TERM", runner.terminated)):
         restarted(runner, run)
@@ -154,7 +158,8 @@ def stalled(runner: ScriptRunner) -> str:
 def hangs(records: Records, seconds: float, limit: float) -> Verdict:
     """Return the verdict on a job that has not ended after a rank was stopped.
 
-    The verdict is CannotTell if the job's timeout is unknown or longer than the wait, but within ``limit``.
+    The verdict is CannotTell if the timeout of the job's collectives is unknown, or at least ``seconds`` but not above
+    ``limit``.
 
     Args:
         records: the records of the job.
@@ -173,8 +178,8 @@ def hangs(records: Records, seconds: float, limit: float) -> Verdict:
 
 
 def two_jobs(runner: ScriptRunner) -> str:
-    """Check that two jobs run at the same time on one machine."""
-    pause = runner.pause(2 * runner.reference.duration)  # the first trains while the second starts
+    """Check that two jobs at the same time on one machine both train to their ends."""
+    pause = runner.pause(2 * runner.reference.duration)  # the first job trains while the second job starts
     pattern = runner.options.loss_pattern
     with runner.job(runner.copy(), pause=pause) as first:
         first.wait(lambda: first.code is not None or first.progress(pattern), runner.patience())

@@ -10,7 +10,7 @@ from samestep_check.records import Called, Key, Keys, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
-JUST_BEFORE = 0.5  # a checkpoint written in these last seconds before a fault may be incomplete
+JUST_BEFORE = 0.5  # seconds; a checkpoint written this shortly before a fault may be incomplete
 
 
 def restarted(runner: ScriptRunner, run: Faulted) -> None:
@@ -28,7 +28,7 @@ def restarted(runner: ScriptRunner, run: Faulted) -> None:
 
 
 def once_an_epoch(steps: Sequence[Step]) -> Counter[Key]:
-    """Return the number of epochs in which the steps train on each sample."""
+    """Return, by sample, the number of epochs in which the steps train on the sample."""
     pairs: set[tuple[int, Key]] = set()
     for step in steps:
         pairs.update((step.epoch, key) for key in step.indices or ())
@@ -39,7 +39,7 @@ def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
     """Return the step at which a restart resumed.
 
     Args:
-        runner: has the undisturbed run.
+        runner: the runner of the script, which has the undisturbed run.
         run: the run with a fault, and its restart.
         saved: the steps of checkpoints that the restart may resume.
 
@@ -88,7 +88,7 @@ def _balance(steps: Sequence[Step], before: Sequence[Step], again: Sequence[Keys
 
 
 def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Sequence[Keys], at: int) -> bool:
-    """Return whether only the last step of an epoch has other samples, because another world size may pad it."""
+    """Return whether samples differ only in last steps of epochs, which another world size may pad."""
     ends = [before.epoch != after.epoch for before, after in zip(steps, steps[1:])]
     ends.append(True)
     pairs = zip(again, samples[at:], ends[at:])
@@ -178,7 +178,7 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
     later weights differ.
 
     Args:
-        runner: has the undisturbed run.
+        runner: the runner of the script, which has the undisturbed run.
         again: the steps after the resume.
         at: number of the first step after the resume, from 0.
         bound: largest relative difference of norms.
@@ -211,7 +211,7 @@ def _compare_norms(calls: tuple[Norms, Norms, Norms], compared: set[str], bound:
     """Raise Failed if norms of the resumed run differ; add the compared names to ``compared``.
 
     ``calls`` has the norms of the undisturbed run, of its repetition and of the resumed run. A name is compared if the
-    resumed run called at least as many of its modules, and if the repetition has the same norms.
+    repetition has the same norms and the resumed run called at least as many modules of this name.
     """
     undisturbed, repeated, resumed = calls
     for name in undisturbed.keys() - compared:
@@ -352,7 +352,7 @@ def compare_generators(
     found: Step,
     k: int,
 ) -> tuple[list[str], list[str]]:
-    """Find the random number generators that differ at the first step after a resume, among those that steps use.
+    """Find the random number generators from which steps draw and which differ at the first step after a resume.
 
     After a resume, a loader may draw once more from a restored generator than in the undisturbed run. So a generator
     counts as restored if one of its states before the resumed step occurred between the undisturbed steps ``k`` - 1
@@ -385,7 +385,7 @@ def compare_generators(
 
 
 def state_of(step: Step, generator: str) -> int | None:
-    """Return the checksum of a generator's state at a step, or None if the check did not see the state."""
+    """Return the checksum of a generator's state at a step, or None if the state is not recorded."""
     return (step.random or {}).get(generator)
 
 
@@ -396,7 +396,7 @@ def states_of(step: Step, generator: str) -> set[int | None]:
 
 
 def draws(steps: Sequence[Step], generator: str) -> bool:
-    """Return whether all steps draw from a generator, rather than only the loader at the begin of an epoch."""
+    """Return whether all steps draw from a generator, rather than only the loader at the start of an epoch."""
     pairs = [(before, after) for before, after in zip(steps, steps[1:]) if before.epoch == after.epoch]
     changes = [state_of(before, generator) != state_of(after, generator) for before, after in pairs]
     return bool(changes) and all(changes)

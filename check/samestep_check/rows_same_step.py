@@ -14,7 +14,7 @@ SHOWN = 5  # number of examples that a message lists
 
 
 def odd_batch(runner: ScriptRunner) -> str:
-    """Check that shards of unequal size give the mean over samples, and no sample is repeated."""
+    """Check that a step with unequal shards averages over samples, and that no sample is repeated in an epoch."""
     samples = runner.samples()
     steps = runner.steps
     repeated = _repeated(steps, samples)
@@ -44,7 +44,7 @@ def _first_odd(steps: Sequence[Step]) -> int:
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
-    """Return whether a step leads to other weights at one rank. Raise NotSeen if a record lacks the weights."""
+    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen without these weights."""
     if several.weights is None or alone.weights is None:
         raise NotSeen("the weights")
     return relative(several.weights, alone.weights) > bound
@@ -60,7 +60,7 @@ def _repeated(steps: Sequence[Step], samples: Sequence[list[Key]]) -> int:
 
 
 def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
-    """Return whether steps draw torch random numbers that differ between one rank and several."""
+    """Return whether steps draw torch random numbers that differ between one rank and several ranks."""
     alone = [(step.random or {}).get("torch") for step in single]
     others = [(step.random or {}).get("torch") for step in several]
     return _draw(single, alone) and any(one != other for one, other in zip(alone, others))
@@ -106,7 +106,7 @@ def _examples(keys: list[Key]) -> list[Key]:
 
 
 def evaluation(runner: ScriptRunner) -> str:
-    """Check that each example counts once if the world size does not divide the number of examples."""
+    """Check that all examples count equally often if the world size does not divide their number."""
     records: Records = runner.reference.records
     ranks = runner.ranks
     found = records.evaluations()
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach the same weights."""
+    """Check that N ranks train on the samples of one rank, and reach the same weights, or losses without weights."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps

@@ -19,7 +19,7 @@ from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptR
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
 BESIDE = 5.0  # most seconds between the writes of one checkpoint's files
-FEWEST = 3  # least number of states to restart from
+FEWEST = 3  # fewest states that a row must try before it may stop for lack of time
 PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
 
 
@@ -33,7 +33,7 @@ def save_killed(runner: ScriptRunner) -> str:
     steps: list[int] = []
     for save in reversed(run.records.saves()):
         if save.step < fatal.step:
-            steps += [save.step, save.step - 1]  # a thread may write it during the next step
+            steps += [save.step, save.step - 1]  # a thread may write a checkpoint during the next step
     words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
     try:
         at = resumed_at(runner, run, steps or [0])
@@ -51,7 +51,7 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
     """Return the number, from 1, of the first write to the second checkpoint, and this write.
 
     Args:
-        writes: all writes to checkpoints. Only opens count if there are any.
+        writes: all writes to checkpoints. If any of them are opens, only the opens count.
 
     Raises:
         NotSeen: fewer than two checkpoints are written.
@@ -185,21 +185,21 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
 
 
 def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
-    """Restart the script from a recorded state until its first step, and return the undisturbed steps that equal it.
+    """Restart the script in a recorded state until the first step. Return the undisturbed steps that equal this step.
 
     Args:
         runner: runs the script.
         state: the recorded state.
         lost: files of the state that are restored empty.
     """
-    work = runner.recording.work  # the same folder, because its files may contain its path
+    work = runner.recording.work  # reuse the recorded folder, because files in it may contain its path
     shutil.rmtree(work)
     states.restore(state.entries, work, lost)
     return resumed(runner, runner.first_step(work))
 
 
 def baseline(runner: ScriptRunner, recording: Recording) -> int:
-    """Return the step at which a restart before the recorded save resumes.
+    """Return the step at which a restart from the state before the recorded save resumes.
 
     Raises:
         Failed: the restart fails.
@@ -290,16 +290,16 @@ def save_power_cut(runner: ScriptRunner) -> str:
 
 
 class FullRun(NamedTuple):
-    """A run whose disk was full from the middle of a save on."""
+    """A run whose disk was full after the middle of a save."""
 
-    problem: str  # the file that the job could not write
+    problem: str  # what the job could not write, for the message
     code: int | None  # exit code; None if the job hangs
     error: str
     is_silent: bool  # the output has no more warnings than the output of an undisturbed run
 
 
 def disk_full(runner: ScriptRunner) -> str:
-    """Check that a job whose disk is full ends with an error or warns, and the previous checkpoint loads."""
+    """Check that a job whose disk is full fails or warns, and that the previous checkpoint loads."""
     recording: Recording = runner.recording
     before = baseline(runner, recording)
     work = runner.copy()
@@ -321,7 +321,7 @@ def disk_full(runner: ScriptRunner) -> str:
 
 
 def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and fail its writes with ENOSPC from the middle of a save on.
+    """Run the script, and fail its writes with ENOSPC after the middle of a save.
 
     Args:
         runner: runs the script.
@@ -329,7 +329,7 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
         work: the copied folder.
 
     Raises:
-        CannotTell: the job writes nothing after this point, or the row has no time to wait for the job's end.
+        CannotTell: no write of the job has failed, or the row has no time to wait for the job's end.
     """
     running: list[Job] = []
     pattern = runner.options.loss_pattern
@@ -348,9 +348,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
 
 
 def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and from a save on limit its files to half the size of the largest checkpoint file.
+    """Run the script. Before a save, limit the size of the script's files to half of the largest checkpoint file.
 
-    This way needs no seccomp filter.
+    This limit needs no seccomp filter.
 
     Args:
         runner: runs the script.

@@ -37,7 +37,7 @@ NOT_COVERED = (
     "the kernel refuses a mount namespace, so absolute paths in the script's files mean the folder itself; to allow it:"
     " sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, docker run --cap-add SYS_ADMIN in a container"
 )
-# Folders beside TMPDIR that a script may write to.
+# Folders that a script may write to, in addition to TMPDIR.
 ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108
 
 
@@ -48,7 +48,7 @@ class Undisturbed(NamedTuple):
     steps: list[Step]
     losses: int  # number of losses in the output
     warnings: int  # number of output lines that are warnings or errors
-    duration: float  # seconds
+    duration: float  # in seconds, from the start to the launcher's end
 
 
 class Restart(NamedTuple):
@@ -64,7 +64,7 @@ class Restart(NamedTuple):
 class Faulted:
     """A run with a fault, and the restart after it."""
 
-    done: int  # number of steps before the job's end
+    done: int  # number of steps of the ranks' first start; before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
     code: int | None  # exit code; None if the job had not ended
     duration: float  # seconds from the fault to the end
@@ -82,7 +82,7 @@ class Faulted:
 
 
 class Recording(NamedTuple):
-    """The recorded file system calls of a run, one of its saves, and the states that this save leaves."""
+    """The recorded file system calls of a run, the recorded states of its folder, and one of its saves."""
 
     calls: list[states.Recorded]
     states: list[states.State]
@@ -132,7 +132,7 @@ class Clock:
 
 
 def _real_paths(places: Sequence[str | Path]) -> list[str]:
-    """Return absolute paths without symbolic links. A path in a missing home folder (``~``) is left out."""
+    """Return absolute paths without symbolic links. A path is left out if its ``~`` cannot be expanded."""
     expanded = [os.path.expanduser(place) for place in places]
     return [os.path.realpath(place) for place in expanded if not place.startswith("~")]
 
@@ -152,7 +152,7 @@ class ScriptRunner:
         results: the results of cached runs.
         left_behind: number of processes that outlived their launchers.
         ranks: number of ranks of the command.
-        other: another number of ranks, to which rows change the job.
+        other: number of ranks for the rows that start the script at another world size.
     """
 
     def __init__(self, options: Options, command: Sequence[str], temporary: Path) -> None:
@@ -214,6 +214,12 @@ class ScriptRunner:
             is_restart: run the command that resumes.
             calls: pauses the job before its file system calls.
             config: settings for the recorder in each process.
+
+        Yields:
+            The started job.
+
+        Raises:
+            ConfigError: the command is not on PATH.
         """
         records = self.new_path("records")
         words = self.script.words(ranks or self.ranks, is_restart)
@@ -229,7 +235,12 @@ class ScriptRunner:
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
-        """Run the script at a number of ranks, without a fault, to its end."""
+        """Run the script at a number of ranks, without a fault, to its end.
+
+        Raises:
+            Failed: the script fails at the command's number of ranks.
+            CannotTell: the script fails at another number of ranks, or has not ended in time.
+        """
         with self.job(self.copy(), ranks) as job:
             has_ended = job.wait_for_end(self.patience())
             self._is_uncovered |= any(notes.is_uncovered for notes in job.read().notes())
@@ -333,7 +344,11 @@ class ScriptRunner:
         return found
 
     def bound(self) -> float:
-        """Return the relative difference of weights that counts as equal, from a repetition of the undisturbed run."""
+        """Return the largest relative difference of weights that counts as equal, from a second undisturbed run.
+
+        Raises:
+            CannotTell: the two undisturbed runs differ in their first weights, or later by more than `MOST_OWN`.
+        """
         twins = [*zip(self.steps, self.twin.steps)]
         own = [relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights]
         largest = max(own, default=0.0)
@@ -344,7 +359,7 @@ class ScriptRunner:
         return max(CLOSE, 10 * largest)
 
     def pause(self, least: float = MIN_RUN) -> float:
-        """Return the seconds to wait after each step, so that all steps take ``least`` seconds."""
+        """Return the seconds to wait after each step, so that all steps together take at least ``least`` seconds."""
         steps = self.steps
         if not steps:
             return 0.0
@@ -354,7 +369,11 @@ class ScriptRunner:
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def goal(self) -> int:
-        """Return the step of a fault: the first step after the checkpoint nearest to the middle of the run."""
+        """Return the step of a fault.
+
+        This is the first step after the checkpoint nearest to the middle of the run. Without a checkpoint, this is the
+        middle.
+        """
         total = self.total
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
         if not saves:
@@ -363,7 +382,12 @@ class ScriptRunner:
         return nearest + 1
 
     def middle(self, job: Job) -> None:
-        """Wait until a job has reached the step of its fault."""
+        """Wait until a job has reached the step of its fault.
+
+        Raises:
+            NotSeen: the undisturbed run shows neither steps nor losses.
+            CannotTell: the job has ended, or the time is over, before this step.
+        """
         if not self.total:
             raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
         goal = self.goal()
@@ -373,7 +397,7 @@ class ScriptRunner:
             raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.error_line()}")
 
     def victim(self, job: Job) -> int:
-        """Return the PID of the highest rank."""
+        """Return the PID of the highest rank; raise NotSeen if no process has a rank."""
         records = job.read()
         ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
         if not ranks:
@@ -410,7 +434,7 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restart a run once more, in its folder with the content from before the first restart.
+        """Restart a run once more. The run's folder gets the content from before the first restart.
 
         Args:
             run: the run with a fault.
@@ -474,7 +498,11 @@ class ScriptRunner:
         return is_supported()
 
     def calls(self, work: Path, handler: Handler) -> Calls:
-        """Return the object that pauses a job before its file system calls below its folder."""
+        """Return an object that pauses a job in ``work`` before each call that changes files below ``work``.
+
+        Raises:
+            NotSeen: the kernel refuses the filter, and the socket for announcements cannot be created.
+        """
         if self.can_filter:
             covered = str(self.source.folder) if self.source.is_covered else None
             return FilteredCalls(work, handler, covered)
@@ -485,7 +513,12 @@ class ScriptRunner:
 
     @cached
     def recording(self) -> Recording:
-        """Record the file system calls of a run, and choose one of its saves."""
+        """Record the file system calls of a run, and choose one of its saves.
+
+        Raises:
+            NotSeen: the run has no step, or fewer than two checkpoints.
+            CannotTell: the recorded run fails or has not ended, or the recording is incomplete.
+        """
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
         work = self.copy()
@@ -528,7 +561,7 @@ def kill_all(job: Job) -> None:
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return the relative difference of two numbers, with None as 0."""
+    """Return the relative difference of two numbers. None counts as 0."""
     one = a or 0.0
     two = b or 0.0
     return abs(one - two) / max(abs(one), abs(two), 1e-30)

@@ -11,7 +11,7 @@ from samestep import ConfigError
 from samestep_check.verdicts import NotSeen
 
 RANKS = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
-DEFAULT_RANKS = 2  # number of ranks for a command with {n}
+DEFAULT_RANKS = 2  # number of ranks if the command has no option of RANKS with a number
 
 
 class Script:
@@ -43,10 +43,10 @@ class Script:
     def words(self, ranks: int, is_restart: bool = False) -> list[str]:
         """Return the command for a number of ranks.
 
-        The number replaces the value of the launcher's option and ``{n}``; 64 // number replaces ``{64/n}``.
+        ``ranks`` replaces the value of the launcher's option and ``{n}``. ``64 // ranks`` replaces ``{64/n}``.
 
         Raises:
-            NotSeen: ``ranks`` differs from the command's number, which the command does not show.
+            NotSeen: ``ranks`` differs from the command's number, and the command has no option or ``{n}`` to change.
         """
         command = [*(self._again if is_restart else self._command)]
         place = _place_of_ranks(command)

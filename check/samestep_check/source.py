@@ -17,11 +17,12 @@ from samestep import ConfigError
 
 SKIPPED = ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 LINKED = (".git",)  # a script may read its commit
-TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json", ".ipynb"}  # not checkpoints
+# Suffixes of files that are not checkpoints.
+TEXTS = {".py", ".sh", ".md", ".rst", ".txt", ".toml", ".yaml", ".yml", ".json", ".ipynb"}
 
 
 _MOUNT = Path(__file__).with_name("mount_copy.py")
-_PROBE_LIMIT = 20.0  # seconds
+_PROBE_LIMIT = 20.0  # time limit of `can_mount`, in seconds
 
 
 def can_mount() -> bool:
@@ -214,7 +215,7 @@ class Source:
             option, equals, value = word.rpartition("=")
             if value == own or value.startswith(own + os.sep):
                 copied = str(work) + value.removeprefix(own)
-                # A program of a virtual environment keeps its path, because copies leave it out.
+                # A program in a virtual environment keeps its path, because copies leave out virtual environments.
                 if os.path.isdir(os.path.dirname(copied)):
                     value = copied
             found.append(option + equals + value)

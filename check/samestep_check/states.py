@@ -1,4 +1,4 @@
-"""Record the states that a job's folder has while the job saves a checkpoint, and choose states to restart from.
+"""Record the states of a job's folder, find the calls that save checkpoints, and choose states to restart from.
 
 A state is the folder's content before a file system call. A kill at this call leaves exactly this state. Snapshots
 share the copies of files that did not change.
@@ -53,7 +53,7 @@ class Recorded(NamedTuple):
     path: str
     target: str | None
     time: float
-    size: int  # of the file before the call, in bytes; 0 if the file is missing
+    size: int  # size of the file before the call, in bytes; 0 if the file is missing
 
 
 class State(NamedTuple):
@@ -139,7 +139,7 @@ class Store:
 class StateRecorder:
     """Record the calls of a job below its folder, and the folder's state before them.
 
-    For consecutive writes to one file, only the states before the writes of number 1, 2, 4, 8 and so on are recorded.
+    For consecutive writes to one file, only the states before writes number 1, 2, 4, 8 and so on are recorded.
     """
 
     def __init__(self, folder: Path, copies: Path) -> None:
@@ -237,8 +237,9 @@ class Save(NamedTuple):
 def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """Return the saves of checkpoints among a run's calls.
 
-    The calls between two steps are a save if they write the largest file of the run. A save excludes logs, and files
-    that are also written without the largest file. Names are compared without their digits.
+    The calls between two steps are a save if they write the largest file of the run. A save excludes calls on
+    logs, and on files that the job also writes between two steps without writing the largest file. File names are
+    compared without digits.
 
     Args:
         calls: the calls of a run.
@@ -263,7 +264,7 @@ def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
 
 
 def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
-    """Return the largest file's name or, of files at least half as large, the name that most groups have."""
+    """Return the name that most groups contain, among files at least half as large as the largest file."""
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for group in groups:
@@ -454,7 +455,7 @@ def _is_or_below(path: str, folder: str) -> bool:
 
 
 def cuts(save: Save, calls: Sequence[Recorded], states: Sequence[State]) -> list[Cut]:
-    """Return the folder after a power cut at each rename or deletion and at the end of a save, if files are lost.
+    """Return the folder after a power cut at each rename, link or deletion and at the save's end, if files are lost.
 
     The files that were written before the save count as complete.
 
@@ -487,7 +488,7 @@ def renames(save: Save, calls: Sequence[Recorded]) -> int:
 
 
 class FullDisk:
-    """Fail a job's writes with ENOSPC, from the middle of a save on.
+    """Fail a job's writes with ENOSPC after the middle of a save.
 
     Args:
         folder: the job's folder.
@@ -507,7 +508,7 @@ class FullDisk:
         self._done = done
         self._first_step = save.done
         self._left = sum(calls[number].kind == "write" for number in save.calls) // 2  # writes that succeed
-        # The names of temporary files may be random, so the save's files are those that no other call writes.
+        # The names of temporary files may be random, so a file belongs to the save unless only other calls write it.
         self._others = {_without_digits(path) for is_own, path in writes if not is_own}
         self._others -= {_without_digits(path) for is_own, path in writes if is_own}
 

@@ -1,16 +1,16 @@
-"""The verdicts of a row other than passed."""
+"""The verdicts of rows that do not pass."""
 
 from __future__ import annotations
 
-ADAPTER = "give an --adapter that records them"  # the remedy of several verdicts
+ADAPTER = "give an --adapter that records them"  # the remedy in messages of several verdicts
 
 
 class Verdict(Exception):
-    """A row's result other than passed."""
+    """The verdict of a row that does not pass."""
 
 
 class Failed(Verdict):
-    """The script does not survive the fault, or behaves wrongly after it."""
+    """The script does not survive the fault, or behaves wrongly after the fault."""
 
 
 class CannotTell(Verdict):
@@ -25,4 +25,4 @@ class OutOfTime(CannotTell):
 
 
 class NotSeen(Verdict):
-    """The check cannot observe in the script what the row needs."""
+    """The check cannot observe an event or a value that the row needs, or cannot change the script as the row needs."""

@@ -7,10 +7,10 @@
 An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
 without ``--resume`` does not train: it has neither dataset nor checkpoints, and does not restart.
 
-A start has two stages. The first stage runs on the system's Python with the standard library alone. It reports every
-mistake that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in that
-environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts it after failures,
-and leaves no process behind.
+A start has two stages. The first stage runs on the system's Python without third-party packages. It reports
+mistakes in the call that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in
+that environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts the launcher
+after failures, and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def main(root: Path, argv: Sequence[str]) -> int:
 
 
 def run_safely(run: Callable[[], int]) -> int:
-    """Call ``run`` and return its exit code. Print an expected error, and return the exit code of an error or signal.
+    """Call ``run``, print an expected error, and return the exit code of ``run``, of the error or of a signal.
 
-    The variables of an outer job are removed, because this process may be part of another job.
+    This process may be part of another job, so the function first removes that job's environment variables.
     """
     open_closed_streams()
     leave_job(os.environ)
@@ -218,7 +218,7 @@ def _print_command(app: App, job: Job) -> None:
 
 
 def _exec_second_stage(app: App, options: Options) -> NoReturn:
-    """Create the app's environment if it is missing, and replace this process by the second stage in its Python."""
+    """Create the app's environment if it is missing, and replace this process by the second stage there."""
     python = environments.given_python(app.root)
     if python is None:
         python = app.environment.ensure(app.hooks.setup_environment(options))
@@ -310,7 +310,7 @@ def _ranks_per_node(app: App, arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def _app_options(root: Path, app: str) -> Any:
-    """Import and return the app's options.py, which may use the standard library, samestep and files of its folder.
+    """Import and return the app's options.py, which may use the standard library, samestep and modules of its folder.
 
     Raises:
         ConfigError: the app is unknown, imports a removed module, or has no HOOKS.
@@ -337,7 +337,7 @@ def check_share_gpu(options: Options, machines: int) -> None:
     """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
     if not options.share_gpu:
         return
-    if machines > 1:  # machines may have equal host ids, and ranks communicate over the loopback interface
+    if machines > 1:  # with --share-gpu, ranks communicate over the loopback interface
         raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
     if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # PYTHON's packages may use other GPUs
         raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")

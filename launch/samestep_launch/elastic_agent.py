@@ -1,7 +1,7 @@
-"""Run torchrun's agent in this process, which starts each rank as a program or forks it.
+"""Run torchrun's agent in this process. The agent starts each rank as a program, or forks the rank.
 
 torchrun's own store listens on all addresses of the machine, without authentication, and no option changes that. For a
-job on one machine, this module's store listens at ``--master-addr`` and ``--master-port`` alone.
+job on one machine, this module's store listens only at ``--master-addr`` and ``--master-port``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, exit_code, importing, threads
 
 NAME = "loopback"
-TIMEOUT = 900  # seconds, torchrun's default
+TIMEOUT = 900  # time limit of the rendezvous in seconds; torchrun's default
 ANONYMOUS = 0  # file type of an epoll or eventfd descriptor, by stat.S_IFMT
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the agent handles
 
@@ -50,7 +50,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return the rendezvous of a one-machine job, whose store listens at ``parameters.endpoint`` alone."""
+    """Return the rendezvous of a one-machine job, whose store listens only at ``parameters.endpoint``."""
     address, _, port = parameters.endpoint.rpartition(":")
     handler = LoopbackRendezvous(address, int(port), 0, 1, parameters.run_id, TIMEOUT)
     listener = socket.create_server((address, int(port))).detach()
@@ -153,7 +153,7 @@ def run_agent(program: Program, arguments: list[str]) -> None:
 
 
 def _record_contexts() -> list[ProcessContext]:
-    """Patch torch to append each `ProcessContext` to the returned list, because the agent does not expose it."""
+    """Patch torch to append each `ProcessContext` to the returned list, because the agent exposes none."""
     contexts: list[ProcessContext] = []
     start: Callable[..., ProcessContext] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
 
@@ -168,7 +168,7 @@ def _record_contexts() -> list[ProcessContext]:
 def _report_signals(failed: ChildFailedError, context: ProcessContext) -> None:
     """Print each rank that a signal ended.
 
-    The agent reports a single rank, which may only have lost its connection to the killed rank.
+    The agent itself reports only one rank, which may be a rank that lost its connection to the killed rank.
     """
     rank, failure = failed.get_first_failure()
     first = rank - failure.local_rank
@@ -183,8 +183,8 @@ def run_rank(
 ) -> None:
     """Run the program as one rank, in a process that the agent has forked.
 
-    The function returns if the program's exit code is 0, because the agent waits for the return. Otherwise it exits
-    with the program's code.
+    If the program's exit code is 0, the function returns, because the agent waits for the return. Otherwise the process
+    exits with the program's code.
 
     Args:
         program: the imported program.
@@ -192,7 +192,7 @@ def run_rank(
         handlers: signal handlers from before the agent's start, by signal number.
         own_files: descriptors that were open before the agent started.
     """
-    _prctl_pr_set_pdeathsig(0)  # multiprocessing sets SIGINT, but an agent's death must not request a stop
+    _prctl_pr_set_pdeathsig(0)  # undo multiprocessing's setting: SIGINT at the agent's death would request a stop
     faulthandler.disable()  # the agent has enabled it for standard error
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -1,10 +1,10 @@
-"""Find or create the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from one of its locks.
+"""Find or create the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from a lock.
 
 A lock, ``apps/<app>/requirements-cpu.txt`` or ``-cuda.txt``, lists every package with the SHA-256 of its files, and
-pip installs only these. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK selects a lock, and
+pip installs only these files. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK selects a lock, and
 SAMESTEP_ALLOW adds the hash of another file.
 
-This module runs on the system's Python, with the standard library alone.
+This module runs on the system's Python, without third-party packages.
 """
 
 from __future__ import annotations
@@ -44,14 +44,18 @@ COMMAND = """\
 exec {python} -m samestep "$@"
 """
 BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock with a local version label, such as torch==2.13.0+cpu
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI lacks these CPU builds, such as torch 2.13.0+cpu
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has the CPU builds that PyPI lacks, such as torch 2.13.0+cpu
 # pip's message for a file whose hash is not in the lock, and the pattern of the file's package, URL and hash.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
 WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTALL | re.MULTILINE)
 
 
 def find_wheel(root: Path) -> Path | None:
-    """Return the wheel of core in a project that is a copy of one app; None if the project has the folder ``core``."""
+    """Return the wheel of samestep in ``vendor``, for a project that is a copy of one app; None without a wheel.
+
+    Raises:
+        ConfigError: ``vendor`` has several wheels of samestep.
+    """
     wheels = sorted(root.glob("vendor/samestep-*.whl"))
     if not wheels:
         return None
@@ -69,8 +73,9 @@ def source_path(root: Path) -> list[str]:
 def given_python(root: Path) -> str | None:
     """Return the interpreter that PYTHON names; None if the variable is not set.
 
-    If PYTHON or PYTHONPATH is set, the function puts the project's packages first on PYTHONPATH. The interpreter must
-    have installed a wheel of core, because Python cannot read the wheel's data files from PYTHONPATH.
+    If PYTHON or PYTHONPATH is set, the function puts the project's packages first on PYTHONPATH. If the project has a
+    wheel in ``vendor`` instead, the wheel must be installed in the interpreter, because Python cannot read the wheel's
+    data files from PYTHONPATH.
 
     Raises:
         ConfigError: PYTHON is not a Python of at least 3.9.
@@ -121,7 +126,7 @@ class Environment:
         if name == TRACKERS:
             self.source = files(__package__) / "tracker_locks"
         self.setup = app / "setup.sh"
-        self._shown = f"apps/{name}/requirements.in"  # for messages
+        self._shown = f"apps/{name}/requirements.in"  # path in messages
         self._requirements = read_text(self.source / "requirements.in") or ""
 
     def ensure(self, settings: Mapping[str, str]) -> str:
@@ -160,7 +165,7 @@ class Environment:
         return venv
 
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
-        """Return the name of the environment's folder: 12 hexadecimal digits of a SHA-256 of its inputs.
+        """Return the folder's name: 12 hexadecimal digits of the SHA-256 of settings and files that define the content.
 
         Args:
             version: version of Python.
@@ -187,6 +192,9 @@ class Environment:
 
         With an NVIDIA driver, the only candidate is -cuda, if the app has this lock. Otherwise -cpu precedes -cuda,
         whose packages run on a CPU, too. SAMESTEP_LOCK overrides the choice.
+
+        Raises:
+            ConfigError: the app has no such lock.
         """
         named = os.environ.get("SAMESTEP_LOCK")
         if named and self.name != TRACKERS:  # the trackers have one lock for all machines
@@ -265,8 +273,8 @@ class Environment:
         command.chmod(0o755)
 
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
-        """Run a step of the set-up. Raises NonRetryableError if it fails."""
-        held = ""  # pip's lines about wrong hashes, which one error replaces
+        """Run a step of the set-up; raise NonRetryableError if the step fails."""
+        held = ""  # pip's lines about wrong hashes, printed only if no error of this method replaces them
         # The step's stdout becomes stderr, because this process's stdout is for the job's results.
         stderr = None  # setup.sh inherits stderr, which may be a terminal
         if "--require-hashes" in command:
@@ -334,7 +342,7 @@ class Environment:
         return command
 
     def pins(self) -> list[tuple[str, str, str]]:
-        """Return (name, version, alternative or "") of each pinned package, and of a wheel of core in the project."""
+        """Return (name, version, alternative or "") of each pinned package, and of samestep's wheel in ``vendor``."""
         pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", self._requirements, re.MULTILINE)
         wheel = find_wheel(self.root)
         if wheel:
@@ -440,7 +448,7 @@ def _allowed() -> dict[str, list[str]]:
 
 
 def _allow(lock: str, allowed: Mapping[str, Sequence[str]]) -> str:
-    """Return the lock with the allowed hashes, and without local labels of their packages, such as 2.13.0+cpu."""
+    """Return the lock with the allowed hashes. The packages of these hashes lose their local labels, such as +cpu."""
     if not allowed:
         return lock
 
@@ -458,7 +466,7 @@ def _normal(name: str) -> str:
 
 
 def _lock(venv: Path) -> IO[str]:
-    """Wait for the lock on creating an environment. Return its file, whose closing releases the lock."""
+    """Wait for the lock on creating an environment. Return the lock's file; closing the file releases the lock."""
     path = venv.with_name(f".{venv.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -473,7 +481,7 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
     """Return the first lock whose builds with local labels are available, and the pip options that find these builds.
 
     The function searches pip's configured index first, and then also PyTorch's index, which may be out of reach. It
-    lists versions only, because `pip install` would download gigabytes before it reports a wrong hash.
+    only lists versions, because `pip install` would download gigabytes before it reports a wrong hash.
 
     Raises:
         NonRetryableError: the builds of no lock are available.

@@ -5,8 +5,8 @@ server imports the ranks' modules and forks a launcher. After the launcher's end
 the socket and waits for the next start. The server ends when the socket is closed. If the program prevents forking, the
 server process runs the launcher itself and ends with the launcher.
 
-A start is one message: the command and the environment in JSON, and the descriptors of standard output and error.
-This module uses the standard library alone.
+The launch script requests each later start by one message. The message consists of the command and the changed
+variables in JSON, and of the descriptors of standard output and error. This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from samestep_launch import process_info
 MAX_MESSAGE = 2**22  # bytes; the kernel limits commands and environments to less
 END_SECONDS = 5.0
 MODULE = "samestep_launch.torchrun"
-IDLE = "-"  # the job name of a server, which belongs to no start
+IDLE = "-"  # job name in a server's environment, because a server belongs to no start
 
 
 class Launcher:
     """A started launcher, with the interface of `subprocess.Popen` that `samestep_launch.supervise` uses."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
-        """Wait for the launcher's end in a thread.
+        """Start a thread that waits for the launcher's end.
 
         Args:
             process: the fork server, or the launcher itself if ``control`` is None.
@@ -116,7 +116,7 @@ class ForkServer:
         return {**gone, **{name: value for name, value in environ.items() if self._environ.get(name) != value}}
 
     def close(self) -> None:
-        """End the server; call this after its launchers have ended."""
+        """End the server. Call this method after the launchers have ended."""
         if self._control:
             self._control.close()
         if self._process:
@@ -133,7 +133,7 @@ class ForkServer:
 
 
 def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
-    """Fork a launcher for each start of the job. This function returns in the launchers, never in the server.
+    """Fork a launcher for each start of the job. The function returns in the launchers, but never in a server.
 
     Args:
         control: socket to the launch script; None if this process must be the launcher itself.

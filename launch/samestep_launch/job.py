@@ -1,7 +1,7 @@
-"""Run a job on this machine: resolve its run dir and data, check the other machines, start its launcher and restart it.
+"""Run a job on this machine: resolve run dir and data, check the other machines, start and restart the launcher.
 
 Launch scripts (`samestep_launch.app`) and ``samestep run`` (`samestep_launch.run_command`) use this module in the
-Python environment of the ranks. Importing it needs the standard library alone.
+Python environment of the ranks. Importing this module needs no third-party package.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 # Options that may differ between machines.
 MAY_DIFFER = ("data_dir", "init_from", "preemption_notice", "quiet", "requested_dataset", "run_dir")
-TORCHRUN = "torch.distributed.run"  # module
+TORCHRUN = "torch.distributed.run"  # torchrun's module
 RANK_FORKER = "samestep_launch.rank_forker"
-# Seconds in which a machine reports to the other machines that it will not restart.
+# Limit in seconds for the report to the other machines that this machine will not restart.
 REPORT_SECONDS = 10.0
 LONG_REPORT_SECONDS = 60.0  # the limit if the other machines may not have noticed the failure
-# Matches the log files that this program and its ranks write, read or remove, and their temporary files.
+# Matches the log files that this program and its ranks write, read or remove, and temporary files with these names.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 
@@ -122,7 +122,11 @@ def _check_one_machine(environ: Mapping[str, str]) -> None:
 
 
 def _master_port(environ: Mapping[str, str], listens: bool) -> int | None:
-    """Return MASTER_PORT, or None if it is not set. Raises ConfigError if a machine that ``listens`` cannot use it."""
+    """Return MASTER_PORT, or None if it is not set.
+
+    Raises:
+        ConfigError: the value is not a port, or this machine ``listens`` at the port but the port is in use.
+    """
     name, text = env.first_set(environ, env.MACHINE_PORT)
     if not text:
         return None
@@ -148,7 +152,7 @@ def warn_of_other_ranks(environ: Mapping[str, str], nodes: Nodes) -> None:
 
 
 def parse_integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:
-    """Return the integer ``text``, or ``default`` if it is empty. Raises ConfigError with the name and the limit.
+    """Return the integer ``text``, or ``default`` if ``text`` is empty.
 
     Args:
         name: the variable or option, for the error.
@@ -156,6 +160,9 @@ def parse_integer(name: str, text: str, least: int, most: int | None = None, def
         least: the smallest number allowed.
         most: the largest number allowed, or None.
         default: the number of an empty text; None means that an empty text is an error.
+
+    Raises:
+        ConfigError: the text is not an integer from ``least`` to ``most``.
     """
     if not text and default is not None:
         return default
@@ -181,7 +188,7 @@ class Job:
         options: the parsed options.
         arguments: the options of the program, as the user gave them.
         hooks: the app's functions and settings for the launch script.
-        has_heartbeats: whether the program surely uses the watchdog.
+        has_heartbeats: whether the program is known to use the watchdog, which writes heartbeats.
     """
 
     name: str
@@ -196,7 +203,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether the job has a dataset and checkpoints that are resolved before it starts."""
+        """Whether the job has a dataset and checkpoints, which are resolved before the job's start."""
         return self.options.offers("resume")
 
     @property
@@ -213,8 +220,8 @@ class Job:
 
         A word is left out if one of its placeholders has no value. {options} becomes the arguments and ``more``, and
         {arguments} becomes the arguments alone. If the ranks are forked, {forker} becomes the command of
-        `samestep_launch.rank_forker`; otherwise it is left out. `samestep_launch.torchrun` replaces torchrun if the job
-        has one machine, so that its store listens on 127.0.0.1 alone, or if the ranks are forked.
+        `samestep_launch.rank_forker`; otherwise {forker} is left out. `samestep_launch.torchrun` replaces torchrun if
+        the ranks are forked, or if the job has one machine, so that torchrun's store listens only on 127.0.0.1.
 
         Args:
             python: path of the Python that runs the launcher.
@@ -306,7 +313,7 @@ def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str,
 def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:
     """Run the job, restart it after failures, and return the exit code.
 
-    At the job's end, this machine sends a message to the other machines, which would otherwise wait for it.
+    At the job's end, this machine sends a message to the other machines, which would otherwise wait for this machine.
 
     Args:
         job: the job to start.

@@ -1,6 +1,6 @@
-"""Find, signal and reap all processes of one start of a job, also those that changed their session or title.
+"""Find, signal and reap all processes of one start of a job, including processes with a changed session or title.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    The job consists of the processes with the job's variables in their environment, the children that this process
-    started after it created this object, and all descendants of both. Use the object as a context manager. Inside the
+    The job consists of the processes with the job's variables in their environment, of children that this process
+    starts after creating this object, and of all their descendants. Use the object as a context manager. Inside the
     context, this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
     """
 
@@ -42,7 +42,7 @@ class JobProcesses:
         self._job = job
         self._launcher = this_launcher()  # in tests, several machines' launch scripts run on one host
         self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
-        self.launcher = 0  # id of the started launcher, which its `Process` reaps; 0 before the start
+        self.launcher = 0  # process id of the launcher, which `reap` skips; 0 before the launcher's start
 
     def __enter__(self) -> JobProcesses:
         _adopt_orphans(True)
@@ -63,11 +63,11 @@ class JobProcesses:
         return sorted(pid for pid in found - idle if not table[pid].is_zombie)
 
     def ranks(self, program: Path) -> list[int]:
-        """Return the process id of each rank, found by the variables of its launcher.
+        """Return the process id of each rank, found by the variables that launchers set for ranks.
 
-        A rank's children inherit its variables, and its parent may be a shell with the same variables. So a rank is the
-        outermost process whose command contains ``program``. If no command contains it, a rank is the outermost process
-        with the variables.
+        A rank's children inherit the rank's variables, and its parent may be a shell with the same variables. So a rank
+        is the outermost process with these variables whose command contains ``program``. If no command contains
+        ``program``, a rank is the outermost process with these variables.
         """
         table = _table()
         members: dict[int, set[int]] = {}
@@ -83,7 +83,7 @@ class JobProcesses:
         return found
 
     def kill_all(self, timeout: float) -> None:
-        """Kill and reap all processes for up to ``timeout`` seconds, because none may write during the next start."""
+        """Kill and reap all processes for up to ``timeout`` seconds, so that none of them writes in the next start."""
         deadline = time.monotonic() + timeout
         checks = 0
         while checks < CLEAN_CHECKS and time.monotonic() < deadline:
@@ -140,7 +140,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Yield the ids of this process's children, which is faster than `_table`."""
+    """Yield the ids of this process's children. This function is faster than `_table`."""
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, path.read_text().split())

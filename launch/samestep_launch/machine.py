@@ -1,6 +1,6 @@
 """Find the processors and network interfaces of this machine that a job may use.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def interface_of(address: str | None) -> str | None:
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if GLOO_SOCKET_IFNAME names an interface that this machine lacks.
 
-    The variable has one name, or several names with commas. gloo does not accept NCCL's patterns, such as `^lo`.
+    The variable has one name, or several names separated by commas. gloo rejects NCCL's patterns, such as `^lo`.
     """
     value = environ.get(GLOO_INTERFACE, "")
     if not value:

@@ -9,7 +9,7 @@ The metadata services have a link-local address, which only this machine can rea
 - Google Cloud: https://cloud.google.com/compute/docs/instances/create-use-preemptible
 - Azure: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from samestep_launch.supervise import STOPS, print_stderr
 
 POLL_SECONDS = 5.0
 TIMEOUT = 1.0  # seconds for a request
-MAX_BYTES = 2**16  # bytes of a response that are read
+MAX_BYTES = 2**16  # most bytes that are read of a response
 URL = "http://169.254.169.254"  # metadata service of AWS, Google Cloud and Azure
 URL_VARIABLE = "SAMESTEP_METADATA_URL"
 TTL = "60"  # lifetime of a token in seconds; each poll requests a new token
@@ -107,7 +107,7 @@ class Service:
 
 
 def ask_aws(service: Service) -> Notice | None:
-    """Return AWS's interruption notice for this spot instance."""
+    """Return AWS's interruption notice for this spot instance; None if there is none."""
     asked = {"X-aws-ec2-metadata-token-ttl-seconds": TTL}
     token = service.ask("/latest/api/token", asked, method="PUT").checked()
     path = "/latest/meta-data/spot/instance-action"
@@ -120,7 +120,10 @@ def ask_aws(service: Service) -> Notice | None:
 
 
 def ask_gcp(service: Service) -> Notice | None:
-    """Return Google Cloud's notice. It has no deadline; the machine stops 30 seconds later."""
+    """Return Google Cloud's notice, which has no deadline; None if there is none.
+
+    The machine stops 30 seconds after the notice.
+    """
     text = service.ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).checked()
     if text.strip() not in ("TRUE", "FALSE"):
         raise ValueError(f"{shown(repr(text), limit=40)} in place of TRUE or FALSE")
@@ -130,7 +133,10 @@ def ask_gcp(service: Service) -> Notice | None:
 
 
 def ask_azure(service: Service) -> Notice | None:
-    """Return Azure's notice for this machine. Scheduled Events also list other machines of the same group."""
+    """Return Azure's notice for this machine; None if there is none.
+
+    Azure's Scheduled Events also list events of other machines in the same group.
+    """
     header = {"Metadata": "true"}
     content = untrusted.parse_object(service.ask(AZURE_EVENTS, header).checked())
     events = content.get("Events")
@@ -164,7 +170,7 @@ PROVIDERS = {"aws": ask_aws, "gcp": ask_gcp, "azure": ask_azure}
 
 
 def notice_file(source: str) -> Path | None:
-    """Return PATH if ``source`` is ``file:PATH``; None if it names a provider."""
+    """Return PATH if ``source`` is ``file:PATH``; None if ``source`` is ``auto`` or a provider."""
     return Path(source[len(_FILE) :]) if source.startswith(_FILE) else None
 
 
@@ -228,7 +234,7 @@ def find_source(source: str, service: Service, dmi: Path = DMI) -> Ask | None:
 
 
 def _ask_file(path: Path) -> Notice | None:
-    """Return a notice if the file exists."""
+    """Return a notice if the file exists, else None."""
     return Notice(f"{path} exists") if path.exists() else None
 
 

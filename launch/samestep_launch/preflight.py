@@ -2,10 +2,10 @@
 
 If a framework cannot connect to another machine, it often prints nothing for minutes, and then names only a
 connection. So the launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher
-will listen afterwards. The other machines retry until they reach it, because machines start at different times and
-names may resolve late. Each machine sends its `NodeInfo`; machine 0 compares them and sends its plan. The other
-machines check that they can follow the plan (``prepare``), and all machines start together. A mismatch is one error
-line, the same on all machines. The preflight is repeated before each restart. If an app can continue without a lost
+will listen afterwards. The other machines retry until they reach machine 0, because machines start at different times
+and names may resolve late. Each machine sends a `NodeInfo`; machine 0 compares them and sends its plan. The other
+machines check that they can follow the plan (``prepare``), and all machines start together. All machines report
+a mismatch by the same error line. The preflight is repeated before each restart. If an app can continue without a lost
 machine, machine 0 also admits machines during training (`admit_late`).
 
 A machine that will not restart reports this by `abort`, because the other machines would wait for it. The connections
@@ -15,8 +15,8 @@ The protocol is one JSON object per line. Each end first sends a nonce. All late
 depends on both nonces and on SAMESTEP_SECRET. The HMAC proves that the sender has the secret, and that no line was
 changed, repeated or reordered in transit. The secret itself is never sent. Without a secret the HMAC proves nothing:
 any host that reaches MASTER_PORT can take part. Every message is checked when it arrives, and connections of other
-programs are ignored. The module never executes received text, and escapes it before printing. This module uses the
-standard library alone.
+programs are ignored. The module never executes received text, and escapes it before printing. This module imports
+no third-party package.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ ALIVE = 2.0  # seconds between messages by which machine 0 shows that it still r
 MAX_BYTES = 2**20  # maximum length of a line
 MAX_STRANGERS = 32  # maximum number of connections without a valid message, in addition to the number of machines
 MAX_WARNINGS = 10  # maximum number of warnings about refused addresses
-MAX_PROBLEM = 2000  # characters of an error that another machine reports
+MAX_PROBLEM = 2000  # maximum number of characters of an error that another machine reports
 DIFFERENT_SECRETS = "the secrets differ: set the same SAMESTEP_SECRET on all machines"
 OTHER_VERSION = "the machines have different versions of Samestep: check out the same commit on all machines"
 Message = Mapping[str, Any]
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a printable name or path; it may contain bytes that are not UTF-8."""
+    """Return whether a value is a printable name or path, which may contain bytes that are not UTF-8."""
     if not isinstance(value, str) or len(value) > 4096:
         return False
     return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in value)
@@ -76,7 +76,7 @@ def _by_name(of: untrusted.Check) -> untrusted.Check:
     return lambda value: isinstance(value, dict) and all(_is_text(name) and of(value[name]) for name in value)
 
 
-_MANY = 2**20  # limit of machines and ranks, beyond any real job
+_MANY = 2**20  # maximum number of machines and of ranks, far above any real job
 FIELDS: Mapping[str, untrusted.Check] = {  # the fields of all kinds of messages
     "protocol": untrusted.text(100),
     "nonce": untrusted.text(100),
@@ -220,7 +220,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
         return secret
     shown = untrusted.shown(path, limit=200)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # otherwise, a FIFO would block
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_BYTES).strip()
     except OSError as error:
@@ -254,12 +254,13 @@ def preflight(
         port: MASTER_PORT.
         limit: seconds to wait until all machines have connected, and again until all are prepared.
         plan: returns the plan; called on machine 0 when all machines are connected.
-        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends all machines.
+        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends
+            the preflight on all machines.
         equal_ranks: whether all machines need the same number of ranks.
         secret: secret that all machines share; b"" for none.
 
     Raises:
-        ConfigError: the machines do not fit together. All machines raise the same error.
+        ConfigError: the machines cannot run the same job. All machines raise the same error.
         NonRetryableError: a machine is missing or has failed. All machines raise the same error.
     """
     node = _with_host(node)
@@ -274,7 +275,7 @@ def preflight(
 
 @contextlib.contextmanager
 def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret: bytes = b"") -> Iterator[None]:
-    """Admit machines that come back while machine 0 is in this context, and send them the plan of ``met``.
+    """Admit machines that reconnect while machine 0 is in this context, and send them the plan of ``met``.
 
     Args:
         node: this machine's description.
@@ -312,7 +313,8 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
 def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:
     """Report to all machines of the job ``node.after`` that this machine will not restart.
 
-    The function returns when the other machines have received the report, at the latest after ``limit`` seconds.
+    The function returns when machine 0 has received the report, at the latest after ``limit`` seconds. On machine 0,
+    the function waits until all other machines have received the report.
 
     Args:
         node: this machine's description.
@@ -341,7 +343,7 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, se
 
 
 def _send_to_all(node: NodeInfo, place: Place, message: Message) -> None:
-    """Send a message to each machine that connects to machine 0."""
+    """Send a message to each machine of the same start that connects to machine 0."""
     informed: set[int] = set()
     listener = _Listener(node, place)
     try:
@@ -391,7 +393,7 @@ class JsonConnection:
         self._connection = connection
         self._secret = secret
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # for sending and receiving; None before the nonces
+        self._keys: tuple[bytes, bytes] | None = None  # keys to send and to receive; None without nonces
         self._counts = [0, 0]  # numbers of lines sent and received
         self._sending = threading.Lock()
         self.here = _plain(connection.getsockname()[0])
@@ -448,7 +450,7 @@ class JsonConnection:
         self._keys = (keys[0], keys[1]) if is_host else (keys[1], keys[0])
 
     def _proof(self, end: int, line: bytes) -> bytes:
-        """Return the prefix of the next line, an HMAC of the line's number and content; b"" before the nonces."""
+        """Return the prefix of the next line, an HMAC of the line's number and content; b"" without nonces."""
         if self._keys is None:
             return b""
         self._counts[end] += 1
@@ -656,7 +658,7 @@ class _Host:
             may_reconnect: whether a machine may disconnect and connect again.
 
         Raises:
-            ConfigError: the machines do not fit together.
+            ConfigError: the machines cannot run the same job.
             NonRetryableError: a machine is missing, was lost or has failed.
         """
         missing = set(range(1, self._node.machines))
@@ -874,7 +876,7 @@ def _problem_message(node: NodeInfo, error: BaseException) -> Message:
 
 
 def _connect(place: Place) -> tuple[JsonConnection | None, str]:
-    """Return a connection to machine 0, or None and the reason."""
+    """Return (connection to machine 0, ""), or (None, reason) if the connection fails."""
     timeout = max(0.1, min(REPLY_TIMEOUT, place.left))
     try:
         addresses = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)

@@ -1,8 +1,8 @@
 """Import a training program once, so that each rank can be forked from the process that has imported it.
 
 A rank then runs the program's ``if __name__ == "__main__":`` block, or its function ``main`` if it has no such block.
-While the program is imported its name is ``__mp_main__``, as in a process that multiprocessing spawns. This module uses
-the standard library alone.
+During the import, the program's ``__name__`` is ``__mp_main__``, as in a process that multiprocessing spawns. This
+module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from samestep import ConfigError
 
 IMPORTED = "__mp_main__"
 STARTED = "__main__"
-# numpy's import starts OpenBLAS's threads, and a process with threads cannot fork ranks. The variable does not change
-# torch's number of threads. If torch looks for GPUs by CUDA instead of NVML, forked processes cannot use CUDA.
+# numpy's import starts OpenBLAS's threads, and a process with threads cannot fork ranks. OPENBLAS_NUM_THREADS does
+# not change torch's number of threads. If torch looks for GPUs by CUDA instead of NVML, forked processes cannot use
+# CUDA.
 IMPORT_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -54,7 +55,7 @@ class Program:
         Raises:
             ImportFailed: the program raised an exception, which this method has printed.
         """
-        self._replaced_main = sys.modules[STARTED]  # this reference keeps its variables
+        self._replaced_main = sys.modules[STARTED]  # this reference keeps the module and its variables alive
         sys.argv[:] = [str(self.path), *arguments]
         sys.path[0] = str(self.path.parent)
         vars(self._module)["__file__"] = str(self.path)
@@ -162,8 +163,8 @@ def _leaving_returns() -> Iterator[None]:
 def importing() -> Iterator[None]:
     """Set IMPORT_VARIABLES inside this context, so that this process can fork ranks after its imports.
 
-    Garbage collection is off inside, because it takes a fifth of the time of the imports. Imported objects are never
-    collected, because a collection in a rank would copy their memory.
+    Garbage collection is off inside the context, because it would take a fifth of the time of the imports. Imported
+    objects are never collected, because a collection in a rank would copy their memory.
     """
     before = {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
     os.environ.update(IMPORT_VARIABLES)

@@ -2,8 +2,9 @@
 
     python -m samestep_launch.rank_forker TRAIN LAUNCHER [the launcher's arguments]
 
-This process imports TRAIN once and forks the launcher. It then forks a rank for each request of the launcher, also at
-a rank's restart. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`. Messages are JSON:
+This process imports TRAIN once and forks the launcher. It then forks a rank for each request of the launcher, including
+requests to restart a rank. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`. Messages
+are JSON:
 
     {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process, with the variables to change
     {"kill": 7}                                                       to this process
@@ -62,7 +63,7 @@ class RankForker:
         os.set_blocking(self._wake_write, False)
 
     def run(self, launcher: Path, arguments: Sequence[str]) -> NoReturn:
-        """Fork the launcher, handle its requests until it ends, and exit with its code."""
+        """Fork the launcher, handle requests until the launcher ends, and exit with the launcher's exit code."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._launcher = self._fork(lambda: self._run_launcher(launcher, arguments))

@@ -1,6 +1,6 @@
 """Copy the standard error of a launcher and its ranks to launcher.log, and parts of it to the console.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class StderrForwarder:
 
 
 class RankEnds:
-    """Finds in a launcher's output the first rank that a signal ended, because later ranks only lost a connection."""
+    """Parses a launcher's output for the first rank that a signal ended; later ranks may only have lost connections."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -168,7 +168,10 @@ class RankEnds:
             self._rank = None
 
     def describe(self) -> str:
-        """Return "; rank 0 was ended by SIGKILL", or "". SIGTERM does not count, because launchers end ranks by it."""
+        """Return a text such as "; rank 0 was ended by SIGKILL"; "" if there is none.
+
+        SIGTERM does not count, because launchers end the other ranks by SIGTERM.
+        """
         for rank, number in self._signals:
             if number != signal.SIGTERM and number in {*signal.Signals}:
                 return f"; rank {rank} was ended by {signal.Signals(number).name}"

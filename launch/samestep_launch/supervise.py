@@ -1,6 +1,6 @@
 """Start a job's launcher once, forward its messages and signals, and leave no process of the job behind.
 
-This module uses the standard library alone.
+This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which rank
 STOP_SECONDS = 10.0  # time from the first signal to SIGKILL if no rank can save
 REPEATED = 1.0  # period in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a step
 POLL_SECONDS = 0.25  # interval of checks whether a watchdog has reported a stalled rank
-HEARTBEAT_SECONDS = 1.0  # interval of checks of the heartbeats, which the ranks write equally often
+HEARTBEAT_SECONDS = 1.0  # interval of checks of heartbeats; ranks write heartbeats at the same interval
 DIAGNOSIS_SECONDS = 10.0  # added to --timeout, so that a watchdog's more detailed report comes first
 START_SECONDS = 60.0  # minimum time limit of a rank's first heartbeat, because imports are slow
-PAUSE_SECONDS = 5.0  # gap between two checks that means that this process was stopped or the machine slept
+PAUSE_SECONDS = 5.0  # a longer gap between two checks means that this process was stopped, or the machine slept
 HEARTBEAT = {
     "host": untrusted.text(255),
     "pid": untrusted.integer(0, 2**31),
@@ -161,8 +161,9 @@ class Start:
         watch: detects a hang that no rank reports.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: text that follows "stopping (SIGTERM)" on the console.
-        program: the ranks' program, if it may have no watchdog; otherwise None. Until a rank of this program writes a
-            heartbeat, the console shows all of stderr. A stop signal then goes to all ranks that `JobProcesses` finds.
+        program: the ranks' program, if the program may have no watchdog; otherwise None. Until a rank of this program
+            writes a heartbeat, the console shows all of stderr, and a stop signal goes to all ranks that `JobProcesses`
+            finds.
         start: starts the launcher.
     """
 
@@ -179,7 +180,7 @@ class Start:
     start: Starter = start_program
 
     def keeps_files(self) -> bool:
-        """Return whether the launcher writes its ranks' output to files: its command then contains ``logs``."""
+        """Return whether the launcher writes the ranks' output to files. Its command then contains ``logs``."""
         return any(str(self.logs) in word for word in self.command)
 
     def shows_stderr(self) -> bool:
@@ -292,7 +293,7 @@ class HeartbeatWatch:
         self._first_step_timeout = first_step_timeout
         self._must_start = must_start
         self._is_done = False
-        self._changes: dict[Path, tuple[object, float]] = {}  # a file's state, and the time when this state was found
+        self._changes: dict[Path, tuple[object, float]] = {}  # each file's state, and when the state was first found
         self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
         self._elsewhere: set[Path] = set()
         self._begun = time.monotonic()
@@ -374,7 +375,7 @@ class HeartbeatWatch:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log file to append to, unbuffered. Raises ConfigError if it is not a regular file or cannot be written."""
+    """Open a log file to append to, unbuffered; raise ConfigError if the file is not regular or cannot be written."""
     try:
         log = Root(path.parents[1]).open(f"{path.parent.name}/{path.name}", os.O_WRONLY | os.O_APPEND, mode=0o666)
         return os.fdopen(log, "ab", buffering=0)
@@ -495,7 +496,7 @@ def _heartbeat(path: Path, job: str) -> dict[str, Any]:
 
 
 def read_text(path: Any) -> str | None:
-    """Return the file's text; None if the file is missing."""
+    """Return the file's text; None if the file cannot be read."""
     try:
         return str(path.read_text())
     except OSError:

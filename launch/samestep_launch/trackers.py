@@ -1,9 +1,9 @@
 """Run the process of --track, which sends a run's metrics to trackers.
 
-The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process and
-does not fail with it. The process runs the Python of ``.venvs/trackers``, or the Python that PYTHON names. It shares no
-environment, pipe or lock with the job, and has the lowest priority. It ends when its standard input closes. This
-module uses the standard library alone.
+The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process, and
+continues if the process fails. The process runs the Python of ``.venvs/trackers``, or the Python that PYTHON names.
+The process shares no environment, pipe or lock with the job, and has the lowest priority. The process ends when its
+standard input closes. This module imports no third-party package.
 """
 
 from __future__ import annotations

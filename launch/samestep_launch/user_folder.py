@@ -1,7 +1,7 @@
-"""Manage the folder /tmp/samestep-<uid>, which has the port locks and the temporary files of this user's jobs.
+"""Manage the folders samestep-<uid> of this user: in /tmp for port locks, and in TMPDIR for temporary files of jobs.
 
-Other users may write to /tmp, too, so this module does not use a folder that belongs to another user. It uses the
-standard library alone.
+Other users may write to these parent folders, too, so this module does not use a folder that belongs to another user.
+The module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep.untrusted import open_regular, own_folder
 from samestep_launch.supervise import block_signals, print_stderr
 
 BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # these are below Linux's ephemeral ports, so no connection takes a reserved port
+PORTS = range(20_000, 32_768)  # below Linux's ephemeral ports, so that no outgoing connection takes a reserved port
 PORT_TRIES = 1000
 MAX_TMPDIR = 60  # bytes; frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes
 
@@ -89,7 +89,8 @@ def _lock_port(locks: int | None, port: int) -> bool:
     if locks is None:
         return True
     try:
-        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # the process's end releases it
+        # The end of this process releases the lock.
+        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
     except OSError:
         return False
     if taken is None:
@@ -177,7 +178,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _lock(folder: str | Path) -> int:
-    """Return a descriptor that locks a folder. Raises OSError if another process has locked or removed it."""
+    """Return a descriptor that locks a folder; raise OSError if another process has locked or removed the folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

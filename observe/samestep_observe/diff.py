@@ -32,7 +32,7 @@ from samestep_observe.replay_report import compare_losses, inputs_by_sample, is_
 from samestep_observe.run_reader import count_of
 from samestep_observe.verify import unlike_tensors
 
-# Options that do not affect the numbers of a step.
+# Options that do not affect the numbers of a step, or whose effect other settings of the header show.
 NOT_COMPARED = {
     "data_dir",
     "device",
@@ -59,7 +59,7 @@ class OwnReplay(NamedTuple):
     Attributes:
         comparison: comparison of the replayed losses with the recorded losses.
         is_comparable: whether the replay must repeat the recorded bits.
-        records: the records of the replay's ranks about this first step.
+        records: the records of the replay's ranks about that step.
     """
 
     comparison: Comparison
@@ -98,7 +98,7 @@ def _run(options: Options) -> int:
 
 
 def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
-    """Yield all lines about two runs. The last line begins with "different: " if only their checkpoints differ.
+    """Yield all lines about two runs. The last line begins with "different: " if only the runs' checkpoints differ.
 
     Args:
         options: options of the command.
@@ -233,7 +233,7 @@ def describe_own(name: str, replay: OwnReplay, step: int) -> str:
     """Return a line about whether a run equals its own replay.
 
     Args:
-        name: A or B.
+        name: name of the run, A or B.
         replay: the replay of this run.
         step: the last step of the replay.
     """

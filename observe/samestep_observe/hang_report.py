@@ -36,7 +36,7 @@ from samestep_observe.command import new_parser, run_command
 
 SAME_HANG_SECONDS = 60.0  # maximum difference in time between files of the same hang
 MIN_COLUMNS = 60  # minimum width of a stack
-MAX_LISTED = 4  # maximum number of ranks at the same location for one line per rank
+MAX_LISTED = 4  # a larger group of ranks at one location gets a single line
 
 RankState = Mapping[str, Any]  # the values of a hang-<r>.json
 
@@ -89,7 +89,7 @@ _HANG: dict[str, Check] = {
 
 
 def _is_state(values: RankState, required: Mapping[str, Check]) -> bool:
-    """Return whether the values have the types that a rank writes."""
+    """Return whether the values have the types of a rank's state."""
     kinds = dict(required)
     for name, kind in _OPTIONAL.items():
         if name in values:

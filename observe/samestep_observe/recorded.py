@@ -1,4 +1,4 @@
-"""Read the records of a run that a replay needs: its command, its losses and its checkpoints."""
+"""Read what a replay needs from a run dir: the run's command, settings, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, get_obje
 
 MAX_WORDS = 1000  # maximum number of words of a command
 MAX_WORD = 4096  # maximum number of characters of a word
-# Keys of a header that do not affect the arithmetic of a step.
+# Keys of a header that `RecordedRun.settings` leaves out. `samestep diff` compares some of them separately.
 NOT_COMPARED = {"app", "time", "host", "world", "options", "command", "dataset_fingerprint", "step"}
 _COMMAND: Mapping[str, untrusted.Check] = {
     "program": untrusted.text(MAX_WORD),
@@ -59,7 +59,7 @@ class RecordedRun:
 
         Args:
             run_dir: the run's folder.
-            step: select the header of the start that made this step; None selects the header of the last start.
+            step: selects the header of the start that took this step; None selects the header of the last start.
 
         Raises:
             ConfigError: the folder is not a run dir, or has no header or no recorded step.
@@ -139,7 +139,7 @@ class RecordedRun:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the versions and settings that affect the rounding of sums, by name."""
+        """Return the versions and settings that may affect the rounding of sums, by name."""
         found = {name: value for name, value in self.header.items() if name not in NOT_COMPARED}
         found["OMP_NUM_THREADS"] = get_object(self.header, "command").get("omp_num_threads")
         return found

@@ -104,7 +104,7 @@ def exit_code(found: Replayed, comparison: Comparison) -> int:
 
 
 def check_length(plan: Plan, is_allowed: bool) -> None:
-    """Raise ConfigError if a replay has more than MOST_STEPS steps and the user has not allowed it."""
+    """Raise ConfigError if a replay has more than MOST_STEPS steps and ``is_allowed`` (--yes) is False."""
     steps = plan.last - plan.start_step
     if steps > MOST_STEPS and not is_allowed:
         origin = f"the checkpoint of step {plan.start_step}" if plan.start else "the seed"

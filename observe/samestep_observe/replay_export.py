@@ -105,7 +105,7 @@ def png(image: NDArray[Any]) -> bytes:
     pixels = np.round((values - low) * (255 / span if span else 0)).astype(np.uint8)
     channels, height, width = image.shape
     rows = pixels.transpose(1, 2, 0).reshape(height, width * channels)
-    filtered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)  # each row begins with filter 0
+    filtered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)  # each row begins with filter type 0
     color_type = 2 if channels == 3 else 0
     header = struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(filtered.tobytes())), (b"IEND", b""))

@@ -28,7 +28,7 @@ from samestep_observe.recorded import Command, RecordedRun, read_losses
 from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 
 INSIDE = Path(__file__).with_name("inside")
-# Apps that cannot be replayed: their steps depend on more than seed, step and weights, or they do not use `Run`.
+# Apps that cannot be replayed. Their steps depend on more than seed, step and weights, or the apps do not use `Run`.
 NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options with a value that a replay leaves out
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
@@ -104,7 +104,7 @@ def make_plan(
         export: whether batches and gradients are written.
 
     Raises:
-        ConfigError: the run does not have these steps.
+        ConfigError: the steps are not in ascending order, or the run lacks them.
     """
     if not 1 <= first <= last:
         raise ConfigError(f"--step {first} --to {last}: give steps from 1, the first one first")
@@ -128,7 +128,7 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
         program: value of --program; None without the option.
 
     Raises:
-        ConfigError: the run cannot be started again, or the replay failed; the message has the replay's error.
+        ConfigError: the run cannot be started again, the replay failed, or the dataset has changed.
     """
     command = plan.run.command
     words = start_words(plan, command, program)
@@ -169,7 +169,11 @@ def replayed(plan: Plan, program: Path | None = None) -> Iterator[Replayed]:
 
 
 def copy_start(plan: Plan, run_dir: Path) -> None:
-    """Create the run dir of a replay, with a copy of the first checkpoint; raise ConfigError if that fails."""
+    """Create a replay's run dir, with a copy of the checkpoint ``plan.start``, if any.
+
+    Raises:
+        ConfigError: the checkpoint cannot be copied.
+    """
     (run_dir / "log").mkdir(parents=True)
     if plan.start is None:
         return
@@ -257,7 +261,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         output: file that receives standard output and standard error.
     """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    path = [str(INSIDE), *map(os.path.abspath, given)]  # the job has another working directory
+    path = [str(INSIDE), *map(os.path.abspath, given)]  # absolute, because the job has another working directory
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SAMESTEP_INSIDE": json.dumps(config)}
     environ.pop("OMP_NUM_THREADS", None)
     if command.threads:
@@ -284,7 +288,7 @@ def _exit_at_signal(number: int, frame: object) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the launch script and thereby its ranks, if it still runs."""
+    """Stop the launch script, and thereby the ranks, if the script still runs."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -296,7 +300,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_error(output: str, code: int) -> str:
-    """Return the first error line of a failed replay's output, or its exit code and last line."""
+    """Return the first error line of a failed replay's output, or the exit code and the output's last line."""
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     if lines:
         return shown(lines[0].removeprefix("error: "), limit=MAX_LINE)

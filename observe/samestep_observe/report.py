@@ -34,13 +34,13 @@ from samestep_observe.command import new_parser, run_command
 from samestep_observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
 from samestep_observe.run_reader import Curve, RunData, count_of, finite_number, world_size_of
 
-# This module selects panels and tables, and `report_page` turns them into HTML and SVG. Without a plotting library, the
-# page is small, and sharp at any width.
+# This module selects panels and tables, and `report_page` turns them into HTML and SVG. SVG keeps the page small, and
+# sharp at any width.
 MAX_POINTS = 400  # maximum number of drawn points of a curve
 TOLERANCE = 1e-4  # relative difference of losses up to which runs match
 TOLERANCE_FLOAT64 = 1e-9  # the same tolerance if both runs have --dtype float64
 MAX_DIFFERENCE = 1e300  # a larger difference is drawn at this value
-LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # evaluations of a run without a result
+LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown if a run has no result
 RESULTS = (  # the first columns of the results: fields of result.json
     *("steps", "epochs", "train_loss", *LAST_EVALUATION, "test_examples"),
     *("seconds", "samples_per_second", "restarts", "resumed_from_step"),

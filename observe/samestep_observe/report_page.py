@@ -30,9 +30,9 @@ UNITS = 1000  # width and height of a plot in its own coordinates
 LANE_HEIGHT = 44  # height in pixels of a run's row in the plot of events
 COLORS = 8
 MARGIN = 0.04  # free share of a plot's height above and below the curves
-NO_LAUNCHER_LOG = "log/launcher.log: missing"  # this is a note, because only the launch scripts write the file
+NO_LAUNCHER_LOG = "log/launcher.log: missing"  # not a problem, because only launch scripts write the file
 EQUAL = 1e-17  # value at which a difference of 0 is drawn, below float64's resolution
-KINDS = {  # text in the legend of each kind of events, and an SVG path around (0, 0) that is distinct without color
+KINDS = {  # by kind of event: text of the legend, and an SVG path around (0, 0) whose shape is distinct without color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
     events.SIGNAL: ("stopped by a signal", "M-5 -5 H5 V5 H-5 Z"),
     events.HANG: ("hang", "M-5 -6 H-1 V6 H-5 Z M1 -6 H5 V6 H1 Z"),
@@ -278,7 +278,7 @@ class _Scale:
         return MARGIN + (1 - 2 * MARGIN) * (below_top / height)
 
     def marks(self) -> list[tuple[float, str]]:
-        """Return the heights of grid lines, and their labels."""
+        """Return the `y` of each grid line, and the line's label."""
         if not self.log:
             return [(self.y(value), f"{value:.6g}") for value in _ticks(self.low, self.high, 5)]
         powers = sorted({round(value) for value in _ticks(self.low, self.high, 6)})

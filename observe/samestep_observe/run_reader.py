@@ -1,4 +1,4 @@
-"""Read a run dir, also while the run writes it, or if files are damaged, half-written or missing.
+"""Read a run dir, even while a run writes to it, and even if files are damaged, half-written or missing.
 
 An unreadable file becomes a line of ``problems``, never an exception, so that a caller can show the other files.
 This module writes nothing and takes no lock.
@@ -27,7 +27,7 @@ from samestep.untrusted import open_to_read
 RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
-MAX_TIME = 2**36  # seconds since 1970; a later time is damaged
+MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged
 BLOCK = 2**20  # bytes of one read
 MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
 MAX_CURVES = 500  # maximum number of measurements of a run
@@ -219,7 +219,7 @@ class Curve:
 
 
 class Start(NamedTuple):
-    """A start of the run: the ``step`` from which it continued, and its header in metrics.jsonl."""
+    """A start of the run: the ``step`` from which the start continued, and the start's header in metrics.jsonl."""
 
     step: int
     header: dict[str, Any]
@@ -357,7 +357,7 @@ class SavedCheckpoint(NamedTuple):
     folder: Path
     step: int
     quarantined: str
-    size: int  # bytes
+    size: int  # total size of the files, in bytes
     time: float  # time of the last change, in seconds since 1970 by the file system's clock
     problem: str
 
@@ -544,7 +544,7 @@ class EventLog:
         return f"damaged: {self._damaged_count} lines left out: not events"
 
     def events(self) -> list[Event]:
-        """Return the events in the order of time, without the first start.
+        """Return the events in the order of time, without the first start unless it was a resume.
 
         An event that several ranks report appears once.
         """
@@ -609,7 +609,7 @@ class EventLog:
 def is_held(run_dir: Path) -> bool | None:
     """Return whether a process holds the run dir's lock, without taking the lock; None if unknown.
 
-    The function sees a lock of another machine only on a file system with network locks.
+    The function detects the lock of another machine only on a file system with network locks.
     """
     try:
         with open_to_read(run_dir / ".lock") as file:
@@ -705,7 +705,7 @@ class RunData:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run has steps; collectives_lab only measures."""
+        """Return whether the run trains; a run of collectives_lab only measures."""
         only_measures = "command" in self.result and "files" in self.result
         return not only_measures or self.metrics.step is not None
 
@@ -755,7 +755,7 @@ def _checkpoint_problems(data: RunData) -> Iterator[str]:
 
 
 def _events_of_files(data: RunData) -> Iterator[Event]:
-    """Yield the events that other files show, but that events.jsonl lacks."""
+    """Yield the events that only other files show: stragglers, and kinds of events that events.jsonl lacks."""
     logged = {event.kind for event in data.events}
     if RESTART not in logged:
         yield from _resumes(data.metrics)

@@ -72,7 +72,7 @@ POLL_SECONDS = 1.0
 MAX_RETRY_SECONDS = 15.0  # maximum time between two attempts while a tracker fails
 FINISH_SECONDS = 30.0  # maximum time from the end of the job to the end of this process
 CHUNK_BYTES = 2**22  # maximum size of a batch in metrics.jsonl
-# These variables limit the time of the packages' requests, and disable their usage reports.
+# Variables that limit the time of MLflow's requests, and disable usage and error reports of the packages.
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -83,7 +83,7 @@ SETTINGS = {
 
 
 class BatchReader:
-    """Reads ``metrics.jsonl`` in batches as it grows; restarts at its beginning if a resume has replaced the file."""
+    """Reads a growing ``metrics.jsonl`` in batches; restarts at the first line if a resume has replaced the file."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -99,15 +99,19 @@ class BatchReader:
         self._samples = 0  # samples_seen of the last line
 
     def read(self) -> MetricsBatch:
-        """Return the new lines; an empty batch if the file is missing. Raises OSError if the file is unreadable."""
-        committed = committed_step(self._run_dir)  # read first: the lines are then as new as the checkpoint
+        """Return the new lines; an empty batch if the file is missing.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        committed = committed_step(self._run_dir)  # before reading the lines, so that they are newer
         self._is_new_file = False
         lines = []
         for text in self._tail.new_lines(self._reset, blocks=1):
             line = self._parse(text)
             if line:
                 lines.append(line)
-        if self._tail.problem not in ("", "empty", "missing"):  # --no-resume makes the file "missing"
+        if self._tail.problem not in ("", "empty", "missing"):  # --no-resume archives the file
             raise OSError(f"{self._tail.path}: {self._tail.problem}")
         if lines:
             self.last_step = lines[-1].step
@@ -163,7 +167,7 @@ def _result(run_dir: Path) -> dict[str, Any]:
 
 
 class TrackerThread(threading.Thread):
-    """A thread that updates one tracker until ``ended`` is set, and then once more.
+    """A thread that updates one tracker until the event ``ended`` is set, and then once more.
 
     Attributes:
         problem: the reason for missing lines; None if no lines are missing.
@@ -180,7 +184,7 @@ class TrackerThread(threading.Thread):
         self.done = False
 
     def run(self) -> None:
-        """Update the tracker until ``ended`` is set and once more; report and retry after errors."""
+        """Update the tracker until ``ended`` is set, and then once more. Report errors, and retry after them."""
         wait = POLL_SECONDS
         while True:
             is_last = self._ended.is_set()

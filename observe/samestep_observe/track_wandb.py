@@ -21,8 +21,8 @@ from wandb.proto import wandb_internal_pb2 as records
 
 from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
-# The format is LevelDB's log, after a file header. Each block has chunks of records. A chunk has a CRC-32, its length
-# and its type.
+# The format is a file header, followed by LevelDB's log. Each block contains chunks of records. Each chunk begins with
+# its CRC-32, length and type.
 BLOCK = 32768
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 MAX_TIME = 20  # maximum length of the time in a folder's name, in characters

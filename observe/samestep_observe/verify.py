@@ -157,7 +157,11 @@ def unlike_tensors(one: Path, other: Path) -> Iterator[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each tensor of a checkpoint, by group and name; raise CorruptCheckpoint if it is damaged."""
+    """Return the digest of each tensor of a checkpoint, by group and name.
+
+    Raises:
+        CorruptCheckpoint: a file of the checkpoint is missing or damaged.
+    """
     saved = checkpoint.read(folder)
     found = {}
     for group, content in saved.contents.items():

@@ -89,7 +89,7 @@ def _run(options: Options) -> None:
 
 
 def _process_of(run_dir: Path, rank: int) -> int:
-    """Return the process ID of a rank. Raises ConfigError if the rank does not run on this machine."""
+    """Return the process ID of a rank; raise ConfigError if the rank does not run on this machine."""
     if run_reader.is_held(run_dir) is False:
         raise ConfigError(f"{run_dir}: its job has ended, and no rank has a process: give the RUN_DIR of a running job")
     beats, _ = run_reader.heartbeats(run_dir)
@@ -203,7 +203,10 @@ class View:
         return active_hosts
 
     def _continues(self, now: float) -> bool:
-        """Return whether the run may still write. A killed run leaves no result, and ends after GONE_SECONDS."""
+        """Return whether the run may still write.
+
+        A killed run leaves no result. Such a run counts as ended after GONE_SECONDS.
+        """
         if self._state.name == "running":
             self._gone_since = None
             return True
@@ -363,7 +366,7 @@ class View:
             yield from self._rank_lines(beats, max_lines - 1)
 
     def _rank_lines(self, beats: list[Heartbeat], max_lines: int) -> Iterator[str]:
-        """Yield one line per rank. If the room is too small, show silent ranks first, then the lowest steps."""
+        """Yield one line per rank. If there are too few lines, prefer silent ranks, then ranks at low steps."""
         shown = beats
         if len(beats) > max_lines:
             shown = sorted(beats, key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
@@ -406,7 +409,7 @@ def _bar(share: float, width: int) -> str:
 
 
 def sparkline(curve: Curve, width: int) -> str:
-    """Return a curve as at most ``width`` characters. Each shows a section's mean, scaled to the range of all means."""
+    """Return a curve as at most ``width`` characters. Each character shows a section's mean, relative to all means."""
     values = np.array(curve.values)
     count = len(values)
     sections = min(width, count)

@@ -3,12 +3,12 @@
 ``samestep check`` puts this folder first on PYTHONPATH. A script that has no torch DataLoader needs an adapter, a file
 that ``samestep check --adapter FILE`` runs at the start of each process. The adapter calls these functions:
 
-* ``after_import(module, function)`` calls ``function(module)`` as soon as the script imports a module.
-* ``record_batch(indices)`` records the examples of the next step, if the script has a torch optimizer.
-* ``record_step(indices, lr, loss)`` records a step of this rank, if the script has another optimizer.
-* ``record_evaluation(indices, size)`` records the examples of a whole evaluation on this rank.
+* ``after_import(module, function)`` registers a function, which is called with the module once the module is imported.
+* ``record_batch(indices)`` records the examples of the next step, for a script with a torch optimizer.
+* ``record_step(indices, lr, loss)`` records a step of this rank, for a script with another optimizer.
+* ``record_evaluation(indices, size)`` records all examples that this rank has used in one evaluation.
 
-The modules ``samestep_record_files``, ``samestep_record_torch`` and ``samestep_record_batches`` have the hooks.
+The modules ``samestep_record_files``, ``samestep_record_torch`` and ``samestep_record_batches`` contain the hooks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _unseen: set[str] = set()
 
 
 def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
-    """Call ``function(module)`` as soon as the module of this name is imported."""
+    """Register a function that is called with the module of this name as soon as the script has imported the module."""
     record("awaited", module=module)
     _await_import(module, _of_adapter(module, function))
 
@@ -74,7 +74,7 @@ def record_step(indices: Iterable[Any] | None = None, lr: float | None = None, l
 
 
 def record_evaluation(indices: Iterable[Any], size: int) -> None:
-    """Record the examples that this rank has evaluated, from a dataset of ``size`` examples."""
+    """Record all examples that this rank has used in one evaluation of a dataset with ``size`` examples."""
     record("evaluated", indices=_plain(indices), size=size)
 
 
@@ -86,7 +86,7 @@ def _plain(indices: Iterable[Any]) -> list[Any]:
 
 
 def record(event: str, **values: Any) -> None:
-    """Append an event of this process to its file."""
+    """Append an event of this process to the process's file."""
     if not config:
         return
     line = json.dumps({"event": event, "time": time.time(), "rank": _rank(), **values}) + "\n"
@@ -96,7 +96,7 @@ def record(event: str, **values: Any) -> None:
 
 
 def pause() -> None:
-    """Sleep for the seconds that the check configures, after a step."""
+    """Sleep after a step, for the number of seconds that the check has configured."""
     time.sleep(config.get("pause", 0))
 
 
@@ -116,7 +116,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(hook: Hook) -> Hook:
-    """Return a wrapper of a hook that records its first exception and keeps exceptions from the script."""
+    """Wrap a hook: the wrapper records the hook's first exception, and no exception reaches the script."""
 
     @functools.wraps(hook)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -137,7 +137,7 @@ def generators() -> dict[str, int]:
     """Return a checksum of each random number generator's state, keyed ``random``, ``torch`` and ``numpy``."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):  # torch lacks it during its own import
+    if torch is not None and hasattr(torch, "get_rng_state"):  # missing while torch is being imported
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "get_state"):
@@ -153,14 +153,14 @@ def watch(
     after: Callable[..., Any] | None = None,
     failed: Callable[..., Any] | None = None,
 ) -> None:
-    """Replace a function by one that calls guarded hooks and the function itself.
+    """Replace a function by a wrapper that also calls guarded hooks.
 
     Args:
         owner: the class or module that has the function.
         name: the function's name.
-        before: called with the arguments.
-        after: called with the result and the arguments.
-        failed: called with the exception and the arguments, if the function raises one.
+        before: hook that is called before the function, with the arguments.
+        after: hook that is called after the function, with the result and the arguments.
+        failed: hook that is called if the function raises an exception, with the exception and the arguments.
     """
     own = getattr(owner, name)
     before_call = guarded(before) if before else None
@@ -185,7 +185,7 @@ def watch(
 
 
 def on_import(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Guard a hook, and call it with the module of this name as soon as the module is imported."""
+    """Register a guarded hook that is called with the module of this name as soon as the script has imported it."""
     _await_import(module, guarded(hook))
 
 
@@ -193,7 +193,7 @@ def start() -> None:
     """Install the hooks, and run the adapter."""
     if not config:
         return
-    # These modules import this module, so they are imported late.
+    # Imported here and not above, because both modules import this module.
     import samestep_record_files
     import samestep_record_torch
 
@@ -243,7 +243,7 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    # mnist_elastic stores the rank only here. The script's interpreter may lack samestep.
+    # mnist_elastic stores the rank only in this variable. The script's interpreter may lack `samestep.job_info`.
     rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
     return rank
 
@@ -253,7 +253,7 @@ def _await_import(module: str, function: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Call the hooks of a module after its import."""
+    """An import finder that calls the hooks of a module after the module's import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name not in _hooks:

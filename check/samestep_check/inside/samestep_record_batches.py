@@ -1,8 +1,8 @@
 """Find the batches that an optimizer step trains on.
 
-All tensors of a batch have the batch's number. Outside of modules, a torch function passes the numbers of its
-inputs to its outputs. The outermost module's call gives its outputs the numbers of all its inputs. A hook on the
-graph's nodes reports the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
+The recorder marks all tensors of a batch with the batch's number. A torch function outside of modules passes the
+numbers of its inputs to its outputs; so does the call of an outermost module. Hooks on the nodes of the autograd graph
+record the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _IN_PLACE = {"__setitem__", "set_"}
 _numbers: dict[int, tuple[weakref.ref[Any], frozenset[int]]] = {}
 _counted: set[int] = set()  # numbers of the batches that a step has trained on
 _reached: list[int] = []  # batch numbers that backward passes reached, in order
-_first: dict[int, int] = {}  # index in _reached at which the gradients of an optimizer begin, by id
+_first: dict[int, int] = {}  # by optimizer id: index in _reached of the current gradients' first batch
 _depth = 0  # number of nested module calls that are running
-_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that the script called with gradients
-_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # recorded versions of modules
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called with gradients enabled
+_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # newest recorded version of each module
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the tensors in a value, in its nested containers and in the attributes of its objects."""
+    """Yield the tensors in a value, in nested containers and in attributes of objects, down to level `MOST_DEPTH`."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -142,7 +142,7 @@ _process: int | None = None  # PID of the process that follows batches; None bef
 
 
 def follow() -> None:
-    """Start to follow batches. Later calls have no effect."""
+    """Start to pass batch numbers through torch functions and modules. Later calls have no effect."""
     global _process
     if _process is not None:
         return
@@ -205,7 +205,7 @@ def watch_compiler(module: Any) -> None:
 
 
 def _pause() -> bool:
-    """Remove the mode while a module computes, for speed. Return False if another mode is above it."""
+    """Remove the mode while a module computes, for speed. Return False if the mode is not the innermost mode."""
     count = torch._C._len_torch_function_stack()
     if count == 0 or torch._C._get_function_stack_at(count - 1) is not _mode:
         return False
@@ -224,7 +224,7 @@ def _after_module(module: Any, inputs: Any, outputs: Any) -> None:
 
 
 def _record_call(module: Any) -> None:
-    """Record the weights of a module that is called without gradients, such as a moving average, once per version."""
+    """Record the norms of weights and buffers of a module called without gradients, once per version of the values."""
     parts = {"weights": [*module.parameters()], "buffers": [*module.buffers()]}
     version = 0
     for values in parts.values():
@@ -233,18 +233,18 @@ def _record_call(module: Any) -> None:
         return
     _recorded[module] = version
     for part, values in parts.items():
-        numbers = [each for each in values if each.is_floating_point()]  # integers are counts, which are large
+        numbers = [each for each in values if each.is_floating_point()]  # without counters, which dominate a norm
         if numbers:
             record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
 
 
 def forget(optimizer: Any) -> None:
-    """Forget the batches of an optimizer's gradients; called at its zero_grad."""
+    """Forget the batches of an optimizer's gradients. Called at the optimizer's creation and at each zero_grad."""
     _first[id(optimizer)] = len(_reached)
 
 
 def _forget_all(*_: Any, **__: Any) -> None:
-    """Forget the batches of all gradients; called at a module's zero_grad."""
+    """Forget the batches of all gradients. Called at a module's zero_grad."""
     _reached.clear()
     _first.clear()
 

@@ -20,7 +20,7 @@ _saves = 0
 
 
 def start() -> None:
-    """Watch the files that Python opens, renames and deletes, and those that torch.save writes."""
+    """Watch the files that Python opens, renames and deletes, and the files that torch.save writes."""
     sys.addaudithook(_audit)
     on_import("torch.serialization", _watch_saves)
 
@@ -41,7 +41,7 @@ def _audit(event: str, values: Any) -> None:
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
         path, descriptor = (*values, None)[:2]
         full = _inside(_below(descriptor, path), follow=False)
-        if descriptor in (-1, None):  # shutil.rmtree, which was announced, passes the descriptor of its folder
+        if descriptor in (-1, None):  # other descriptors come from an announced shutil.rmtree
             _announce("unlink", full)
     elif event == "os.mkdir":
         _inside(_below(values[2], values[0]))
@@ -84,7 +84,11 @@ def _own_path(path: str) -> str:
 
 
 def _inside(path: Any, follow: bool = True) -> str | None:
-    """Return the real path of a write; None for a record or a descriptor. Raise PermissionError outside of the copy."""
+    """Return the real path that a call writes to, or None for a record or a file descriptor.
+
+    Raises:
+        PermissionError: the path is outside of the copy and of the allowed folders.
+    """
     if isinstance(path, int):
         return None
     folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
@@ -123,7 +127,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
 
 @guarded
 def _announce(name: str, path: str | None, target: str | None = None) -> None:
-    """Announce a call below the copy on the check's socket, if there is one, and wait for the answer."""
+    """Announce a call on a path in the copy to the check's socket, if there is a socket, and wait for the answer."""
     address = config.get("announce")
     if not address or path is None or not _is_below(path, config["work"]):
         return
@@ -134,7 +138,7 @@ def _announce(name: str, path: str | None, target: str | None = None) -> None:
 
 
 def _kill_in_save(path: str, kind: str, flags: int) -> None:
-    """Kill this process at the save that the check has chosen."""
+    """Kill this process if this open or rename of a checkpoint has the number that the check has chosen."""
     global _saves
     _saves += 1
     marker = os.path.join(config["records"], "killed")
@@ -147,7 +151,7 @@ def _kill_in_save(path: str, kind: str, flags: int) -> None:
 
 
 def _watch_saves(module: ModuleType) -> None:
-    """Make torch.save raise an audit event for its file, because its C++ writer raises none."""
+    """Make torch.save raise an audit event for the saved file, because torch's C++ writer raises none."""
     describe = guarded(_path_of_save)
     save = module.save
 

@@ -14,20 +14,20 @@ from typing import Any
 
 from samestep_record import generators, guarded, line, on_import, pause, record, watch
 
-MOST_ELEMENTS = 1 << 20  # most elements that a norm of one kind of tensors reads per step
-_optimizers: dict[int, int] = {}  # number in the order of creation, by id
+MOST_ELEMENTS = 1 << 20  # most elements that one call of _norms reads
+_optimizers: dict[int, int] = {}  # by id: number of the optimizer in the order of creation
 _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
 _batches = itertools.count(1)
 _stepping: FrameType | None = None  # frame of the outermost running step()
 _before: dict[str, Any] = {}
 _newest_loader = 0
-_dropped_in = 0  # number of the loader whose last batch was shortened
+_dropped_in = 0  # number of the loader whose padding was recorded last
 _scale: float | None = None  # newest scale of a GradScaler
 
 
 def start() -> None:
-    """Watch torch, Accelerate and the parts of samestep.torch, once they are imported."""
+    """Register hooks on torch, Accelerate and samestep.torch, which run when the script imports these modules."""
     on_import("torch.utils.data.dataloader", _watch_loaders)
     on_import("torch.optim.optimizer", _watch_optimizers)
     on_import("torch._dynamo.eval_frame", _watch_compiler)
@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def _watch_compiler(module: ModuleType) -> None:
-    import samestep_record_batches  # this module imports torch
+    import samestep_record_batches  # late, because samestep_record_batches imports torch
 
     samestep_record_batches.watch_compiler(module)
 
@@ -78,7 +78,7 @@ def _asked(indices: Any, iterator: Any) -> None:
 
 
 def _follow(_: Any) -> None:
-    import samestep_record_batches  # this module imports torch
+    import samestep_record_batches  # late, because samestep_record_batches imports torch
 
     samestep_record_batches.follow()
 
@@ -125,7 +125,7 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the whole dataset, or None and the reason."""
+    """Return the keys of a batch's examples in the whole dataset, or None and why they have no keys."""
     if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
@@ -192,7 +192,8 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
     frame: FrameType | None = caller
     while frame is not None and frame is not _stepping:
         frame = frame.f_back
-    # Horovod's step() calls another step(), which must not count. If a step() raises, _step_ends does not run.
+    # Horovod's step() calls another step(), which must not count. If a step() raises, _step_ends does not run, so
+    # _stepping may be a frame that has ended.
     if frame is None:
         _stepping = caller
         _before.clear()
@@ -258,7 +259,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return the `summary` of each name of optimizer state, of each name of buffers, and of the weights."""
+    """Return the `summary` of the weights, and of all tensors with the same name in optimizer state or in buffers."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
@@ -321,18 +322,18 @@ def _weights(optimizer: Any) -> float | None:
 
 @guarded
 def _digest(optimizer: Any) -> int | None:
-    """Return a checksum of the weights, the buffers and the optimizer's state; None if the weights are sharded."""
+    """Return a checksum of the norms of weights, buffers and optimizer state; None if the weights are sharded."""
     values = _parameters(optimizer)
     if any(_is_sharded(each) for each in values):
         return None
     for state in optimizer.state.values():
         values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
-    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because modules have no order
+    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because _modules has no order
     return zlib.crc32(repr(norms).encode())
 
 
 def _own_buffers() -> list[Any]:
-    """Return the persistent buffers, without buffers that DistributedDataParallel broadcasts in each step."""
+    """Return the persistent buffers, except the buffers that DistributedDataParallel broadcasts in each step."""
     found = []
     for module in _modules():
         if getattr(module, "broadcast_buffers", False):
@@ -357,7 +358,7 @@ def _scaled(scaler: Any, *_: Any, **__: Any) -> None:
 
 
 def _watch_accelerator(module: ModuleType) -> None:
-    """Record how many examples of this rank's last batch gather_for_metrics drops as padding."""
+    """Record how many examples of this rank's last batch are padding, which gather_for_metrics drops."""
     size = sys.modules["accelerate.utils.operations"].find_batch_size
 
     def gathered(found: Any, accelerator: Any, data: Any, *_: Any, **__: Any) -> None:
@@ -365,7 +366,7 @@ def _watch_accelerator(module: ModuleType) -> None:
         local = size(data) or 0
         total = size(found) or 0
         dropped = local - min(local, max(0, total - accelerator.process_index * local))
-        if dropped and _dropped_in != _newest_loader:  # once per loader, also for several tensors
+        if dropped and _dropped_in != _newest_loader:  # once per loader, although a script may gather several tensors
             _dropped_in = _newest_loader
             record("dropped", count=dropped)
 

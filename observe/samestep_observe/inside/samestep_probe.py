@@ -1,9 +1,9 @@
 """Record the numbers of a replayed step, as a line of JSON in a file for each rank.
 
 ``samestep replay`` puts this folder first on PYTHONPATH. The probes only read the training's tensors, so they change no
-bit of the training. They record the steps from ``first`` to ``last``. The modules ``samestep_probe_torch`` and
-``samestep_probe_paddle`` have the hooks of frameworks. This module uses the standard library alone, because every
-Python that the launch script starts runs it.
+bit of the training. They record the steps from ``first`` to ``last`` of `config`. The modules
+``samestep_probe_torch`` and ``samestep_probe_paddle`` contain the hooks for the frameworks. This module imports
+no third-party package, because every Python process of a replay imports this module.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def start() -> None:
     """Install the hooks if this process belongs to a replay."""
     if not config:
         return
-    # Imported here, because these modules import this module.
+    # Imported here and not above, because both modules import this module.
     import samestep_probe_paddle
     import samestep_probe_torch
 

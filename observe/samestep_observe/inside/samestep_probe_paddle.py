@@ -18,7 +18,7 @@ def start() -> None:
 
 
 class Paddle(Framework):
-    """The observations of a rank with Paddle during its current step; see `samestep_probe_torch.Torch`."""
+    """The observations of a rank with Paddle during its current step, as in `samestep_probe_torch.Torch`."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -28,7 +28,7 @@ class Paddle(Framework):
 
     def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         values = {
-            # Before its first step, the app computes one more loss, to fix the order of its collectives.
+            # Before the first step, the app computes an additional loss, which fixes the order of its collectives.
             "losses": self.losses[-rows:] if rows else [],
             "learning_rates": self.rates,
             "clip": None,

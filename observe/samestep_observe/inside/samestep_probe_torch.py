@@ -35,7 +35,7 @@ class Torch(Framework):
     """The observations of a rank with torch during its current step.
 
     Attributes:
-        losses: losses of samples or of their parts: a float64 tensor [losses] for each call of a loss function.
+        losses: a float64 tensor [losses] for each call of a loss function, with losses of samples or of their parts.
         roots: the outermost modules that have run.
         depth: number of nested modules that are running.
         activations: the largest absolute output of each module, by module.
@@ -128,7 +128,7 @@ def _watched_loss(own: Any) -> Any:
 
 
 def _by_sample(losses: list[Any], rows: int, targets: list[int] | None) -> list[float]:
-    """Return the mean loss of each sample over its parts, such as tokens; [] if the number of losses does not fit.
+    """Return the mean loss of each sample over its parts, such as tokens; [] if losses cannot be assigned to samples.
 
     Args:
         losses: float64 tensors [losses], one for each call of a loss function.
