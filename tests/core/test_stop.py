@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,6 +127,36 @@ def test_a_rank_ends_before_the_grace_if_another_has_ended(
         request._signal_thread()
     assert [(str(each).partition("unsaved: ")[2].partition(" (")[0], each.is_final) for each in ended] == [(why, False)]
     assert asked == ([True] if lost else [False, False])
+    os.close(request._read_end)
+    os.close(write_end)
+
+
+@pytest.mark.parametrize(
+    ("lost_seconds", "lost"),
+    [(60.0, True), (0.1, False)],
+    ids=["before other ranks are checked", "after they were found alive"],
+)
+def test_a_rank_that_waits_notices_a_second_signal(
+    monkeypatch: pytest.MonkeyPatch, lost_seconds: float, lost: bool
+) -> None:
+    ended: list[Stopped] = []
+
+    def end(stopped: Stopped) -> NoReturn:
+        ended.append(stopped)
+        raise EndedError
+
+    monkeypatch.setattr("samestep.stop.LOST_SECONDS", lost_seconds)
+    monkeypatch.setattr("samestep.stop.REPEAT_SECONDS", 0.1)
+    request = StopRequest(60.0, end, lambda: lost)
+    request.in_training = True
+    request._read_end, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGTERM]))
+    second = threading.Timer(0.5, os.write, (write_end, bytes([signal.SIGTERM])))
+    second.start()
+    with pytest.raises(EndedError):
+        request._signal_thread()
+    second.join()
+    assert str(ended[0]) == "stopped by SIGTERM, unsaved: a second signal"
     os.close(request._read_end)
     os.close(write_end)
 
