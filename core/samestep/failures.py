@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     text: str
 
     def is_same(self, other: Failure | None) -> bool:
-        """Return whether both failed at the same step with the same error. Addresses, ports and ids may differ."""
+        """Return whether both failures have the same step and error. Ranks, addresses, ports and ids may differ."""
         return other is not None and self._constant == other._constant
 
     @property

@@ -116,7 +116,7 @@ class JobInfo:
 
 
 def this_launcher() -> str:
-    """Return this process as the field ``launcher`` of the jobs that it starts."""
+    """Return the value of the field ``launcher`` for jobs that this process starts."""
     return f"{os.getpid()}@{socket.gethostname()}"
 
 

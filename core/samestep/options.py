@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         return self.add_argument_group(title)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, where argparse would print the usage and exit."""
+        """Raise ConfigError, instead of printing the usage and exiting as argparse does."""
         raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
     def format_help(self) -> str:
@@ -316,7 +316,7 @@ def dataset_option(*names: str) -> Any:
 
 
 def keep_best_option(*metrics: str) -> Any:
-    """Declare --keep-best for an evaluation that returns ``metrics``."""
+    """Declare --keep-best for an evaluation that returns numbers with the names ``metrics``."""
     help = (
         "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
         "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
@@ -537,12 +537,15 @@ def make_parser(
 
 
 def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
-    """Return the options of a command line as a ``kind``. Raises the errors of `Parser.parse`.
+    """Return the options of a command line as an instance of ``kind``.
 
     Args:
         kind: class of the options.
         parser: the parser from `make_parser`.
         argv: arguments of the command line.
+
+    Raises:
+        ConfigError: as in `Parser.parse`.
     """
     return parser.parse_into(kind(), argv)
 
@@ -557,8 +560,8 @@ def _set_defaults_of_launcher(parser: Parser) -> None:
     )
 
 
-# A resume may change these options, because they do not affect the arithmetic of a step. All other options are compared
-# with the checkpoint, so an app's own options need no list.
+# A resume may change these options, because they do not affect the arithmetic of a step. Every other option must have
+# the checkpoint's value, so this list omits an app's own options.
 RESUME_MUTABLE = frozenset(
     [
         "share_gpu",

@@ -96,7 +96,11 @@ class Root:
             return file
 
     def append(self, name: str) -> IO[bytes]:
-        """Open or create a file for appending, without a buffer. Raises the errors of `open`."""
+        """Open or create a file for appending, without a buffer.
+
+        Raises:
+            OSError: as in `open`.
+        """
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
@@ -108,7 +112,11 @@ class Root:
             return os.fdopen(os.open(leaf, flags, mode, dir_fd=descriptor), "wb")
 
     def make_folder(self, name: str, exist_ok: bool = True) -> None:
-        """Create a folder and its parents. Raises FileExistsError if the folder exists and not ``exist_ok``."""
+        """Create a folder and its parents.
+
+        Raises:
+            FileExistsError: the folder exists, and ``exist_ok`` is False.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         parts = Path(name).parts
         for depth in range(1, len(parts) + 1):
@@ -176,7 +184,10 @@ class Root:
         """Sync a folder's entries to the disk, so that they survive a crash of the machine.
 
         Returns:
-            False if this file system cannot sync folders. Other errors, such as EIO, are raised.
+            False if this file system cannot sync folders, else True.
+
+        Raises:
+            OSError: any other error, such as EIO.
         """
         with self.folder(name) as descriptor:
             try:
@@ -192,8 +203,10 @@ def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
     """Try to take a lock by ``fcntl.lockf`` or ``fcntl.flock``.
 
     Returns:
-        Whether the lock was taken; None if the file system does not support locks. Other errors, such as EIO, are
-        raised.
+        Whether the lock was taken; None if the file system does not support locks.
+
+    Raises:
+        OSError: any other error, such as EIO.
     """
     try:
         lock(*arguments)

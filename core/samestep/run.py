@@ -4,10 +4,10 @@ An app trains and reports numbers to its `Run`, which returns the actions that f
 through two functions of the app's ``distributed`` module.
 
 `Run` handles only numbers, JSON and numpy arrays. It calls the functions of the app's `Parts` and the two functions of
-`Collectives`, and passes batches on without reading them. Its methods raise exceptions, and do not end the process;
-only its signal handler does.
+`Collectives`, and passes batches on without reading them. Its methods raise exceptions instead of ending the process.
+Only its signal handler ends the process.
 
-`Run` only sets the order of calls. Its components also work without it: `samestep.cadence`, `samestep.step_sync`,
+`Run` sets the order of calls. Its components also work without a `Run`: `samestep.cadence`, `samestep.step_sync`,
 `samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`,
 `samestep.trace`, and `samestep.replicas` or `samestep.sharded.shards`.
 """
@@ -132,9 +132,9 @@ class Run:
             app: the app's name, which each checkpoint contains.
             options: the parsed options; `restore` completes them.
             world: rank, world size and launcher of this process.
-            monitor: watches the run, such as `samestep.recovery.watchdog.Watchdog`.
+            monitor: the monitor of this rank, such as a `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: function that finds a dataset by name, such as `samestep.data.datasets.resolve`.
-            storage: saves and restores arrays. By default every rank has a replica of the model.
+            storage: the object that saves and restores arrays. By default, every rank has a replica of the model.
 
         Raises:
             ConfigError: as in `check_launch`, or the number of ranks exceeds --virtual-ranks.
@@ -165,7 +165,7 @@ class Run:
         self.monitor.write_to(self.options.run_dir / "log")
 
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
-        """Exit this rank, from any thread. If another rank has ended, a launcher sent the signal after a failure."""
+        """Exit this rank, from any thread. If another rank has ended, its failure may have caused the signal."""
         ranks = self.world.local_world_size or self.world.world_size
         log.exit_process(stopped, stopped.is_final or self.monitor.all_ranks_alive(ranks))
 
@@ -193,7 +193,7 @@ class Run:
 
     @property
     def evaluated(self) -> str:
-        """The name of the group that is evaluated."""
+        """The name of the group with the weights that an evaluation uses."""
         return self.parts.evaluated
 
     @property
@@ -237,8 +237,8 @@ class Run:
         Args:
             collectives: the app's collectives, which later calls use too.
             parts: functions that load and return a checkpoint's arrays.
-            evaluated: the group that is evaluated, and that --keep-best keeps. If the group is not "model", `finish`
-                also writes model-<evaluated>.safetensors.
+            evaluated: the group with the weights that an evaluation uses and --keep-best stores. If the group is not
+                "model", `finish` also writes model-<evaluated>.safetensors.
 
         Raises:
             ConfigError: raised on rank 0 for a mistake of the caller.
@@ -270,7 +270,7 @@ class Run:
     def start(
         self, batches: GlobalBatches, test_examples: int, model: str, device: str, metadata: Mapping[str, Any]
     ) -> None:
-        """Log model and dataset, and open metrics.jsonl.
+        """Log the model and the dataset, and open metrics.jsonl.
 
         Args:
             batches: the run's global batches, for this rank.
@@ -278,7 +278,7 @@ class Run:
             model: name of the model, for the log.
             device: name of the device, for the log.
             metadata: versions and settings that affect the run's numbers, for the header of metrics.jsonl and for
-                checkpoints. A program with dropout by `samestep.torch.exact` must include RANDOM_NUMBERS.
+                checkpoints. If `samestep.torch.exact` computes dropout, include `samestep.sharding.RANDOM_NUMBERS`.
         """
         is_writer = self.world.rank == 0 and not self.options.evaluate_only
         state = self.restored.state
@@ -303,7 +303,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # must come before the log's first line; readers omit the log's lines after this event
+        if self.world.rank == 0:  # must come before the log's first line; `samestep_observe` omits the log's lines after this event
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         # Check the state now, so that an invalid value is reported before the first update.
@@ -379,7 +379,7 @@ class Run:
 
         Args:
             loss_sum: the summed loss of this rank's samples of the step: a number, or a detached scalar tensor, which
-                is not read before `sync`. Pass None if the program itself adds up its losses.
+                is not read before `sync`. Pass None if the program itself sums its losses.
             **counts: other sums over these samples. ``correct=`` becomes ``accuracy`` in a log line, and
                 ``correct_top2=`` becomes ``accuracy_top2``.
         """
@@ -438,7 +438,8 @@ class Run:
 
         Raises:
             RetryableError: a loss is NaN or infinite.
-            NonRetryableError: the training loss is NaN or infinite again after a restart.
+            NonRetryableError: the training loss is NaN or infinite again after a restart, or the evaluation lacks the
+                metric of --keep-best.
         """
         progress = self.progress
         totals = self.step_sync.totals
@@ -514,9 +515,14 @@ class Run:
     # --- the result ----------------------------------------------------------------------------------------------
 
     def finish(self, evaluation: Mapping[str, Any]) -> None:
-        """Compare the weights of all ranks, and write them on rank 0.
+        """Compare the weights of all ranks, and write them to files. This call is a collective.
 
-        This call is a collective. Raises the errors of `save`.
+        Args:
+            evaluation: the numbers of the last evaluation, by name, for the result.
+
+        Raises:
+            RetryableError: the weights differ between ranks, or the evaluation is NaN or infinite for the first time.
+            NonRetryableError: weights are NaN or infinite, or a file could not be written.
         """
         self.recorder.close()
         has_trained = self.first_step < self.last_step

@@ -10,13 +10,13 @@ MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary 
    dataset is incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
 2. The system's folder (Debian's package dataset-fashion-mnist).
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
-   writable, `/tmp/samestep-<user id>/<name>` replaces it.
+   writable, `$TMPDIR/samestep-<user id>/<name>` replaces it, by default below `/tmp`.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
-Without a network, another dataset replaces the default one, with a notice, if the user named no dataset.
-`mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in the
-same format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it starts
-ranks, so that all files exist when a rank calls `load`.
+Without a network, `resolve` replaces the default dataset, with a notice, if the user named no dataset. `mnist-5k`,
+5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in the same format,
+replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it starts ranks, so that
+all files exist when a rank calls `load`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,11 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
 
 
 def load(name: str, data_dir: Path) -> Dataset:
-    """Find a dataset as `resolve` does, without fallback, and read it. Raises the errors of `resolve`."""
+    """Find a dataset as `resolve` does, without fallback, and read it.
+
+    Raises:
+        ConfigError: as in `resolve`.
+    """
     return _read(_find(name, data_dir, fallback=False))
 
 
@@ -211,7 +215,7 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
     """Return the folder in or below ``data_dir`` that has the dataset's files, or None.
 
     Raises ConfigError if a folder has only some of the files, or files with other names seem to belong to the dataset.
-    Otherwise a run would not use the data that the user put there.
+    Without this error, a run would ignore the data that the user put there.
     """
     for folder in (data_dir / name, data_dir / TORCHVISION[name], data_dir):
         if _has_files(folder, name):

@@ -1,11 +1,11 @@
-"""Diagnose a hang: name the rank that the others wait for, and its line of code.
+"""Diagnose a hang: find the rank that the other ranks wait for, and its line of code.
 
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
 threads. If a rank cannot write this file, the others use its last heartbeat, the state of its process, and
 ``log/stack-<r>.txt``. A C thread of Python's faulthandler writes stacks to ``log/stack-<r>.txt`` if the interpreter is
 blocked. From these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
 
-A rank waits for the others if it is in a collective that has not completed, or if its code has called a framework's
+A rank waits for the others if its last collective has not completed, or if its code is in a call of a framework's
 collectives. The rank itself detects both at run time. A rank imports this module only when it hangs, fails or stops.
 """
 
@@ -117,7 +117,7 @@ class RankState:
 
     @property
     def name(self) -> str:
-        """Return "rank 1 (host, pid 7)"."""
+        """Return the rank, its host and its process id, such as "rank 1 (host, pid 7)"."""
         return f"rank {self.rank} ({shown(self.values['host'])}, pid {self.values['pid']})"
 
     @property
@@ -137,7 +137,7 @@ class RankState:
 
     @property
     def position(self) -> str:
-        """Return "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
+        """Return the rank's position, such as "waits in all_reduce 115 at train.py:105 in train (...)"."""
         location = self.location or "an unknown location"
         if not self.is_current:
             return f"last seen at {location}"
@@ -270,7 +270,7 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
             elif stacks and call:
                 location = CodeLocation(file=call[1], line=int(call[2]), function=call[3])
                 stacks[-1].append(location.with_code())
-    return stacks[::-1]  # the file lists the thread that started first last
+    return stacks[::-1]  # `faulthandler` writes the stack of the main thread last
 
 
 def _is_of_hang(values: State, now: State) -> bool:
@@ -286,12 +286,12 @@ def _is_of_hang(values: State, now: State) -> bool:
 
 
 def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
-    """Describe the ranks of this job that a signal such as ABRT ended. Other ranks only see a lost connection.
+    """Describe the ranks of this job that a signal such as SIGABRT ended. Other ranks report a lost connection.
 
     Args:
         folder: the run dir's ``log`` folder.
         job: the job's name.
-        program: the folder of the app. A caller that is not a rank must pass it.
+        program: the folder of the app; required if the caller is not a rank.
 
     Returns:
         "; rank 0 (host, pid 7) died (Aborted) at train.py:105 in train (dist.all_reduce(sums))", or "".
@@ -386,7 +386,7 @@ def _environ(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The ranks that cause a hang. If there are no suspects, the missing ranks are the cause."""
+    """The result of `diagnose`: the suspects cause a hang; without suspects, the missing ranks cause it."""
 
     suspects: list[RankState]
     others: list[RankState]
@@ -432,7 +432,7 @@ def _slowest(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _smallest_group(states: Sequence[RankState]) -> list[RankState]:
-    """Return one rank from each of the smallest groups. A group is at the same location and in the same collective."""
+    """Return one rank from each of the smallest groups. A group's ranks have the same location and collective."""
     groups = _group(states, _place)
     fewest = min(len(group) for group in groups)
     return [group[0] for group in groups if len(group) == fewest]
@@ -483,7 +483,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
 
 
 def _update_states(states: dict[int, RankState], folder: Path, now: State) -> None:
-    """Read the files of all ranks that have not answered again."""
+    """Read the files of the ranks that had not written their ``hang-<r>.json`` at the last call."""
     for rank in range(now["world_size"]):
         if rank in states and states[rank].answered:
             continue

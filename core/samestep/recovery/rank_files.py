@@ -101,7 +101,7 @@ def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> Code
 
 
 def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> bool:
-    """Return whether a thread's own code has called a framework's collectives.
+    """Return whether a thread's own code is in a call of a framework's collectives.
 
     Args:
         calls: the thread's calls, the innermost first.

@@ -1,8 +1,8 @@
-"""Describe why a run returns to its last good checkpoint: ranks differ, or a loss is NaN or infinite.
+"""Describe why a run returns to its last valid checkpoint: ranks differ, or a loss is NaN or infinite.
 
-A flipped bit has one of two effects. Either ranks differ, which they detect when they compare their arrays before a
-checkpoint. Or a loss is NaN or infinite. The gradients carry NaN to every rank within a step, so the ranks may be
-equal. A learning rate that is too high also causes NaN, but again at the same step after a restart.
+A flipped bit can have one of these two effects. The ranks detect a difference when they compare their arrays before a
+checkpoint. If a loss is NaN, the gradients become NaN on every rank within a step, so the ranks may be equal. A
+learning rate that is too high also causes NaN, and causes it at the same step after a restart.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
 def not_finite(name: str, value: float, step: int, options: Options, world: World) -> Exception:
     """Return the error for a loss that is NaN or infinite.
 
-    Each rank writes the step to a file for the next start, because another rank may end before it does so. All ranks of
-    a start write the same content.
+    Each rank writes the step to a file for the next start, because some ranks may end before they write the file. All
+    ranks of a start write the same content.
 
     Args:
         name: name of the loss, for the error.

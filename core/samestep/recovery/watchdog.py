@@ -42,7 +42,7 @@ from samestep.untrusted import write_json
 
 _TICK = 1.0  # seconds between two checks
 _MIN_TICK = 0.05  # seconds between two checks shortly before the limit
-_SILENT = 5.0  # after so many seconds without a check, this process itself was stopped
+_SILENT = 5.0  # seconds without a check after which this process counts as stopped and continued
 # Seconds without a heartbeat after which stacks are written; see `_seconds_to_stacks`.
 STALL_DUMP_AFTER = 2.5
 STALL_DUMP_LATEST = 150.0
@@ -66,7 +66,7 @@ class Watchdog(Monitor):
         self._stopped = threading.Event()
 
     def start(self, world: World, options: Options) -> None:
-        """Start both threads. The time of waiting for ranks that never join counts as time without progress."""
+        """Start both threads. The wait for ranks that never join counts as time without progress."""
         self._world = world
         self._options = options
         self._launcher = LauncherProcess(world)
@@ -154,13 +154,16 @@ class Watchdog(Monitor):
                 raise replica_check.not_finite(name, value, step, self._options, self._world)
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Compare the arrays of all ranks by checksums. Raises RetryableError if they differ.
+        """Compare the arrays of all ranks by checksums.
 
         Args:
-            all_gather: collective that returns the arrays of all ranks, [world_size, tensors]. It is called once,
-                with one checksum per tensor, int64 [tensors].
+            all_gather: collective that gathers an array from each rank. The method calls this function once, with one
+                checksum per tensor, int64 [tensors]. The result is int64 [world_size, tensors].
             groups: arrays by group and name, with the same names on all ranks.
             step: number of updates done, for the error.
+
+        Raises:
+            RetryableError: an array differs between ranks.
         """
         names = []
         own = []
@@ -173,13 +176,16 @@ class Watchdog(Monitor):
             raise replica_check.unequal(checksums, step, names)
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
-        """Compare the digests of all ranks' final weights. Raises RetryableError if they differ.
+        """Compare the digests of all ranks' final weights.
 
         Args:
             collectives: the app's `samestep.parts.Collectives`.
             digest: SHA-256 of this rank's weights, in hexadecimal.
             run_dir: folder of the run on rank 0, which renames the newest checkpoint if ranks differ; None on all
                 other ranks.
+
+        Raises:
+            RetryableError: the digests differ.
         """
         digests = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
         if (digests != digests[0]).any():
@@ -294,9 +300,9 @@ class Watchdog(Monitor):
     def _seconds_to_stacks(self) -> float:
         """Return the seconds without a heartbeat after which a C thread of faulthandler writes the stacks.
 
-        The C thread does not need the interpreter. But Python 3.11 may then read frames that the program has freed, and
-        end a rank that trains by SIGSEGV. A busy machine delays heartbeats by seconds. So the C thread waits for half
-        the time limit, within STALL_DUMP_AFTER and STALL_DUMP_LATEST.
+        The C thread does not need the interpreter. But in Python 3.11, the thread may read frames that the program has
+        freed, and then SIGSEGV ends a rank that still trains. A busy machine delays heartbeats by seconds. So the C
+        thread waits for half the time limit, within STALL_DUMP_AFTER and STALL_DUMP_LATEST.
         """
         return max(STALL_DUMP_AFTER, min(STALL_DUMP_LATEST, self._clock.limit() / 2))
 
