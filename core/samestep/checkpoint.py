@@ -291,13 +291,16 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    A kill at any time leaves only complete checkpoints, with or without the newest. Raises OSError if a write fails.
+    A kill at any time leaves only complete checkpoints, with or without the newest.
 
     Args:
         folder: final path of the checkpoint.
         body: content of the manifest.
         keep: number of newest checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
+
+    Raises:
+        OSError: a write fails.
     """
     root = Root(folder.parents[1])
     content = manifest.encode(body)
@@ -337,7 +340,7 @@ def writing(what: object, folder: Path | None = None) -> Iterator[None]:
 
 
 def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
-    """Write and sync a file in the temporary folder of a checkpoint. Raises OSError if the write fails.
+    """Write and sync a file in the temporary folder of a checkpoint.
 
     Args:
         folder: final path of the checkpoint.
@@ -346,6 +349,9 @@ def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
 
     Returns:
         The file's entry in the manifest: size and SHA-256.
+
+    Raises:
+        OSError: the write fails.
     """
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)
@@ -373,11 +379,12 @@ def tensor_digests(content: Content) -> dict[str, str]:
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
     """Write a file under a temporary name, sync it and rename it, so that no incomplete file is left.
 
-    Raises OSError if the write fails.
-
     Args:
         path: path of the file.
         content: the bytes to write, or a function that writes to an open file.
+
+    Raises:
+        OSError: the write fails.
     """
     root = Root(path.parent)
     temporary = f".{path.name}.tmp"
@@ -400,7 +407,11 @@ def _write_synced(file: IO[bytes], content: Content | Callable[[IO[bytes]], obje
 
 
 def clear(run_dir: Path) -> None:
-    """Delete the incomplete checkpoints of killed processes. Raises OSError if a deletion fails."""
+    """Delete the incomplete checkpoints of killed processes.
+
+    Raises:
+        OSError: a deletion fails.
+    """
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
             Root(run_dir).delete(f"checkpoints/{entry}")
@@ -425,7 +436,11 @@ def temporary_name(folder: Path) -> str:
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, newest first. Raises ConfigError if they cannot be listed."""
+    """Return the folders of complete checkpoints, newest first.
+
+    Raises:
+        ConfigError: the folder ``checkpoints`` cannot be listed.
+    """
     names = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if manifest.STEP_FOLDER.fullmatch(entry)]
     return sorted(names, key=_step_of, reverse=True)
 
@@ -491,7 +506,8 @@ def _check_groups(candidate: Checkpoint, groups: GroupNames) -> None:
 def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read and verify a checkpoint. Without ``verify``, check only the manifest and the files' sizes.
 
-    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    Raises:
+        CorruptCheckpoint: the checkpoint cannot be used.
     """
     try:
         body = _read_manifest(folder)
@@ -585,7 +601,8 @@ def weights_file(group: str) -> str:
 def save_weights(path: Path, weights: Arrays) -> None:
     """Wait for the last checkpoint, then write a safetensors file atomically.
 
-    Raises NonRetryableError if a write fails.
+    Raises:
+        NonRetryableError: a write fails.
     """
     finish()
     with writing(path):
@@ -593,7 +610,11 @@ def save_weights(path: Path, weights: Arrays) -> None:
 
 
 def load_weights(path: Path) -> Arrays:
-    """Read the safetensors file of --init-from. Raises ConfigError if the file is missing or invalid."""
+    """Read the safetensors file of --init-from.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
     try:
         return safetensors.numpy.load(untrusted.read_bytes(path))
     except OSError as error:

@@ -83,7 +83,11 @@ class JobInfo:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> JobInfo:
-        """Read the values from ``environ``. Raises ConfigError if the document or the number of restarts is damaged."""
+        """Read the values from ``environ``.
+
+        Raises:
+            ConfigError: the document or the number of restarts is damaged.
+        """
         restarts = environ.get(RESTARTS) or "0"
         if not (restarts.isdecimal() and restarts.isascii() and len(restarts) < 10):
             raise ConfigError(f"{RESTARTS}={untrusted.shown(restarts)} is not a number of restarts: unset it")

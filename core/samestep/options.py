@@ -664,7 +664,11 @@ def resume_invariants(options: Options) -> dict[str, Any]:
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all options as JSON values, sorted by name. Raises ConfigError if `json_value` cannot convert a value."""
+    """Return all options as JSON values, sorted by name.
+
+    Raises:
+        ConfigError: `json_value` cannot convert a value.
+    """
     values = {}
     for name, value in sorted(vars(options).items()):
         try:

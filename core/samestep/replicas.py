@@ -79,7 +79,11 @@ class Replicas:
             checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
 
     def finish(self, run: StoredRun) -> None:
-        """Wait on rank 0 until the last checkpoint is on the disk. Raises NonRetryableError if the write failed."""
+        """Wait on rank 0 until the last checkpoint is on the disk.
+
+        Raises:
+            NonRetryableError: the write failed.
+        """
         if run.world.rank == 0:
             checkpoint.finish()
 

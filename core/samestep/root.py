@@ -167,7 +167,11 @@ class Root:
             self.unlink(name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with its content, if it exists. Raises NotADirectoryError if the name is a file or a link."""
+        """Delete a folder with its content, if it exists.
+
+        Raises:
+            NotADirectoryError: the name is a file or a link.
+        """
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
             _is_folder(leaf, descriptor)
             if sys.version_info >= (3, 11):

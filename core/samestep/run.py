@@ -303,7 +303,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # must come before the log's first line; `samestep_observe` omits the log's lines after this event
+        if self.world.rank == 0:  # must come before the log's first line, because readers omit later lines
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         # Check the state now, so that an invalid value is reported before the first update.

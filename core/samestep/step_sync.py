@@ -74,7 +74,7 @@ class StepSync:
         return step >= self._next_step
 
     def add(self, loss_sum: SupportsFloat, counts: Mapping[str, SupportsFloat]) -> None:
-        """Store this rank's sums of a step. They may be tensors, which are not read before `reduce`."""
+        """Store this rank's sums of a step. The sums may be tensors, which are not read before `reduce`."""
         self._unread.append({"loss": loss_sum, **counts})
 
     def reduce(
@@ -144,7 +144,7 @@ class StepSync:
 
 
 def _totals(table: NDArray[Any], names: list[str]) -> Totals:
-    """Add up the rows of all ranks.
+    """Sum the rows of all ranks.
 
     Args:
         table: float64 [world_size, numbers], in the order of `StepSync.reduce`.

@@ -15,7 +15,7 @@ PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:
-    """Add up the seconds of this rank's phases, except the time from a step's last phase to the next `phase`.
+    """Sum the seconds of each phase on this rank. The time from a step's last phase to the next `phase` is left out.
 
     The host measures the seconds. Work that the host queues on a GPU counts in the phase that waits for the GPU.
     """

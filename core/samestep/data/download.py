@@ -134,7 +134,8 @@ def _unpack_cifar(archive: bytes, folder: Path) -> None:
 def generate(name: str, folder: Path) -> None:
     """Write a synthetic dataset in CIFAR-10's format, with the same bytes on every machine, to a folder in the cache.
 
-    Raises ConfigError if the folder cannot be written.
+    Raises:
+        ConfigError: the folder cannot be written.
     """
     with _locked(name, folder):
         for file, content in zip(CIFAR_FILES, _generated_files(files.CIFAR_RECORDS[name])):

@@ -86,7 +86,11 @@ def path_of(folder: Path, file: str) -> Path:
 
 
 def present_names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] if the folder is missing. Raises ConfigError if the folder cannot be read."""
+    """Return the names in a folder; [] if the folder is missing.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -23,7 +23,7 @@ class ModelRows:
     """The rows of a model's current batch, which its dropouts share.
 
     Attributes:
-        number: key of this object for `keep_mask`, because torch.compile only supports numbers and tensors.
+        number: key of this object for `keep_mask`, which torch.compile can call only with numbers and tensors.
         state: states of torch's generators after the last draw of a dropout, while `DrawWatch` is active; else None.
     """
 
@@ -83,7 +83,7 @@ def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
     checkpointing restores this generator, so its second forward pass drops the same values.
 
     Args:
-        x: the input, [k * m, ...].
+        x: the input, [k * m, ...], with k consecutive entries for each row.
         model: the number of a `ModelRows`.
         p: probability of dropping a value.
         by_channel: whether to drop whole channels, the second dimension.

@@ -47,7 +47,7 @@ def global_mean(
 
     This call is a collective. The value is the same on all ranks. The gradient is this rank's part of the mean's
     gradient, multiplied by the world size, because DDP and FSDP divide by the world size. Do not pass a mean as
-    ``loss_sum``, because this is not detected.
+    ``loss_sum``, because this function cannot detect the mistake.
 
     If a step accumulates gradients of several micro-batches, pass the weight of the whole step as ``of``:
     ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean.

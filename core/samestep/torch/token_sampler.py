@@ -1,4 +1,4 @@
-"""Divide a dataset of texts into global batches by tokens, which are the same at any world size."""
+"""Divide a dataset of texts, by numbers of tokens, into global batches that are the same at any world size."""
 
 from __future__ import annotations
 

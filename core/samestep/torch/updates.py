@@ -18,7 +18,7 @@ def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
 
     Args:
         parameters: the weights by name, in the same order on all ranks. A rank digests only its own shard of a DTensor.
-        trace: the trace, whose attributes are set.
+        trace: the trace. This function sets its attributes.
     """
     own = {id(parameter) for parameter in parameters.values()}
 
