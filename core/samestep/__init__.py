@@ -1,4 +1,4 @@
-"""Provide the parts of a distributed-training program that frameworks omit.
+"""Provide parts that a distributed-training program needs and that frameworks omit.
 
 Main modules:
 
@@ -32,7 +32,7 @@ class NonRetryableError(Exception):
 
 
 class RetryableError(Exception):
-    """A failure that a restart from the last good checkpoint can fix. The program then exits with code 1.
+    """A failure that a restart from the last valid checkpoint can fix. The program then exits with code 1.
 
     Attributes:
         repeated: the message to show if the next start fails in the same way.
@@ -44,7 +44,7 @@ class RetryableError(Exception):
 
 
 class RemoteRankError(Exception):
-    """A failure of another rank, which reports the reason itself. This rank exits without a message."""
+    """Another rank has failed, and reports the reason. This rank exits without a message."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"another rank failed with exit code {exit_code}")

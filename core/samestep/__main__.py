@@ -1,6 +1,6 @@
 """Run the command ``samestep``, which starts the programs that build on this package.
 
-The programs' packages are imported by name at run time, so that this package does not depend on them.
+This module imports the programs' packages by name at run time, so that this package does not depend on them.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from samestep.untrusted import shown
 class BestEvaluation:
     """The best evaluation so far. If several are equal, the first counts.
 
-    A resumed run starts with the ``state`` of its checkpoint. After a change of the metric, only later evaluations are
-    compared.
+    A resumed run starts with the ``state`` of its checkpoint. If a resume changes the metric, the next evaluation
+    becomes the best one.
 
     Attributes:
-        state: values for checkpoints, the number of updates ("step") and the metric's value by its name; {} before
-            the first evaluation.
+        state: the values that checkpoints store: the number of updates ("step"), and the metric's value by its name;
+            {} before the first evaluation.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:
@@ -85,7 +85,7 @@ class BestEvaluation:
             copy: function that writes the weights of a checkpoint's folder to a file.
 
         Returns:
-            The fields of the result, such as ``best_step``.
+            Fields for the result, such as ``best_step``; {} without an evaluation.
 
         Raises:
             NonRetryableError: a write fails, such as on a full disk.

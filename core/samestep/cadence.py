@@ -17,7 +17,7 @@ class StepActions(NamedTuple):
 
 @dataclass(frozen=True)
 class Cadence:
-    """The numbers of updates after which a run logs, evaluates and saves.
+    """The settings that determine after which updates a run logs, evaluates and saves.
 
     Attributes:
         log_every: updates per log line.

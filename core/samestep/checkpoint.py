@@ -308,7 +308,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     temporary = temporary_name(folder)
     name = f"checkpoints/{folder.name}"
     root.sync(temporary)
-    is_exchanged = root.exchange_folders(temporary, name)  # True if a checkpoint of this step existed
+    is_exchanged = root.exchange_folders(temporary, name)  # False if no checkpoint of this step exists
     if not is_exchanged:
         root.delete_folder(name)
         root.rename(temporary, name)
@@ -479,7 +479,7 @@ def newest(
         try:
             candidate = (reader or read)(folder, verify)
             _check_groups(candidate, groups)
-        except UnsupportedFormat as error:  # a resume from an older checkpoint would rename this one
+        except UnsupportedFormat as error:  # a resume from an older checkpoint would quarantine this one
             raise ConfigError(
                 f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
             ) from error

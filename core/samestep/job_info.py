@@ -50,8 +50,8 @@ class JobInfo:
         launcher: process id and host of this machine's launch script, such as "123@node-1".
         run_dir: folder of the run.
         restarts: number of starts before this one.
-        ranks: requested number of ranks; None on several machines.
-        machines: requested number of machines; None on one machine.
+        ranks: requested number of ranks; None if the job uses several machines.
+        machines: requested number of machines; None if the job uses one machine.
         errors: descriptor, in the launch script, to which ranks write errors.
         tmpdir: TMPDIR of the caller; the job's TMPDIR is a new folder.
         timeout: seconds without progress until a job ends as hung, the default of --timeout.

@@ -87,7 +87,7 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl.
+    """Return the values of the first line of metrics.jsonl.
 
     Args:
         app: name of the app, such as "cifar_ddp".

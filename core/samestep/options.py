@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
 
     def _may_change(self, action: argparse.Action) -> bool:
-        """Return whether --help shows an option that a resume may change."""
+        """Return whether a resume may change an option, and --help shows the option."""
         is_shown_option = action.option_strings and action.help != argparse.SUPPRESS
         return bool(is_shown_option) and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
 
@@ -518,7 +518,7 @@ def make_parser(
     """Return the parser of an app's options.
 
     Args:
-        kind: the class of the options. Each field that is declared as an option becomes an option.
+        kind: the class of the options. Each field that is declared by `option` becomes a command-line option.
         description: description of the app, for --help.
         prog: name of the program, for --help.
         usage: the usage line, for --help.
@@ -561,7 +561,7 @@ def _set_defaults_of_launcher(parser: Parser) -> None:
 
 
 # A resume may change these options, because they do not affect the arithmetic of a step. Every other option must have
-# the checkpoint's value, so this list omits an app's own options.
+# the checkpoint's value, except the options in an app's `resume_mutable`.
 RESUME_MUTABLE = frozenset(
     [
         "share_gpu",

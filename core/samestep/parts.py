@@ -56,7 +56,7 @@ class Parts:
 
 
 class StoredRun(Protocol):
-    """The attributes of a `samestep.run.Run` that a class needs to restore and save it."""
+    """The attributes of a `samestep.run.Run` that a class needs to restore and save the run."""
 
     app: str
     options: Options
@@ -82,7 +82,7 @@ class StoredRun(Protocol):
         """The groups without which a checkpoint counts as corrupt."""
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
+        """Return the values for a save: (state, resume invariants, number of checkpoints to keep, protected step)."""
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
         """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""

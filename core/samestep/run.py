@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Find the checkpoint on rank 0, and load it on all ranks. This call is a collective.
 
         Returns:
-            Rank 0's message, `samestep.rundir.restore_message`.
+            The message of rank 0 from `samestep.rundir.restore_message`.
         """
 
     def save(self, run: Run, groups: Any) -> None:
@@ -303,7 +303,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # must come before the log's first line, because readers omit later lines
+        if self.world.rank == 0:  # the event comes before the log's first line
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         # Check the state now, so that an invalid value is reported before the first update.
@@ -458,7 +458,7 @@ class Run:
         return line
 
     def _describe_evaluation(self, line: Mapping[str, Any]) -> str:
-        """Return the log's line for the evaluation in a line of metrics.jsonl."""
+        """Return the log's text about the newest evaluation. ``line`` is the new line of metrics.jsonl."""
         progress = self.progress
         values = {"train_loss": progress.train_loss, "train_accuracy": progress.train_accuracy, **progress.evaluation}
         epoch = line["epoch"] + 1
@@ -490,8 +490,8 @@ class Run:
         if not totals.stop_signal:
             return
         self.storage.finish(self)
-        # collective: no rank may exit before rank 0 has written the checkpoint, because the launcher then ends all
-        # ranks
+        # collective: no rank may exit before rank 0 has written the checkpoint, because a launcher ends all ranks as
+        # soon as one rank has ended
         self.collectives.broadcast(b"")
         name = signal.Signals(totals.stop_signal).name
         raise stop.Stopped(
@@ -501,7 +501,7 @@ class Run:
         )
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
+        """Return the values for a save: (state, resume invariants, number of checkpoints to keep, protected step)."""
         values = self._state_to_save()
         return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
 

@@ -1,7 +1,7 @@
 """Manage a run's folder: its name, its locks, and the checkpoint and dataset from which a run starts.
 
 A launch script calls `resolve` before it starts ranks, and reads only the checkpoints' manifests. Rank 0 calls
-`resolve` again and verifies the checkpoints. Without a launch script, only rank 0 calls it.
+`resolve` again and verifies the checkpoints. Without a launch script, only rank 0 calls `resolve`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def open_run(
         required: groups without which a checkpoint counts as corrupt.
 
     Returns:
-        The message to all ranks, and the contents of the safetensors files by group.
+        The message that rank 0 broadcasts, and the content of each group's safetensors file.
 
     Raises:
         ConfigError: as in `resolve`, or the arrays of --init-from do not fit the model.

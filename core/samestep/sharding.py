@@ -302,7 +302,7 @@ class GlobalBatches:
         computes only this step.
 
         Args:
-            step: number of updates done before this one.
+            step: number of updates done before this step.
             micro_batch: (k, count) for the shard of the k-th of ``count`` micro-batches, from 0; see `micro_batches`.
                 A micro-batch has the same samples at any world size.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 # The values of these constants are field names in metrics.jsonl.
 INPUT = "input"
-COMPUTE = "computing"  # until the last gradient
+COMPUTE = "computing"  # ends with the step's last gradient
 COMMUNICATION = "waiting"
 OPTIMIZER = "optimizer"
 PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)

@@ -115,7 +115,7 @@ class StopRequest:
 
 
 def decode(sums: Sequence[float]) -> tuple[int, bool]:
-    """Return (signal, launcher_died) from the summed votes: a signal that a rank received, or 0.
+    """Return (signal that a rank received or 0, whether a launcher has ended) from the summed votes.
 
     Args:
         sums: the sums of all ranks' `StopRequest.encode`.

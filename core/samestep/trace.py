@@ -127,7 +127,7 @@ class Trace:
             every: steps from one record to the next.
             step: number of updates done.
             rank: rank of this process.
-            is_sharded: whether each rank holds shards, which are then compared between updates.
+            is_sharded: whether each rank holds shards. The trace then compares the shards between updates.
         """
         self.is_sharded = is_sharded
         self._every = every

@@ -19,8 +19,8 @@ from typing import Any, Callable
 
 from samestep.root import Root
 
-MAX_BYTES = 2**20  # bytes of a file that `read_text` reads by default
-MAX_LINE = 4000  # characters of a line on the console
+MAX_BYTES = 2**20  # maximum bytes of a file that `read_text` reads by default
+MAX_LINE = 4000  # maximum characters of a line on the console
 Check = Callable[[Any], bool]  # returns whether a JSON value is valid
 
 

@@ -1,13 +1,13 @@
-"""Find datasets as files in their standard format, and read them as uint8 arrays.
+"""Find the files of datasets in their standard formats, and read them as uint8 arrays.
 
 MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary version.
 
-`resolve` searches these places in order, for plain and .gz files:
+`resolve` searches these places in order, for plain and gzipped files:
 
-1. `<data_dir>/<name>/`, or torchvision's folder `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the folder
-   of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, or `<data_dir>` itself. MNIST's files may also have the
-   names that Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a
-   dataset is incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
+1. In `<data_dir>`: the folder `<name>`, then torchvision's folder (`MNIST/raw` or `FashionMNIST/raw`) or the folder of
+   CIFAR-10's archive (`cifar-10-batches-bin`), then `<data_dir>` itself. MNIST's files may also have the names that
+   Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a dataset is
+   incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
 2. The system's folder (Debian's package dataset-fashion-mnist).
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
    writable, `$TMPDIR/samestep-<user id>/<name>` replaces it, by default below `/tmp`.
@@ -100,14 +100,15 @@ def load(name: str, data_dir: Path) -> Dataset:
 
 
 def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -> NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or gzipped. Compression is detected by the content.
+    """Read an IDX file of unsigned bytes, plain or gzipped. The content shows whether the file is gzipped.
 
     The file begins with the bytes 0, 0, 8 (the code of uint8) and the number of dimensions. The dimensions follow as
     big-endian uint32, and then the values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
 
     Args:
         path: path of the file.
-        check: function that is called with the header's shape before the values are read, and returns an error or "".
+        check: function that returns an error for an invalid shape, else "". `read_idx` calls it with the header's
+            shape before it reads the values.
 
     Returns:
         A writable uint8 array with the shape from the file.

@@ -29,7 +29,7 @@ from samestep import ConfigError
 from samestep.data import files
 from samestep.data.files import CIFAR_ARCHIVE, CIFAR_FILES, CIFAR_SIDE, MNIST_FILES
 
-TIMEOUT = 5.0  # seconds for each connection and each read
+TIMEOUT = 5.0  # maximum seconds for each connection and each read
 LOCK_TIMEOUT = 900.0  # maximum seconds to wait for another process's download
 MAX_BYTES = 200_000_000  # maximum size of a file; the largest file, CIFAR-10's archive, has 170 MB
 

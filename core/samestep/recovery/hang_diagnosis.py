@@ -39,7 +39,7 @@ from samestep.untrusted import (
     write_json,
 )
 
-HEARTBEAT_TIMEOUT = 3.0  # after so many seconds without a heartbeat, a rank counts as silent
+HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank counts as silent
 DIAGNOSIS_BUDGET = 0.7  # seconds reserved for the diagnosis after the other ranks have written their files
 MAX_AGE = 15.0  # seconds; an older file of this host belongs to an earlier hang
 _COUNT = integer(0, 2**62)
@@ -461,7 +461,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
             ends DIAGNOSIS_BUDGET seconds earlier.
 
     Returns:
-        The diagnosis in one line. If another rank was first, its diagnosis is returned.
+        The diagnosis of the first rank that reported this hang, in one line; by default this rank's diagnosis.
     """
     write_json(folder, "hanging", dict(now), now["rank"])
     dump_state(folder, now)

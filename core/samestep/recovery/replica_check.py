@@ -21,9 +21,9 @@ from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.untrusted import integer, read_object, write_json
 
-_BLOCK = 2**15  # 64-bit words, which fit into a processor's cache
+_BLOCK = 2**15  # 64-bit words per block, so that a block fits into a processor's cache
 _HALF = np.uint64(32)  # bits
-_NOTE = "not-finite"  # file in log/: the step of a NaN or infinite loss, and the number of restarts before it
+_NOTE = "not-finite"  # file in log/ with the step of a NaN or infinite loss, and the number of earlier starts
 _RESTART = "a restart resumes from an earlier checkpoint"
 _REPEATED = "which not all ranks compute alike: broadcast buffers, and seed random numbers independently of the rank"
 
@@ -87,7 +87,7 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
         rows: [world_size, k], one row per rank.
 
     Returns:
-        The description, and an addition if no majority exists (else "").
+        (description, addition to the message if no majority exists, else "").
     """
     _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     if 2 * counts.max() <= len(rows):

@@ -1,6 +1,6 @@
-"""Find stragglers, which are ranks that slow the others down, from all ranks' phase times. Only rank 0 runs this.
+"""Find stragglers, ranks that slow down all others, by the phase times of all ranks. Only rank 0 runs this module.
 
-A rank's local time is the time of its phases input, compute and optimizer, in which it does not wait for other ranks. A
+A rank's local time is its time in the phases "input", "computing" and "optimizer", without waits for other ranks. A
 rank is slow in a window of steps if its local time exceeds ``factor`` times the median of the other ranks' local times.
 To exclude noise, the difference to the median must also exceed MIN_SHARE of the window's time.
 

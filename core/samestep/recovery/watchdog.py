@@ -1,13 +1,13 @@
 """Watch a rank with two threads: write heartbeats, and end the rank if it hangs or its launcher has ended.
 
-One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. The
-file shows where a stopped rank was. The other thread ends the rank if its launcher has ended, so that no rank outlives
-a killed launcher. This thread also ends the rank after --timeout seconds without progress (--first-step-timeout while
-the rank compiles).
+One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. If the
+rank stops, the file shows its last location. The other thread ends the rank if its launcher has ended, so that no rank
+outlives a killed launcher. This thread also ends the rank after --timeout seconds without progress
+(--first-step-timeout while the rank compiles).
 
-Frameworks wait for minutes, and then name the rank that noticed the hang. The watchdog's error names the rank that the
-others wait for, and its line of code. `hang_diagnosis` finds this rank and writes ``log/hang-<r>.json``. The launch
-script ends the rest of the job when ``log/stalled`` appears.
+A framework waits for minutes, and its error then names the rank that noticed the hang. The watchdog's error names the
+rank that the other ranks wait for, and its line of code. `hang_diagnosis` finds this rank and writes
+``log/hang-<r>.json``. The launch script ends the rest of the job when ``log/stalled`` appears.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Watchdog(Monitor):
             self.folder = folder
         with contextlib.suppress(OSError):
             self._stacks = self._stacks or self._open_stacks()
-            self._stacks.truncate(0)  # deletes an earlier start's stacks; writes append, so they begin at 0 again
+            self._stacks.truncate(0)  # deletes an earlier start's stacks; writes append, so the next write begins at 0
             if not faulthandler.is_enabled():  # writes the stacks if a framework's C++ code aborts the process
                 faulthandler.enable(self._stacks)
         heartbeat = self.folder / f"alive-{self._world.rank}"

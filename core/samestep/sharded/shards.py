@@ -1,4 +1,4 @@
-"""Save and restore a run whose model is sharded over the ranks. Each rank reads and writes its parts."""
+"""Save and restore a run whose model is sharded over the ranks. Each rank reads and writes its own parts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SHARED_FS_TIMEOUT = 5.0  # maximum seconds until a file in a shared directory is
 class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
-    The run's `Parts` load `StoredGroups`, from which each rank reads the parts that it needs, and return `ShardGroups`.
-    Each weight is on one rank, so weights cannot be compared between ranks.
+    The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. From `StoredGroups`, each rank
+    reads only the parts that it needs. Each weight is on one rank, so the ranks cannot compare weights.
     """
 
     is_sharded = True

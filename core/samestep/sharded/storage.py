@@ -48,7 +48,7 @@ from samestep.snapshot import Snapshot
 MIN_PAUSE = 0.01  # first pause in seconds between two searches for the reports of other ranks
 MAX_PAUSE = 0.5  # maximum pause in seconds
 SILENCE = 300.0  # seconds without a write after which a rank counts as lost
-GIVE_UP = 1.0  # the same limit in seconds after this process has failed
+GIVE_UP = 1.0  # seconds without a write after which a failed process stops waiting
 Failures = (ConfigError, NonRetryableError, RemoteRankError)
 _DIGESTS = untrusted.mapping(untrusted.text(64))  # SHA-256 by file
 _LENGTH = untrusted.integer(0, 2**48)  # check for the length of an array's axis
@@ -318,7 +318,7 @@ def _collect(
     Args:
         folder: final path of the checkpoint.
         parts: all ranks' entries.
-        body: the manifest, which is changed.
+        body: the manifest, changed in place.
         outcome: rank 0's own report.
 
     Returns:
@@ -327,7 +327,7 @@ def _collect(
 
     Raises:
         RemoteRankError: another rank could not write. The checkpoint's files are deleted.
-        NonRetryableError: a rank does not report.
+        NonRetryableError: a report is missing, and no rank writes for SILENCE seconds.
     """
     reports = _wait_for_reports(folder, parts, outcome)
     if reports is None:

@@ -42,7 +42,7 @@ class Normalize(torch.autograd.Function):
             x: the input, [m, c, ...].
             weight: the scale, [c], or None.
             bias: the shift, [c], or None.
-            eps: added to the variance.
+            eps: number that is added to the variance.
             timer: timer that counts the all-reduce as communication, or None.
             alone: whether to compute statistics without other ranks.
             group: process group to reduce over.
@@ -197,7 +197,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), pace)
 
     def update_from_sums(self) -> None:
-        """Update the running statistics from ``sums``, after these were summed over the global batch."""
+        """Update the running statistics from ``sums``, which must contain the sums over the global batch."""
         if self.sums is not None:
             mean, variance = (self.sums[:-1] / self.sums[-1]).chunk(2)
             self.update_running(mean, variance)

@@ -1,4 +1,4 @@
-"""Save and restore the parts of a training program in atomic, checksummed checkpoints, with exact types."""
+"""Save and restore the parts of a training program in atomic, checksummed checkpoints, with the types of values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Checkpoints:
     All ranks must then share the folder. The mesh may change before a restore.
 
     Args:
-        folder: folder for this job only. The value on rank 0 is used.
+        folder: folder for this job only. Pass the same folder on all ranks.
         keep: number of newest checkpoints to keep.
         every: number of steps between checkpoints; 0 saves only in `save` and at a stop.
         grace: maximum seconds from a stop signal to the exit; see `StopRequests`. None installs no signal handlers.

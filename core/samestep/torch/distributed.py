@@ -28,8 +28,8 @@ _sharing: dict[str, str] = {}
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU or this rank's GPU. With --share-gpu, all ranks use the machine's first GPU.
 
-    For a GPU, torch is set to use only deterministic algorithms, so that bits are equal after a resume. An operation
-    without such an algorithm raises RuntimeError. Convolutions use float32 instead of TF32, as on a CPU.
+    For a GPU, this function restricts torch to deterministic algorithms, so that bits are equal after a resume. An
+    operation without such an algorithm raises RuntimeError. Convolutions use float32 instead of TF32, as on a CPU.
 
     Args:
         requested: "cpu", "cuda", SHARED_GPU, or "auto", which uses GPUs if this machine has one for each of its ranks.
@@ -267,5 +267,5 @@ def _recorded(function: str) -> list[dict[str, Any]]:
 
 
 def _is_pending(entry: dict[str, Any]) -> bool:
-    """Return whether a collective has not completed. NCCL's collectives are marked as retired with a delay."""
+    """Return whether a collective has not completed. NCCL marks a completed collective as retired after a delay."""
     return not entry["retired"] and entry.get("state") != "completed"

@@ -38,12 +38,13 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = None) -> Model:
-    """Make the training of ``model`` independent of the world size. Change the model in place, and return it.
+    """Make a model's batch norms and dropouts independent of the world size, and return the model.
 
-    Batch norms compute statistics over all ranks' rows, or over each sub-shard with virtual ranks. A dropout's mask
-    depends on a row's position in the global batch. Parameters, buffers and the names in a state_dict stay the same. In
-    a DDP model, gradients are summed in an order that a restart does not change. DDP no longer broadcasts buffers,
-    because they are equal on all ranks. Call this function after DDP and before torch.compile.
+    This function changes the model in place. Batch norms compute statistics over all ranks' rows, or over each
+    sub-shard with virtual ranks. A dropout's mask depends on a row's position in the global batch. Parameters, buffers
+    and the names in a state_dict stay the same. In a DDP model, gradients are summed in an order that a restart does
+    not change. DDP no longer broadcasts buffers, because the buffers are equal on all ranks. Call this function after
+    DDP and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
     check.

@@ -87,7 +87,8 @@ def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float
     """Return the sum of each value over all ranks. This call is a collective.
 
     Args:
-        *values: numbers or scalar tensors, such as numbers of correct predictions. Pass equally many on all ranks.
+        *values: numbers or scalar tensors, such as numbers of correct predictions. All ranks must pass the same number
+            of values.
         group: as in `global_mean`.
 
     Raises:

@@ -88,7 +88,7 @@ def gradient_tree(
 
 
 def time_phases(model: nn.Module, optimizer: Optimizer, timer: StepTimer) -> None:
-    """Register hooks that mark a step's last gradient, and the begin and the end of its update, in ``timer``.
+    """Register hooks that mark a step's last gradient, and the beginning and end of its update, in ``timer``.
 
     A gradient's hook runs before DDP's hook, which may start a reduction. backward() returns after all reductions.
 

@@ -86,7 +86,8 @@ class FixedRows:
     draws its masks from this generator.
 
     Args:
-        virtual_ranks: if set, batch norms compute the statistics of each forward pass without other ranks.
+        virtual_ranks: a number lets batch norms compute the statistics of each forward pass without other ranks; None
+            lets them use all ranks' rows.
         group: the ranks that take different data, as in `GlobalBatchSampler`.
     """
 
@@ -385,9 +386,9 @@ class GlobalBatchSampler(Sampler[Indices]):
 class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
-    Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless
-    ``blocks`` does. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end,
-    except with ``even``.
+    Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless a
+    program computes ``blocks`` from the world size. Ranks may have different numbers of blocks. So without ``even``, an
+    evaluation must not communicate before its end.
 
     Args:
         dataset_len: number of examples.
@@ -462,7 +463,7 @@ def whole_number(name: str, value: Any) -> int:
         value: the argument.
 
     Raises:
-        TypeError: the value is a bool or of any other type.
+        TypeError: the value is a bool, or not an integer.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {value!r:.60}")

@@ -22,7 +22,7 @@ _exit_code: int | None = None  # exit code of a stopped program; None before a s
 
 
 class StopRequests:
-    """Receive stop signals, and agree with all ranks on a step to stop after.
+    """Receive stop signals, and agree with all ranks on the step after which all stop.
 
     A rank exits at once, without saving, at a signal before its first step, at a second signal, and ``grace`` seconds
     after a signal.
