@@ -38,7 +38,7 @@ class Arithmetic:
         return {"threads": self.threads, "metadata": self.metadata}
 
     def threads_change(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Describe the change of the number of threads since a checkpoint; return None if it is unchanged.
+        """Describe the change of the number of threads since a checkpoint; return None if it has not changed.
 
         Args:
             state: the result of `state` that the checkpoint stores.

@@ -1,4 +1,4 @@
-"""Find the best evaluation of a run, and keep its weights, for --keep-best."""
+"""Find the best evaluation of a run, and write the weights that it evaluated to a file, for --keep-best."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class BestEvaluation:
     becomes the best one.
 
     Attributes:
-        state: the values that checkpoints store: the number of updates ("step"), and the metric's value by its name;
-            {} before the first evaluation.
+        state: the number of updates ("step") and the metric's value by its name, for checkpoints; {} before the first
+            evaluation.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
 (``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the small state (running sums, elapsed
-seconds) and the options that a resume must repeat. To detect flipped bits, it also contains the size and SHA-256 of
-every file, and its own SHA-256. The folder is written under a temporary name, synced and renamed.
+seconds) and the options that a resume must repeat. To detect flipped bits, it also has the size and SHA-256 of
+every file, and a SHA-256 of itself. The folder is written under a temporary name, synced and renamed.
 
 Only rank 0 reads and writes checkpoints. An app then broadcasts the arrays, so the ranks need no shared disk. Every
 rank may call the functions that only compute, such as `weights_sha256` and `state_dict_diff`. For sharded models,
@@ -291,7 +291,7 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    A kill at any time leaves only complete checkpoints, with or without the newest.
+    After a kill at any time, all checkpoints are complete, but the newest may be missing.
 
     Args:
         folder: final path of the checkpoint.

@@ -158,7 +158,7 @@ def _after_fork_in_child() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks if it has a preexec_fn
+    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks only for a preexec_fn
         signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
     else:
         _protect(_thread.pid)

@@ -266,9 +266,9 @@ def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
 
 
 def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without another job's RANK and WORLD_SIZE, which are set if LOCAL_RANK is set.
+    """Return the environment; if LOCAL_RANK shows that a launcher has set RANK and WORLD_SIZE, remove these variables.
 
-    If NNODES is not set, this function also removes MASTER_ADDR and MASTER_PORT, because torchrun's port is in use
+    If NNODES is not set, this function then also removes MASTER_ADDR and MASTER_PORT, because torchrun's port is in use
     until the other job ends.
     """
     if not environ.get("LOCAL_RANK"):

@@ -49,7 +49,7 @@ def is_lost_connection(problem: BaseException) -> bool:
 
 
 def record(folder: Path, job: str, rank: int, step: int, problem: BaseException, line: str) -> None:
-    """Record a failure, unless a rank of this start has recorded one, or another rank's end caused the failure.
+    """Record a failure if it is the first of this start, and not the effect of a lost connection to another rank.
 
     Args:
         folder: the run dir's ``log`` folder.

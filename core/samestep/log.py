@@ -91,7 +91,7 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
 
 
 def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
-    """Open the launch script's descriptor ``number``, or duplicate this process's ``fallback`` if that fails."""
+    """Open the launch script's descriptor ``number``. If this fails, duplicate this process's ``fallback``."""
     descriptor = None
     with contextlib.suppress(OSError):  # for systems without /proc, or machines without a launch script
         path = f"/proc/{_job_info().launch_script()}/fd/{number}"

@@ -16,7 +16,7 @@ from samestep.monitor import Monitor
 class LossGuard:
     """Check whether the numbers of a run are finite.
 
-    A flipped bit makes a number NaN or infinite once. A learning rate that is too high does so again after a restart.
+    A flipped bit makes a number NaN or infinite once. If the learning rate is too high, a restart repeats the failure.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -60,7 +60,7 @@ class LossGuard:
         return values
 
     def check_weights(self, weights: Mapping[str, Any], step: int) -> None:
-        """Raise NonRetryableError if the last evaluation was NaN or infinite, and so are weights.
+        """Raise NonRetryableError if the last evaluation was NaN or infinite, and a weight is NaN or infinite.
 
         Args:
             weights: arrays by name, or shards, whose attribute ``values`` is an array.

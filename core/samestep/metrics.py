@@ -122,7 +122,7 @@ def command() -> dict[str, Any]:
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result. With --evaluate-only, keep the run's result.json and write evaluation.json.
+    """Write and print the result. With --evaluate-only, write evaluation.json instead of result.json.
 
     Args:
         app: name of the app, such as "cifar_ddp".

@@ -188,7 +188,7 @@ def _check_paths(options: argparse.Namespace) -> None:
 
 
 def _check_evaluate_only(options: Options) -> None:
-    """Raise ConfigError if --evaluate-only has no source of weights, or --no-resume would archive them."""
+    """Raise ConfigError if --evaluate-only has no source of weights, or if --no-resume would archive the weights."""
     if not (options.run_dir or options.init_from):
         raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
     if not options.resume:
@@ -208,7 +208,7 @@ def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> Callable[[str], float]:
-    """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above``.
+    """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above`` is True.
 
     Args:
         minimum: smallest value.

@@ -39,9 +39,9 @@ class Parts:
     """The functions by which a run loads and saves the arrays of a checkpoint, such as the model's weights.
 
     Attributes:
-        load: function that loads the `Groups` of a checkpoint, or only "model" for --init-from. It raises ValueError if
-            an array does not fit. A new run without --init-from does not call it. With
-            `samestep.sharded.shards.Shards`, it takes `StoredGroups`.
+        load: function that loads the `Groups` of a checkpoint, or only "model" for --init-from. The function raises
+            ValueError if an array does not fit. A new run without --init-from does not call the function. With
+            `samestep.sharded.shards.Shards`, the argument of the function is `StoredGroups`.
         groups: function that returns the `Groups`; with Shards, it returns `ShardGroups`.
         names: the names of the groups, including "model". A checkpoint counts as corrupt if a group is missing.
         evaluated: the group with the weights that an evaluation uses and --keep-best stores; set by `Run.restore`.

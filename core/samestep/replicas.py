@@ -18,7 +18,7 @@ class Replicas:
     is_sharded = False
 
     def restore(self, run: StoredRun) -> dict[str, Any]:
-        """Resolve the run on rank 0, and load the same bytes on all ranks.
+        """Find the run dir, the dataset and the checkpoint on rank 0, and load the same bytes on all ranks.
 
         Raises:
             ConfigError: as in `Run.restore`.

@@ -104,7 +104,7 @@ class Root:
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
-        """Create a file and open it for writing. An existing file or link of this name is deleted first."""
+        """Create a file and open it for writing. Delete an existing file or link with this name first."""
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=descriptor)
@@ -132,7 +132,7 @@ class Root:
             return os.listdir(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or a folder. An existing file with the new name is replaced."""
+        """Rename a file or a folder. Replace an existing file with the new name."""
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
 

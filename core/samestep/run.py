@@ -183,7 +183,7 @@ class Run:
 
     @property
     def resumed_from(self) -> int | None:
-        """The number of updates of the restored checkpoint; None for a new run."""
+        """The number of updates done in the restored checkpoint; None for a new run."""
         return self.restored.step
 
     @property
@@ -218,7 +218,7 @@ class Run:
 
     @cached_property
     def cadence(self) -> Cadence:
-        """The steps at which this run logs, evaluates and saves."""
+        """The settings that determine after which updates this run logs, evaluates and saves."""
         options = self.options
         return Cadence(
             log_every=options.log_every,
@@ -506,7 +506,7 @@ class Run:
         return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
 
     def _state_to_save(self) -> dict[str, Any]:
-        """Return a manifest's state and arithmetic, as JSON values."""
+        """Return the state and the resume invariants ("arithmetic") of a manifest, as JSON values."""
         state = {name: self.restored.state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state.update(self.arithmetic.state())
         state.update(self.progress.state())

@@ -134,7 +134,7 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
 def open_run(
     app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None], required: GroupNames
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Resolve the run and load its arrays on rank 0, for `Run.restore`.
+    """Call `resolve` on rank 0, and load the arrays of the checkpoint or --init-from, for `Run.restore`.
 
     Args:
         app: name of the app, such as "cifar_ddp".
@@ -186,7 +186,7 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
-    """Return the resolved run as JSON values, which rank 0 broadcasts."""
+    """Return the JSON values about ``resolved`` that rank 0 broadcasts."""
     saved = resolved.checkpoint
     dataset = resolved.dataset
     state = dict(saved.state) if saved else {}
@@ -307,7 +307,7 @@ def _run_dir_of_job(app: str) -> Path:
 
 
 def archive_previous_run(run_dir: Path) -> None:
-    """Move an earlier run's checkpoints, results and RECORDS to ``earlier-<UTC time>/``, for --no-resume."""
+    """Move an earlier run's checkpoints, results, losses and trace to ``earlier-<UTC time>/``, for --no-resume."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     root = Root(run_dir)
     # Files of the best weights and of an average have names that begin with "model-".

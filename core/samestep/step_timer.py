@@ -15,7 +15,7 @@ PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:
-    """Sum the seconds of each phase on this rank. The time from a step's last phase to the next `phase` is left out.
+    """Sum the seconds of each phase on this rank. The time from a step's last phase to the next `phase` does not count.
 
     The host measures the seconds. Work that the host queues on a GPU counts in the phase that waits for the GPU.
     """

@@ -57,7 +57,7 @@ class StopRequest:
             rank_is_lost: function that returns whether another rank on this machine has ended.
         """
         self.number = 0  # the signal that this rank received, or 0
-        self.in_training = False  # whether this rank has begun its first step; before it, ranks cannot agree on a step
+        self.in_training = False  # whether this rank has begun its first step; until then, ranks cannot agree on a step
         self._grace = grace
         self._exit_now = exit_now
         self._rank_is_lost = rank_is_lost

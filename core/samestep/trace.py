@@ -107,13 +107,13 @@ def _column_keys(
 class Trace:
     """Collect digests of this rank's weights and gradients at every K-th step.
 
-    The function ``watch`` of an app's `samestep.parts.Parts` sets the attributes, and hooks `begin_update` and
-    `end_update` into the optimizer.
+    The function ``watch`` of an app's `samestep.parts.Parts` sets the attributes, and registers `begin_update` and
+    `end_update` as hooks of the optimizer.
 
     Attributes:
         weights: function that returns the digests of the weights, or of this rank's shards.
         gradients: function that returns the digests of the weights' gradients; 0 for a weight without a gradient.
-        copies: names of the shards that a lower rank holds too.
+        copies: names of the shards that a lower rank also holds.
     """
 
     weights: Callable[[], Digests]

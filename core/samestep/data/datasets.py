@@ -10,7 +10,7 @@ MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary 
    incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
 2. The system's folder (Debian's package dataset-fashion-mnist).
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
-   writable, `$TMPDIR/samestep-<user id>/<name>` replaces it, by default below `/tmp`.
+   writable, `$TMPDIR/samestep-<user id>/<name>` (by default in `/tmp`) replaces the cache.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
 Without a network, `resolve` replaces the default dataset, with a notice, if the user named no dataset. `mnist-5k`,
@@ -273,7 +273,9 @@ def cache_folder(name: str) -> Path:
 
 
 def _caches() -> list[Path]:
-    """Return the user's cache, and the cache in the folder for temporary files. Raises ConfigError if none exists.
+    """Return the user's cache, and the cache in the folder for temporary files.
+
+    Raises ConfigError if the user can have neither cache.
 
     According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
     """
@@ -301,6 +303,6 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether this user owns a folder and not everyone can write to it. Create the folder if it is missing."""
+    """Return whether this user owns a folder that is not world-writable. Create the folder if it is missing."""
     status = own_folder(folder)
     return status is not None and not status.st_mode & stat.S_IWOTH

@@ -148,7 +148,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 raise OSError(None, "it is not a regular file")
             is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             yield gzip.GzipFile(fileobj=file) if is_packed else file  # type: ignore[misc]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # such as a wrong CRC-32 or length
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # a damaged file, such as a wrong CRC-32
         raise damaged(path, f"gzip: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}: put a good file in its place") from None

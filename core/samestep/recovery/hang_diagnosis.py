@@ -260,7 +260,7 @@ def _open_checkpoint_file(pid: int) -> str:
 
 
 def read_stacks(path: Path) -> list[list[CodeLocation]]:
-    """Return the stacks that `faulthandler` wrote: the main thread's first, and each with the innermost call first."""
+    """Return the stacks that `faulthandler` wrote, the main thread's first. A stack begins with the innermost call."""
     stacks: list[list[CodeLocation]] = []
     with contextlib.suppress(OSError):
         for line in read_text(path).splitlines():
@@ -355,7 +355,7 @@ def _is_ended(values: State) -> bool:
 def _silent_processes(job: str) -> dict[int, int]:
     """Return the process ids of a job's ranks on this machine by rank, including ranks without a heartbeat.
 
-    The ranks are found by the environment variables of all processes.
+    This function finds the ranks by the environment variables of all processes.
     """
     pids: dict[int, int] = {}
     if not job:
@@ -386,7 +386,7 @@ def _environ(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `diagnose`: the suspects cause a hang; without suspects, the missing ranks cause it."""
+    """The result of `diagnose`. The suspects cause a hang; without suspects, the missing ranks cause it."""
 
     suspects: list[RankState]
     others: list[RankState]

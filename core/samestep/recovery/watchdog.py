@@ -1,8 +1,8 @@
 """Watch a rank with two threads: write heartbeats, and end the rank if it hangs or its launcher has ended.
 
-One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. If the
-rank stops, the file shows its last location. The other thread ends the rank if its launcher has ended, so that no rank
-outlives a killed launcher. This thread also ends the rank after --timeout seconds without progress
+One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. After
+the rank ends, the file shows its last location. The other thread ends the rank if its launcher has ended, so that no
+rank outlives a killed launcher. This thread also ends the rank after --timeout seconds without progress
 (--first-step-timeout while the rank compiles).
 
 A framework waits for minutes, and its error then names the rank that noticed the hang. The watchdog's error names the
@@ -258,8 +258,8 @@ class Watchdog(Monitor):
             text += f"; samestep hang {self.folder.parent} shows all stacks"
         log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
-        # The launch script ends the job when it finds this file. So the error is printed before the file is written.
-        # A write to a busy disk may take a second.
+        # The launch script ends the job when it finds this file. So this method prints the error before it writes the
+        # file. A write to a busy disk may take a second.
         stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
         log.call_with_timeout(3 * _TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
         os._exit(1)
@@ -302,7 +302,7 @@ class Watchdog(Monitor):
 
         The C thread does not need the interpreter. But in Python 3.11, the thread may read frames that the program has
         freed, and then SIGSEGV ends a rank that still trains. A busy machine delays heartbeats by seconds. So the C
-        thread waits for half the time limit, within STALL_DUMP_AFTER and STALL_DUMP_LATEST.
+        thread waits for half the time limit, but at least STALL_DUMP_AFTER and at most STALL_DUMP_LATEST seconds.
         """
         return max(STALL_DUMP_AFTER, min(STALL_DUMP_LATEST, self._clock.limit() / 2))
 

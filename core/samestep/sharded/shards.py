@@ -36,7 +36,7 @@ class Shards:
         self._is_shared = False  # whether `_check_shared` has found that all ranks share the run dir
 
     def restore(self, run: Run) -> dict[str, Any]:
-        """Resolve the run on rank 0, and load on each rank the parts that this rank needs.
+        """Find the run dir, the dataset and the checkpoint on rank 0, and load on each rank the parts that it needs.
 
         Before the ranks use a checkpoint, each rank verifies some of its files.
 
@@ -69,7 +69,7 @@ class Shards:
         return message
 
     def _resolve(self, run: Run) -> dict[str, Any]:
-        """Resolve the run on rank 0, and return the message that `restore` broadcasts."""
+        """Call `rundir.resolve` on rank 0, and return the message that `restore` broadcasts."""
         from samestep import rundir  # only rank 0 needs this module
 
         def reader(folder: Path, verify: bool) -> Checkpoint:

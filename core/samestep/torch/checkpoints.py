@@ -1,4 +1,4 @@
-"""Save and restore the parts of a training program in atomic, checksummed checkpoints, with the types of values."""
+"""Save the parts of a training program in atomic, checksummed checkpoints, and restore values with the same types."""
 
 from __future__ import annotations
 

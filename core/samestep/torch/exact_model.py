@@ -42,16 +42,16 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
     This function changes the model in place. Batch norms compute statistics over all ranks' rows, or over each
     sub-shard with virtual ranks. A dropout's mask depends on a row's position in the global batch. Parameters, buffers
-    and the names in a state_dict stay the same. In a DDP model, gradients are summed in an order that a restart does
-    not change. DDP no longer broadcasts buffers, because the buffers are equal on all ranks. Call this function after
-    DDP and before torch.compile.
+    and the names in a state_dict stay the same. A DDP model then sums gradients in an order that a restart does not
+    change. DDP no longer broadcasts buffers, because the buffers are equal on all ranks. Call this function after DDP
+    and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
     check.
 
     Args:
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
-        rows: the sampler, or a `FixedRows`. It may be None if the model has no dropout.
+        rows: the sampler, or a `FixedRows`. Only a model without dropouts may pass None.
         timer: timer that counts the time in which this rank waits for other ranks as communication.
 
     Raises:

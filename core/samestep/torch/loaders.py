@@ -153,7 +153,7 @@ def without_rows(value: Any) -> Any:
 def reads_batches(dataset: Any) -> bool:
     """Return whether a dataset reads whole batches by its own method ``__getitems__``.
 
-    torch's Subset always has this method, so it does not count.
+    torch's Subset always has this method, so a Subset does not count.
     """
     if isinstance(dataset, Subset):
         return False

@@ -54,8 +54,8 @@ def global_mean(
 
     Args:
         loss_sum: a loss with ``reduction="sum"``, or a sum of masked or weighted losses; scalar tensor.
-        weight_sum: number of samples, number of tokens with a loss, or sum of weights. It may be 0. If it is 0 on all
-            ranks, the result and its gradient are 0.
+        weight_sum: number of samples, number of tokens with a loss, or sum of weights; may be 0. If ``weight_sum`` is
+            0 on all ranks, the result and its gradient are 0.
         of: the sum of weights over all ranks and micro-batches of the step, which replaces ``weight_sum``.
         grad_scale: factor of the gradient that replaces the world size. Pass 1 if gradients are summed over ranks.
         group: the ranks that take different data: a process group, or an axis of a device mesh. None means all ranks.

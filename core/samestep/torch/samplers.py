@@ -294,8 +294,8 @@ class GlobalBatchSampler(Sampler[Indices]):
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """Divide the batch that the loop has received last into this rank's micro-batches.
 
-        While the loop computes a micro-batch, `rows` returns its rows. The generators are seeded again before each
-        micro-batch, so that dropout masks do not depend on the division.
+        While the loop computes a micro-batch, `rows` returns the rows of this micro-batch. This method seeds the
+        generators again before each micro-batch, so that dropout masks do not depend on the division.
 
         Args:
             batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, ...].
@@ -316,7 +316,8 @@ class GlobalBatchSampler(Sampler[Indices]):
         """Return the rows of the batch or micro-batch that the loop has received last.
 
         Raises:
-            RuntimeError: the loop has received no batch, or it must iterate over `micro_batches` and does not.
+            RuntimeError: the loop has received no batch, or a step has several micro-batches and the loop does not
+                iterate over `micro_batches`.
         """
         step = self._current_step()
         if self._is_cut and self.micro_batch is None:

@@ -176,7 +176,7 @@ def parameters_of(part: Any) -> list[Any]:
 
 
 def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
-    """Return the parameter that is sharded like a tensor of an optimizer's state; None for a tensor such as a counter.
+    """Return the parameter that is sharded like a tensor of an optimizer's state; None if no parameter is.
 
     Args:
         parameters: parameters of the optimizer, from `parameters_of`.

@@ -57,7 +57,7 @@ class GradientTree:
         all_to_all: AllToAll = all_to_all,
         all_gather: Callable[[Tensor], Tensor] = all_gather,
     ) -> None:
-        """Prepare sums of the parameters' gradients, which must have the same dtype.
+        """Prepare the sums of the parameters' gradients. All gradients must have the same dtype.
 
         The tree also sums the statistics of norms that `exact` has replaced, and updates their running statistics.
 
@@ -83,7 +83,7 @@ class GradientTree:
     def add(self, micro_batch: tuple[int, int], loss: Tensor) -> None:
         """Add the gradients of one micro-batch to the tree, and set the parameters' ``grad`` to None.
 
-        This method adds no gradient to zeros, because -0.0 + 0.0 is +0.0.
+        This method copies gradients instead of adding them to zeros, because -0.0 + 0.0 is +0.0.
 
         Args:
             micro_batch: (k, count) of the micro-batch.

@@ -85,6 +85,6 @@ def remember_workers(iteration: Any) -> None:
 
 
 def stop_workers() -> None:
-    """End all workers. Otherwise an exit in the middle of an epoch would wait 5 s for each worker."""
+    """End all workers. Without this call, an exit in the middle of an epoch would wait 5 s for each worker."""
     for iteration in list(_iterations):
         iteration._shutdown_workers()
