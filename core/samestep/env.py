@@ -121,7 +121,7 @@ class Launcher:
 
 
 _SLURM_STEP = "SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS"
-# Kubeflow sets these variables as defaults for torchrun's command line. They do not give this process a rank.
+# Kubeflow sets these variables as defaults for torchrun's command line. The variables give this process no rank.
 _PET = "PET_NODE_RANK PET_NNODES PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT"
 # fmt: off
 _LAUNCHERS = (
@@ -191,7 +191,7 @@ _LAUNCHERS = (
     # A user, Alibaba DLC or Kubeflow's PyTorchJob exports these variables. torch's env:// reads the same variables.
     Launcher("env", "exported", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
              markers=f"RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE {_PET}"),
-    # prun of PRRTE. Open MPI's mpirun also sets PMIX_RANK.
+    # The launcher prun of PRRTE. Open MPI's mpirun also sets PMIX_RANK.
     Launcher("pmix", "index", "PMIX_RANK -", others="PMIX_NAMESPACE"),
     Launcher("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
 )

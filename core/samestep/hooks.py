@@ -31,7 +31,7 @@ def _start(options: Any, dataset: str, step: int) -> None:
 
 @dataclass(frozen=True)
 class AppHooks(Generic[Kind]):
-    """The properties and functions of an app that its launch script uses. All of them have defaults.
+    """The properties and functions that an app's launch script uses. All of them have defaults.
 
     End an app's options.py with ``HOOKS: AppHooks[Options] = AppHooks(...)``. To prevent a start, a function raises
     ConfigError.

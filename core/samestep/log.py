@@ -56,7 +56,7 @@ _monitor = Monitor()
 def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
     """Redirect all further output of this process, except lines for the console, to ``log/rank-<r>.log``.
 
-    Only the first call in a process has an effect. It may come before or after the rendezvous.
+    Only the first call in a process has an effect. This call may come before or after the rendezvous.
 
     Args:
         run_dir: folder of the run.
@@ -108,7 +108,7 @@ def info(text: str) -> None:
 
 
 def warning(text: str, kind: str = "") -> None:
-    """Log a warning in one line to the file and the console's standard error. With ``kind``, record it as an event."""
+    """Log a warning in one line to the file and the console's standard error, and with ``kind`` as an event."""
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     if kind:
         _monitor.record_event(kind, text=line)

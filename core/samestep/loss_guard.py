@@ -32,7 +32,7 @@ class LossGuard:
         """Return the evaluation with None in place of NaN and infinity. Warn at the first such evaluation.
 
         If weights grow too large, batch normalization keeps the training loss finite. In evaluations, activations
-        overflow with its running statistics. A flipped bit also makes an evaluation infinite, but only once.
+        overflow with the running statistics. A flipped bit also makes an evaluation infinite, but only once.
 
         Args:
             evaluation: numbers by name.

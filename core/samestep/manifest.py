@@ -32,7 +32,7 @@ _BODY = {
     "files": MAPPING,
     "pieces": MAPPING,
 }
-# Checks for the values in the state that a run itself uses.
+# Checks for those values of the state that a run itself uses.
 _STATE: dict[str, untrusted.Check] = {
     "requested_dataset": untrusted.optional(_TEXT),
     "dataset_fingerprint": untrusted.optional(_TEXT),

@@ -250,7 +250,7 @@ seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts
 
 @dataclass(frozen=True)
 class Option:
-    """The argparse settings of a field. The function `option` creates it.
+    """The argparse settings of a field. The function `option` creates objects of this class.
 
     Attributes:
         help: a noun phrase or an imperative, with the unit. The default is appended unless the text contains it.
@@ -335,7 +335,11 @@ def start_method_option(default: str | None = None) -> Any:
 
 
 def notice_source(text: str) -> str:
-    """Check the value of --preemption-notice, except the path in ``file:PATH``, which the launch script checks."""
+    """Return ``text`` if it is a valid value of --preemption-notice. The launch script checks the path of file:PATH.
+
+    Raises:
+        argparse.ArgumentTypeError: the value is invalid.
+    """
     kind, _, path = text.partition(":")
     is_file = kind == "file" and path != ""
     if text in NOTICE_SOURCES or is_file:

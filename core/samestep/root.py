@@ -36,7 +36,11 @@ class Root:
 
     @contextlib.contextmanager
     def folder(self, name: str = "") -> Iterator[int]:
-        """Open a folder, by default the root, and yield its descriptor."""
+        """Open a folder, by default the root, and yield its descriptor.
+
+        Raises:
+            OSError: the name is absolute or contains "..", or a folder on the path is a link or a file.
+        """
         if ".." in Path(name).parts or os.path.isabs(name):
             raise OSError(errno.EINVAL, "leads out of its folder", name)
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)

@@ -84,7 +84,7 @@ class Loader(Protocol[Batch]):  # type: ignore[misc]
         """Return the position, including ``step`` and ``epoch``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the position."""
+        """Set the position to a position that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ class Run:
 
     @property
     def timer(self) -> StepTimer:
-        """The seconds of this rank's phases."""
+        """The timer of this rank's phases."""
         return self.step_sync.timer
 
     @property
     def stop_request(self) -> stop.StopRequest:
-        """The stop signal that this rank received."""
+        """The object that receives this rank's stop signals."""
         return self.step_sync.stop_request
 
     @property

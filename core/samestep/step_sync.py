@@ -46,13 +46,19 @@ class StepSync:
     """Collect this rank's numbers between two syncs, and reduce them at a sync.
 
     Attributes:
-        stop_request: the stop signal that this rank received.
-        timer: this rank's seconds per phase.
+        stop_request: the object that receives this rank's stop signals.
+        timer: the timer of this rank's phases.
         totals: the totals of all ranks at the last sync.
     """
 
     def __init__(self, stop_request: stop.StopRequest, timer: StepTimer, grace: float) -> None:
-        """Plan SYNCS_PER_GRACE syncs within ``grace`` seconds."""
+        """Plan SYNCS_PER_GRACE syncs within ``grace`` seconds.
+
+        Args:
+            stop_request: the object that receives this rank's stop signals.
+            timer: the timer of this rank's phases.
+            grace: seconds in which the ranks must agree on a step after a stop signal.
+        """
         self.stop_request = stop_request
         self.timer = timer
         self.totals = Totals()

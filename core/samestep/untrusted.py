@@ -1,7 +1,8 @@
 """Read and validate untrusted files and JSON, and print their text safely.
 
 Another program, another user or a crash may have changed such a file. The functions here do not block on a FIFO, and
-follow no link when they write. They raise only OSError and ValueError. This module uses the standard library only.
+follow no link when they write. The functions raise only OSError and ValueError. This module uses the standard library
+only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary 
    CIFAR-10's archive (`cifar-10-batches-bin`), then `<data_dir>` itself. MNIST's files may also have the names that
    Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a dataset is
    incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
-2. The system's folder (Debian's package dataset-fashion-mnist).
+2. The folder of Debian's package dataset-fashion-mnist.
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
    writable, `$TMPDIR/samestep-<user id>/<name>` (by default in `/tmp`) replaces the cache.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
@@ -40,7 +40,7 @@ from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
-# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use them.
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use these.
 MEAN = 0.1307
 STD = 0.3081
 
@@ -76,7 +76,7 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
 
     Args:
         name: name of the dataset, one of NAMES.
-        data_dir: the folder to search first. It may be missing or read-only.
+        data_dir: the folder to search first. The folder may be missing or read-only.
         fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror responds.
 
     Returns:

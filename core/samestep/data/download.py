@@ -161,7 +161,7 @@ def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
 def _download(name: str, file: str, sha256: str) -> bytes:
     """Download a file from the first mirror that sends it completely, and return its content.
 
-    Raises ConfigError if all mirrors fail and at least one sent other content. Raises NoNetworkError if none responds.
+    Raises ConfigError if all mirrors fail and at least one sent other content, NoNetworkError if no mirror responds.
     """
     broken: list[Exception] = []
     unreachable: list[Exception] = []
@@ -182,7 +182,7 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
     length = response.headers.get("Content-Length") or ""
     total = int(length) if length.isdigit() else None
     content = bytearray()
-    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # None: show on a terminal
+    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # show only on a terminal
         try:
             while chunk := response.read(1 << 16):
                 content += chunk

@@ -115,7 +115,7 @@ def missing(folder: Path, dataset: str) -> list[str]:
 def lookalikes(folder: Path, dataset: str) -> list[str]:
     """Return the paths, relative to ``folder``, of files that seem to belong to a dataset.
 
-    The search covers ``folder`` and two levels below, except folders of other datasets. It stops after
+    The search covers ``folder`` and two levels below, except folders of other datasets. The search stops after
     LOOKALIKE_NAMES names.
     """
     pattern = _LOOKALIKES[dataset]

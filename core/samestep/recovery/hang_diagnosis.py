@@ -6,7 +6,8 @@ threads. If a rank cannot write this file, the others use its last heartbeat, th
 blocked. From these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
 
 A rank waits for the others if its last collective has not completed, or if its code is in a call of a framework's
-collectives. The rank itself detects both at run time. A rank imports this module only when it hangs, fails or stops.
+collectives. The rank itself detects both conditions at run time. A rank imports this module only when it hangs, fails
+or stops.
 """
 
 from __future__ import annotations

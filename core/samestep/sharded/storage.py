@@ -158,8 +158,8 @@ def write(
         The entries of files and pieces for a manifest.
 
     Raises:
-        NonRetryableError: this rank failed.
-        RemoteRankError: another rank failed.
+        NonRetryableError: this rank could not write its files.
+        RemoteRankError: another rank could not write its files.
     """
     part, parts = _begin(collectives, rank, folder, groups)  # collective
     part.copy()
@@ -381,7 +381,7 @@ def _sizes(folder: Path) -> dict[str, int]:
     sizes = {}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # a rank renamed the file
+            with contextlib.suppress(OSError):  # a rank has renamed the file
                 sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
     return sizes
 

@@ -51,7 +51,7 @@ class Normalize(torch.autograd.Function):
             The normalized x [m, c, ...] in float32 or float64, the means [c], the variances [c], and the number of
             values per channel [].
         """
-        wide = x if x.dtype == torch.float64 else x.float()  # with autocast x is bfloat16
+        wide = x if x.dtype == torch.float64 else x.float()  # with autocast, x may be bfloat16
         dims = dims_of_channel(x)
         # Ranks may have different numbers of rows, so they reduce sums and counts. A variance is a small difference of
         # two large sums. So each rank subtracts its own mean before squaring, and sums are reduced in float64.

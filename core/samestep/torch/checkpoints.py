@@ -27,7 +27,7 @@ from samestep.torch.stops import StopRequests, exit_stopped
 from samestep.torch.worker_signals import stop_workers
 
 _PART_NAME = re.compile("[a-z_]+")  # a part's name is also a file name
-_APP = "samestep.torch"  # the app in manifests
+_APP = "samestep.torch"  # name of the app in manifests
 _REMEDY = "move the folder away, or pass another one"
 _SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -130,7 +130,7 @@ class Checkpoints:
         return arrays
 
     def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
-        """Return (newest valid checkpoint or None, error that all ranks must raise or None). Only rank 0 calls this."""
+        """Return (newest valid checkpoint or None, error for all ranks or None). Only rank 0 calls this method."""
         warn_shared_store()
         with contextlib.suppress(OSError):  # the next save reports the error
             checkpoint.clear(self.folder)

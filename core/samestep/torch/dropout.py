@@ -34,7 +34,11 @@ class ModelRows:
         _models[self.number] = self
 
     def rows(self) -> Rows:
-        """Return the rows of the current batch."""
+        """Return the rows of the current batch.
+
+        Raises:
+            ValueError: `exact` got no rows.
+        """
         if self._source is None:
             raise ValueError("a dropout needs the rows of the batch: pass the sampler, or FixedRows, to exact()")
         return self._source.rows()
@@ -90,6 +94,9 @@ def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
 
     Returns:
         bool [k * m, c, 1, ...] with ``by_channel``, otherwise bool with the shape of x.
+
+    Raises:
+        ValueError: the first dimension of x is not a multiple of m.
     """
     model_rows = _models[model]
     key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")

@@ -172,7 +172,9 @@ class DrawWatch:
         self._model_rows.state = generator_states()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Compare the states of the generators after a module's forward pass. Inner modules come first.
+        """Compare the states of the generators after a module's forward pass.
+
+        torch calls this hook for inner modules first.
 
         Args:
             module: the module whose forward pass has ended.

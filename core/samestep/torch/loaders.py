@@ -182,7 +182,7 @@ class DataLoader(TorchDataLoader[Any]):
     """torch's DataLoader, for a `GlobalBatchSampler` or an `EvalSampler` as ``batch_sampler``.
 
     This class wraps the dataset in `Seeded`, and counts the batches that the loop receives. For an empty shard, the
-    loader returns tensors with 0 rows. Its workers survive a stop signal.
+    loader returns tensors with 0 rows. The loader's workers survive a stop signal.
 
     A dataset with a method ``__getitems__`` is not wrapped. The method gets the indices of a batch, an int64 array with
     an attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of
@@ -196,7 +196,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     Raises:
         TypeError: the dataset does not support an index.
-        ValueError: ``shuffle`` without a sampler, or a sampler for another number of examples.
+        ValueError: ``shuffle`` is set without a sampler, or the sampler is for another number of examples.
     """
 
     def __init__(self, dataset: Any, *args: Any, seeded: bool = True, **kwargs: Any) -> None:

@@ -363,7 +363,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         return {"step": self.step, "epoch": self._epoch, **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set a saved position.
+        """Set the position to a position that `state_dict` returned.
 
         Raises:
             ValueError: the state belongs to another order of examples.
