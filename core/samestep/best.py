@@ -1,4 +1,4 @@
-"""Find the best evaluation of a run, and write the weights that it evaluated to a file, for --keep-best."""
+"""Find the best evaluation of a run, and write the evaluated weights to a file, for --keep-best."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class AppHooks(Generic[Kind]):
         late_machines: whether the launcher continues without a lost machine, which may rejoin later.
         check_ranks: function that checks the options for N ranks on a machine.
         check_installed: function that checks, in the app's environment, the installed packages for N ranks.
-        setup_environment: function that returns the variables for setup.sh, which builds one environment per value.
+        setup_environment: function that returns the variables for setup.sh. Different values build different
+            environments.
         find_machines: function that returns (number of machines, index of this machine from 0) if a file of the
             launcher lists the machines; else None.
         check_start: function that checks the name of the dataset and the first step before a start.

@@ -323,7 +323,8 @@ def archive_previous_run(run_dir: Path) -> None:
 def make_folder(path: Path, unique: bool = False) -> Path:
     """Create a folder and its parents, and return its path.
 
-    If ``unique`` is True and ``path`` exists, the new folder is ``path-2``, or the first later number that is free.
+    If ``unique`` is True and ``path`` exists, the new folder is the first of ``path-2``, ``path-3`` and so on that is
+    missing.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -380,7 +381,7 @@ class Lock:
             wait: maximum seconds to wait for another process that holds the lock; by default LOCK_SECONDS.
 
         Raises:
-            ConfigError: another process holds the lock for longer; the message names this process.
+            ConfigError: another process holds the lock for longer; the message describes the holder.
         """
         if wait is None:
             wait = LOCK_SECONDS
