@@ -1,6 +1,6 @@
 """Digest weights and gradients (--trace-every K), and write and read ``log/trace.jsonl``.
 
-The file has a line for every K-th step: its number, the digests of the weights before the step, and the digests of the
+The file has a line for every K-th step: the step, the digests of the weights before the step, and the digests of the
 gradients. A digest has 16 hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to
 the digest of the whole array, which does not depend on the world size.
 

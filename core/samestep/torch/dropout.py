@@ -139,7 +139,7 @@ class RowDropout(dropout._DropoutNd):
     by_channel = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to x [k * m, ...], where m is this rank's number of rows. Return the shape of x."""
+        """Apply dropout to x [k * m, ...], where m is this rank's number of rows. The result has the shape of x."""
         if not self.training or self.p == 0:
             return x
         draw = keep_mask if torch.compiler.is_compiling() else draw_mask

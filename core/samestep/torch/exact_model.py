@@ -51,7 +51,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
     Args:
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
-        rows: the sampler, or a `FixedRows`. Only a model without dropouts may pass None.
+        rows: the sampler, or a `FixedRows`. Pass None only for a model without dropouts.
         timer: timer that counts the time in which this rank waits for other ranks as communication.
 
     Raises:
