@@ -1,4 +1,4 @@
-"""Provide the parts of a distributed-training program that frameworks omit.
+"""Provide parts that a distributed-training program needs and that frameworks omit.
 
 Main modules:
 
@@ -24,15 +24,15 @@ __version__ = "0.3.0"
 
 
 class ConfigError(Exception):
-    """A mistake of the caller, described in one line with its remedy. Programs exit with code 2."""
+    """A mistake of the caller, described in one line with its remedy. The program then exits with code 2."""
 
 
 class NonRetryableError(Exception):
-    """A failure that a restart cannot fix, such as a full disk. Programs exit with code 1."""
+    """A failure that a restart cannot fix, such as a full disk. The program then exits with code 1."""
 
 
 class RetryableError(Exception):
-    """A failure that a restart from the last good checkpoint can fix. Programs exit with code 1.
+    """A failure that a restart from the last valid checkpoint can fix. The program then exits with code 1.
 
     Attributes:
         repeated: the message to show if the next start fails in the same way.
@@ -44,7 +44,7 @@ class RetryableError(Exception):
 
 
 class RemoteRankError(Exception):
-    """A failure of another rank, which reports the reason itself. This rank exits without a message."""
+    """Another rank has failed, and reports the reason. This rank exits without a message."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"another rank failed with exit code {exit_code}")

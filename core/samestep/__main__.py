@@ -1,6 +1,6 @@
-"""Run a program that builds on this package: the command ``samestep``.
+"""Run the command ``samestep``, which starts the programs that build on this package.
 
-The programs' packages are imported by name at run time, so that this package does not depend on them.
+This module imports the programs' packages by name at run time, so that this package does not depend on them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ PROGRAMS = {  # by command: (module, summary)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a program and return its exit code. For an unknown command, print one line and return 2."""
+    """Run a command, such as "report", and return its exit code.
+
+    If the command is unknown or its package is not installed, print one line and return 2.
+    """
     if arguments is None:
         arguments = sys.argv[1:]
     name, *rest = arguments or [""]

@@ -12,7 +12,7 @@ from samestep.sharding import RANDOM_NUMBERS
 from samestep.untrusted import shown
 
 MAX_THREADS = 100  # maximum number of characters of OMP_NUM_THREADS to store
-UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # metadata that may change, or that other functions compare
+UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # not compared by `metadata_change`
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Arithmetic:
         return {"threads": self.threads, "metadata": self.metadata}
 
     def threads_change(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Describe the change of the number of threads since a checkpoint; return None without a change.
+        """Describe the change of the number of threads since a checkpoint; return None if it has not changed.
 
         Args:
-            state: the checkpoint's `state`.
+            state: the result of `state` that the checkpoint stores.
             name: the option or variable that sets the number of threads, for the message.
         """
         before = state.get("threads", self.threads)
@@ -55,7 +55,7 @@ class Arithmetic:
         )
 
     def metadata_change(self, state: Mapping[str, Any]) -> str | None:
-        """Describe the changes of the metadata since a checkpoint's `state`; return None without changes."""
+        """Describe how the metadata differs from a checkpoint's `state`; return None if no value differs."""
         before = state.get("metadata", self.metadata)
         changes = list(self._changes(before))
         if not changes:
@@ -68,7 +68,7 @@ class Arithmetic:
                 yield f"{name} {shown(before.get(name))} before this resume, {shown(now)} now"
 
     def random_numbers_change(self, state: Mapping[str, Any]) -> str | None:
-        """Return a warning if a checkpoint of samestep 0.2 drew other random numbers for dropout; else None."""
+        """Return a warning if samestep 0.2, which drew other random numbers for dropout, saved ``state``; else None."""
         if RANDOM_NUMBERS not in self.metadata or RANDOM_NUMBERS in state.get("metadata", {}):
             return None
         return (

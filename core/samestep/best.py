@@ -1,4 +1,4 @@
-"""Find the best evaluation of a run, and keep its weights, for --keep-best."""
+"""Find the best evaluation of a run, and write the evaluated weights to a file, for --keep-best."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from samestep.untrusted import shown
 
 
 class BestEvaluation:
-    """The best evaluation so far. If several are equal, the first counts.
+    """The best evaluation so far. Of several equal evaluations, the first is the best.
 
-    A resumed run starts with the ``state`` of its checkpoint. After a change of the metric, only later evaluations are
-    compared.
+    A resumed run starts with the ``state`` of its checkpoint. If a resume changes the metric, the next evaluation
+    becomes the best one.
 
     Attributes:
-        state: the number of updates ("step") and the value by the metric's name, for checkpoints; {} without an
+        state: the number of updates ("step") and the metric's value by its name, for checkpoints; {} before the first
             evaluation.
     """
 
@@ -27,7 +27,7 @@ class BestEvaluation:
         """Start with the ``state`` of a checkpoint.
 
         Args:
-            state: the attribute ``state`` of an earlier start, or None.
+            state: the attribute ``state`` as a checkpoint stores it; None for a new run.
             keep_best: the value of --keep-best: max:NAME or min:NAME. True means test_accuracy, or test_loss if the
                 evaluation has no accuracy. False compares no evaluations and keeps the state.
         """
@@ -36,19 +36,20 @@ class BestEvaluation:
 
     @property
     def step(self) -> int | None:
-        """The number of updates done at the best evaluation; None without an evaluation."""
+        """The number of updates done at the best evaluation; None before the first evaluation."""
         return self.state.get("step")
 
     def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
         """Compare the evaluation after ``step`` updates with the best one. Ignore an empty evaluation.
 
-        Raises NonRetryableError if the evaluation does not have the metric.
+        Raises:
+            NonRetryableError: the evaluation lacks the metric of --keep-best.
         """
         if not evaluation or not self._keep_best:
             return
         direction, _, name = self._metric(evaluation).partition(":")
         value = evaluation.get(name)
-        if value is None:  # the value was NaN or infinite
+        if value is None:  # the value was NaN or infinite, or no metric was evaluated
             return
         if name not in self.state:
             is_better = True
@@ -60,7 +61,7 @@ class BestEvaluation:
             self.state = {"step": step, name: value}
 
     def _metric(self, evaluation: Mapping[str, Any]) -> str:
-        """Return max:NAME or min:NAME for the metric to compare; "" if the evaluation has no metric."""
+        """Return max:NAME or min:NAME for the metric to compare; "" without an accuracy or a loss."""
         if isinstance(self._keep_best, str):
             name = self._keep_best.partition(":")[2]
             if name in evaluation:
@@ -75,21 +76,23 @@ class BestEvaluation:
         return ""
 
     def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write ``model-best.safetensors`` from the best evaluation's checkpoint. Warn if the checkpoint is corrupt.
+        """Write ``model-best.safetensors`` from the best evaluation's checkpoint.
+
+        Without an evaluation, or if the checkpoint is corrupt, warn instead.
 
         Args:
             run_dir: folder of the run.
             copy: function that writes the weights of a checkpoint's folder to a file.
 
         Returns:
-            The fields of the result, such as ``best_step``.
+            Fields for the result, such as ``best_step``; {} without an evaluation.
 
         Raises:
-            NonRetryableError: the disk is full.
+            NonRetryableError: a write fails, such as on a full disk.
         """
         path = run_dir / "model-best.safetensors"
         with checkpoint.writing(path):
-            Root(run_dir).unlink(path.name)  # the file of an earlier finish of this run
+            Root(run_dir).unlink(path.name)  # an earlier start of this run may have written the file
         if self.step is None:
             log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
             return {}

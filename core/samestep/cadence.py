@@ -9,15 +9,15 @@ from typing import NamedTuple
 class StepActions(NamedTuple):
     """The actions after an update, which are the same on all ranks."""
 
-    sync: bool  # reduce losses and counters over ranks (`samestep.step_sync`); True if `log` is
-    log: bool  # write a line of metrics.jsonl; True if `evaluate` or `save` is
+    sync: bool  # reduce losses and counters over ranks (`samestep.step_sync`); True if `log` is True
+    log: bool  # write a line of metrics.jsonl; True if `evaluate` or `save` is True
     evaluate: bool  # evaluate the model
     save: bool  # write a checkpoint
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """The numbers of updates after which a run logs, evaluates and saves.
+    """The settings that determine after which updates a run logs, evaluates and saves.
 
     Attributes:
         log_every: updates per log line.
@@ -49,5 +49,5 @@ class Cadence:
 
 
 def _is_multiple(done: int, every: int) -> bool:
-    """Return whether ``done`` is a multiple of ``every``; nothing is a multiple of 0."""
+    """Return whether ``done`` is a multiple of ``every``; False if ``every`` is 0."""
     return every > 0 and done % every == 0

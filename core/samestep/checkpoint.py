@@ -2,12 +2,12 @@
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
 (``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the small state (running sums, elapsed
-seconds) and the options that a resume must repeat. To detect flipped bits, it also contains the size and SHA-256 of
-every file, and its own SHA-256. The folder is written under a temporary name, synced and renamed.
+seconds) and the options that a resume must repeat. To detect flipped bits, it also has the size and SHA-256 of
+every file, and a SHA-256 of itself. The folder is written under a temporary name, synced and renamed.
 
-Only rank 0 reads and writes. It broadcasts the arrays, so ranks need no shared disk. Every rank may call the functions
-that only compute, such as `weights_sha256` and `state_dict_diff`. `samestep.sharded` writes checkpoints from each
-rank's shard.
+Only rank 0 reads and writes checkpoints. An app then broadcasts the arrays, so the ranks need no shared disk. Every
+rank may call the functions that only compute, such as `weights_sha256` and `state_dict_diff`. For sharded models,
+`samestep.sharded` writes one file for each rank's shard.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` report
 _pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
 _threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
 _is_wait_reported = False
-process_fails = threading.Event()  # set by `samestep.log.run`; threads then do not wait for ranks that may have ended
+process_fails = threading.Event()  # set before an exit; threads then do not wait for ranks that may have ended
 
 
 class CorruptCheckpoint(Exception):
@@ -54,7 +54,7 @@ class CorruptCheckpoint(Exception):
 
 
 class UnsupportedFormat(CorruptCheckpoint):
-    """Another version of this package wrote the checkpoint, which may be good."""
+    """Another version of this package wrote the checkpoint, and may be able to read it."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Checkpoint:
         step: number of updates done.
         state: JSON values to restore.
         resume_invariants: options that a resume must repeat, as JSON values.
-        contents: verified bytes of each group's safetensors file; empty if only the manifest was read.
-        files: the manifest's entries of files, by name.
-        pieces: the manifest's locations of arrays, by group; empty unless the checkpoint is sharded.
+        contents: verified bytes of each group's safetensors file; {} if `read` did not read the files.
+        files: the manifest's entry of each file (size, SHA-256, digests of its tensors), by file name.
+        pieces: the manifest's locations of arrays, by group; {} unless the checkpoint is sharded.
     """
 
     folder: Path
@@ -82,7 +82,11 @@ class Checkpoint:
     pieces: dict[str, Any]
 
     def arrays(self, group: str) -> Arrays:
-        """Return one group's arrays by name. Raises NonRetryableError if the file is not a safetensors file."""
+        """Return one group's arrays by name.
+
+        Raises:
+            NonRetryableError: the group is missing, or its file is not a valid safetensors file.
+        """
         try:
             return safetensors.numpy.load(self.contents[group])
         except (KeyError, SafetensorError, ValueError, TypeError) as error:
@@ -112,9 +116,9 @@ def save(
 ) -> Path:
     """Save the checkpoint of ``step`` in a thread, and delete old checkpoints.
 
-    This function returns after it has checked and copied all values, so they may change. A thread hashes and writes the
-    files. The next call first waits for this thread. Therefore a kill loses at most one checkpoint, and the copies take
-    the memory of one checkpoint, which later saves reuse.
+    This function checks and copies all values before it returns, so the caller may then change them. A thread hashes
+    and writes the files. The next call first waits for this thread. Therefore a kill loses at most one checkpoint. The
+    copies need the memory of one checkpoint, and later saves reuse this memory.
 
     Args:
         run_dir: folder of the run.
@@ -165,9 +169,13 @@ def save(
 
 
 def serialize(arrays: Arrays) -> bytes:
-    """Return arrays as the content of a safetensors file. Raises NonRetryableError for unsupported names or dtypes."""
+    """Return arrays as the content of a safetensors file.
+
+    Raises:
+        NonRetryableError: the format does not support a name or dtype.
+    """
     check_arrays(arrays)
-    # safetensors writes an array's memory without regard to its strides, so it must be in C order.
+    # safetensors ignores an array's strides and writes its memory, so the array must be in C order.
     return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
@@ -262,7 +270,7 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 
     Args:
         what: name of the next checkpoint, such as "step 20", for the report.
-        report: function that logs one line if training waited, at most once per process.
+        report: function that logs one line after a wait of REPORTED_WAIT seconds or more, at most once per process.
         writer: rank that writes the checkpoint.
 
     Raises:
@@ -283,13 +291,16 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    A kill at any time leaves only complete checkpoints, with or without the newest. Raises OSError if a write fails.
+    After a kill at any time, all checkpoints are complete, but the newest may be missing.
 
     Args:
         folder: final path of the checkpoint.
         body: content of the manifest.
-        keep: number of checkpoints to keep.
+        keep: number of newest checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
+
+    Raises:
+        OSError: a write fails.
     """
     root = Root(folder.parents[1])
     content = manifest.encode(body)
@@ -297,7 +308,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     temporary = temporary_name(folder)
     name = f"checkpoints/{folder.name}"
     root.sync(temporary)
-    is_exchanged = root.exchange_folders(temporary, name)  # True if a checkpoint of this step existed
+    is_exchanged = root.exchange_folders(temporary, name)  # False if no checkpoint of this step exists
     if not is_exchanged:
         root.delete_folder(name)
         root.rename(temporary, name)
@@ -316,8 +327,8 @@ def writing(what: object, folder: Path | None = None) -> Iterator[None]:
     """Convert an OSError in the context to NonRetryableError.
 
     Args:
-        what: the thing that is written, for the message.
-        folder: final path of the checkpoint that is written, whose incomplete files are then deleted; or None.
+        what: description of the file or checkpoint, for the message.
+        folder: final path of a checkpoint, whose temporary folder is deleted after an OSError; None for a file.
     """
     try:
         yield
@@ -329,7 +340,7 @@ def writing(what: object, folder: Path | None = None) -> Iterator[None]:
 
 
 def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
-    """Write and sync a file in the temporary folder of a checkpoint. Raises OSError if the write fails.
+    """Write and sync a file in the temporary folder of a checkpoint.
 
     Args:
         folder: final path of the checkpoint.
@@ -338,6 +349,9 @@ def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
 
     Returns:
         The file's entry in the manifest: size and SHA-256.
+
+    Raises:
+        OSError: the write fails.
     """
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)
@@ -365,11 +379,12 @@ def tensor_digests(content: Content) -> dict[str, str]:
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
     """Write a file under a temporary name, sync it and rename it, so that no incomplete file is left.
 
-    Raises OSError if the write fails.
-
     Args:
         path: path of the file.
         content: the bytes to write, or a function that writes to an open file.
+
+    Raises:
+        OSError: the write fails.
     """
     root = Root(path.parent)
     temporary = f".{path.name}.tmp"
@@ -392,7 +407,11 @@ def _write_synced(file: IO[bytes], content: Content | Callable[[IO[bytes]], obje
 
 
 def clear(run_dir: Path) -> None:
-    """Delete the incomplete checkpoints of killed processes. Raises OSError if a deletion fails."""
+    """Delete the incomplete checkpoints of killed processes.
+
+    Raises:
+        OSError: a deletion fails.
+    """
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
             Root(run_dir).delete(f"checkpoints/{entry}")
@@ -417,7 +436,11 @@ def temporary_name(folder: Path) -> str:
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, newest first. Raises ConfigError if they cannot be listed."""
+    """Return the folders of complete checkpoints, newest first.
+
+    Raises:
+        ConfigError: the folder ``checkpoints`` cannot be listed.
+    """
     names = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if manifest.STEP_FOLDER.fullmatch(entry)]
     return sorted(names, key=_step_of, reverse=True)
 
@@ -438,15 +461,15 @@ def newest(
 
     Args:
         run_dir: folder of the run.
-        warn: function that is called with one line for each newer, corrupt checkpoint.
+        warn: function that logs one line for each corrupt checkpoint that is newer than the returned one.
         verify: whether to verify the files; False checks manifests and sizes.
         reader: function that replaces `read`, such as a function that distributes the work over ranks.
         groups: required groups. A checkpoint counts as corrupt if a group is missing, because a resume would start this
             group from its initial values.
-        remedy: advice for the errors, beside the advice to restore a checkpoint; "" for the default.
+        remedy: the last advice in the errors' messages; "" for the default.
 
     Raises:
-        NonRetryableError: all checkpoints are corrupt. A new run would silently replace the existing run.
+        NonRetryableError: all checkpoints are corrupt; a new run would silently replace the existing run.
         ConfigError: another version of this package wrote a checkpoint.
     """
     corrupt = []
@@ -456,7 +479,7 @@ def newest(
         try:
             candidate = (reader or read)(folder, verify)
             _check_groups(candidate, groups)
-        except UnsupportedFormat as error:  # a resume from an older checkpoint would rename this one
+        except UnsupportedFormat as error:  # a resume from an older checkpoint would quarantine this one
             raise ConfigError(
                 f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
             ) from error
@@ -483,7 +506,8 @@ def _check_groups(candidate: Checkpoint, groups: GroupNames) -> None:
 def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read and verify a checkpoint. Without ``verify``, check only the manifest and the files' sizes.
 
-    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    Raises:
+        CorruptCheckpoint: the checkpoint cannot be used.
     """
     try:
         body = _read_manifest(folder)
@@ -577,7 +601,8 @@ def weights_file(group: str) -> str:
 def save_weights(path: Path, weights: Arrays) -> None:
     """Wait for the last checkpoint, then write a safetensors file atomically.
 
-    Raises NonRetryableError if a write fails.
+    Raises:
+        NonRetryableError: a write fails.
     """
     finish()
     with writing(path):
@@ -585,7 +610,11 @@ def save_weights(path: Path, weights: Arrays) -> None:
 
 
 def load_weights(path: Path) -> Arrays:
-    """Read the safetensors file of --init-from. Raises ConfigError if the file is missing or invalid."""
+    """Read the safetensors file of --init-from.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
     try:
         return safetensors.numpy.load(untrusted.read_bytes(path))
     except OSError as error:
@@ -632,7 +661,7 @@ def _sha256(content: Content) -> str:
 
 
 def os_error_message(error: OSError) -> str:
-    """Describe an OSError with its path. For a full disk, describe the remedy."""
+    """Describe an OSError with its path. For a full disk or a link, describe the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     if isinstance(error, LinkError):

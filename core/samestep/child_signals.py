@@ -78,7 +78,7 @@ def _protect(*parents: int) -> None:
 
 
 def _receive_signals(*parents: int) -> None:
-    """Receive stop signals, and deliver them if they come from a parent or the parent has ended.
+    """Receive stop signals, and deliver them if they come from a parent or this process, or the parent has ended.
 
     Args:
         *parents: ids of the processes whose signals take effect; the first is the value of `os.getppid`.
@@ -120,9 +120,9 @@ def _protect_started(creator: int) -> _StartedChild:
 
 
 def _waiting_for_pending(call: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that signals a child after the same signal of another sender is no longer pending.
+    """Wrap a function that signals a child, so that it first waits until the same signal is no longer pending.
 
-    The system would drop the parent's signal while the same signal is pending.
+    While a signal is pending, the system drops further signals with its number. The wait ends after PENDING_SECONDS.
     """
 
     def send_signal(popen: Any, number: int) -> None:
@@ -158,7 +158,7 @@ def _after_fork_in_child() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if getattr(_thread, "executes", False):  # subprocess forks in Python if it has a preexec_fn
+    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks only for a preexec_fn
         signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
     else:
         _protect(_thread.pid)
@@ -194,7 +194,7 @@ def _blocking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_mask(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that it restores the signal mask, because Python's version unblocks TERM and INT."""
+    """Wrap a function so that it restores the signal mask, because the original unblocks SIGTERM and SIGINT."""
 
     def keep(*arguments: Any) -> Any:
         with _mask(signal.SIG_BLOCK, ()):

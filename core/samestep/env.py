@@ -5,15 +5,16 @@ job. `detect` reads the variables of one launcher and never mixes two. The table
 order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.
-2. Launchers that placed this process on a node: Open MPI, MVAPICH2, jsrun and MPICH, which must agree, and Slurm.
+2. Launchers that placed this process on a node: Open MPI, MVAPICH2, jsrun and MPICH (which must agree), and Slurm.
 3. Variables that a person or a platform exported: an Ascend rank table, RANK and WORLD_SIZE.
 4. Launchers that give an index but no size: PMIx, a Kubernetes Indexed Job. With these, `detect` raises EnvError.
 
 Without any of these, the process trains alone, as rank 0 of 1. To prevent several processes from training alone,
-`detect` raises EnvError in two cases:
+`detect` also raises EnvError in three cases:
 
 - One launcher gives the size 1 and another launcher gives a larger size.
 - A variable of an unknown launcher gives a rank, such as FLUX_TASK_RANK=3.
+- NNODES gives a number of machines, and no variable gives a rank.
 
 An empty variable counts as unset. This module uses the standard library only.
 """
@@ -76,7 +77,8 @@ class Launcher:
 
     Attributes:
         name: the value of `World.launcher`.
-        kind: all present launchers of the same kind in `_PEERS` must agree; an "index" launcher sets no world size.
+        kind: kind of launcher. If several launchers of one kind in `_PEERS` are present, they must agree. An "index"
+            launcher sets no world size.
         rank: variables of the rank and the world size.
         local: variables of the local rank and the local world size.
         node: variables of the node's rank and the number of nodes.
@@ -119,7 +121,7 @@ class Launcher:
 
 
 _SLURM_STEP = "SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS"
-# Kubeflow sets these variables as defaults for torchrun's command line. They do not give this process a rank.
+# Kubeflow sets these variables as defaults for torchrun's command line. The variables give this process no rank.
 _PET = "PET_NODE_RANK PET_NNODES PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT"
 # fmt: off
 _LAUNCHERS = (
@@ -140,7 +142,7 @@ _LAUNCHERS = (
              others="HOROVOD_HOSTNAME HOROVOD_ELASTIC",
              command="{python} -m horovod.runner.launch --gloo -np {nproc} --disable-cache {python}",
              module="horovod", line_prefix=r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"),
-    # torch 2.13. If TORCHELASTIC_USE_AGENT_STORE is left over, rank 0 waits for a store that no process serves.
+    # torch 2.13. If another job has left TORCHELASTIC_USE_AGENT_STORE, rank 0 waits for a store that nobody serves.
     Launcher("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
              "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
              others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
@@ -189,14 +191,15 @@ _LAUNCHERS = (
     # A user, Alibaba DLC or Kubeflow's PyTorchJob exports these variables. torch's env:// reads the same variables.
     Launcher("env", "exported", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
              markers=f"RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE {_PET}"),
-    # prun of PRRTE. Open MPI's mpirun also sets PMIX_RANK.
+    # The launcher prun of PRRTE. Open MPI's mpirun also sets PMIX_RANK.
     Launcher("pmix", "index", "PMIX_RANK -", others="PMIX_NAMESPACE"),
     Launcher("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
 )
 # fmt: on
-_PEERS = ("starter", "mpi")  # all present launchers of the same one of these kinds must agree
+_PEERS = ("starter", "mpi")  # kinds of launchers; if several launchers of one kind are present, they must agree
 
-# A launch script reads the machines of a job from these variables. WORLD_SIZE and RANK count machines here.
+# A launch script reads the machines of a job from these variables. Here WORLD_SIZE is the number of machines, and RANK
+# is the index of a machine.
 MACHINE_COUNT = "NNODES|PET_NNODES|WORLD_SIZE"
 MACHINE_INDEX = "NODE_RANK|PET_NODE_RANK|RANK|JOB_COMPLETION_INDEX"
 MACHINE_ADDRESS = "MASTER_ADDR|PET_MASTER_ADDR"
@@ -239,8 +242,8 @@ def startable_launchers() -> dict[str, Launcher]:
 def launcher_variables() -> frozenset[str]:
     """Return the names of all variables by which launchers give a process its place.
 
-    A launch script removes these variables from the environment of the launcher that it starts. It keeps MASTER_ADDR,
-    MASTER_PORT, a rank table and the variables of an allocation.
+    A launch script removes these variables from the environment of the launcher that it starts. The script keeps
+    MASTER_ADDR, MASTER_PORT, a rank table and the variables of an allocation.
     """
     names: set[str] = set()
     kept: set[str] = set()
@@ -263,9 +266,10 @@ def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
 
 
 def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without RANK and WORLD_SIZE if they count the processes of another job.
+    """Return the environment; if LOCAL_RANK shows that a launcher has set RANK and WORLD_SIZE, remove these variables.
 
-    torchrun also sets MASTER_PORT, a port that is in use until the other job ends.
+    If NNODES is not set, this function then also removes MASTER_ADDR and MASTER_PORT, because torchrun's port is in use
+    until the other job ends.
     """
     if not environ.get("LOCAL_RANK"):
         return environ
@@ -348,9 +352,9 @@ def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
 
 
 def _check_alone(env: dict[str, str]) -> None:
-    """Raise EnvError if a process without a known launcher has a variable that numbers processes or machines.
+    """Raise EnvError if a process without a known launcher has a variable that counts processes or machines.
 
-    Otherwise each rank of the job would train alone.
+    Without this error, each rank of the job would train alone.
     """
     if env.get("NNODES", "1") != "1":
         remedy = "run scripts/run_<app>.sh on each machine, which reads it, or unset NNODES to train alone"
@@ -370,7 +374,7 @@ def _check_alone(env: dict[str, str]) -> None:
 
 
 def _is_index(env: dict[str, str], name: str, known: set[str]) -> bool:
-    """Return whether a variable has the index of a process or node, and is known or named like such a variable."""
+    """Return whether a variable's value is a whole number, and its name is in ``known`` or matches _INDEX_NAME."""
     if not re.fullmatch("[0-9]{1,10}", env[name]):
         return False
     return name in known or _INDEX_NAME.fullmatch(name) is not None

@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     text: str
 
     def is_same(self, other: Failure | None) -> bool:
-        """Return whether both failed at the same step with the same error. Addresses, ports and ids may differ."""
+        """Return whether both failures have the same step and error. Ranks, addresses, ports and ids may differ."""
         return other is not None and self._constant == other._constant
 
     @property
@@ -49,7 +49,7 @@ def is_lost_connection(problem: BaseException) -> bool:
 
 
 def record(folder: Path, job: str, rank: int, step: int, problem: BaseException, line: str) -> None:
-    """Record a failure, unless a rank of this start has recorded one, or another rank's end caused the failure.
+    """Record a failure if it is the first of this start, and not the effect of a lost connection to another rank.
 
     Args:
         folder: the run dir's ``log`` folder.

@@ -31,19 +31,21 @@ def _start(options: Any, dataset: str, step: int) -> None:
 
 @dataclass(frozen=True)
 class AppHooks(Generic[Kind]):
-    """The properties and functions of an app that its launch script uses. All of them have defaults.
+    """The properties and functions that an app's launch script uses. All of them have defaults.
 
-    An app's options.py ends with ``HOOKS: AppHooks[Options] = AppHooks(...)``. The functions raise ConfigError.
+    End an app's options.py with ``HOOKS: AppHooks[Options] = AppHooks(...)``. To prevent a start, a function raises
+    ConfigError.
 
     Attributes:
-        commands: the app's commands, which follow N on the command line: descriptions by name.
+        commands: description of each of the app's commands, by name. A command follows N on the command line.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         equal_ranks: whether the launcher requires the same number of ranks on each machine.
         may_differ: names of options that may differ between machines.
         late_machines: whether the launcher continues without a lost machine, which may rejoin later.
         check_ranks: function that checks the options for N ranks on a machine.
         check_installed: function that checks, in the app's environment, the installed packages for N ranks.
-        setup_environment: function that returns the variables for setup.sh. Other values build another environment.
+        setup_environment: function that returns the variables for setup.sh. Different values build different
+            environments.
         find_machines: function that returns (number of machines, index of this machine from 0) if a file of the
             launcher lists the machines; else None.
         check_start: function that checks the name of the dataset and the first step before a start.

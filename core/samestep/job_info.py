@@ -50,8 +50,8 @@ class JobInfo:
         launcher: process id and host of this machine's launch script, such as "123@node-1".
         run_dir: folder of the run.
         restarts: number of starts before this one.
-        ranks: requested number of ranks; None on several machines.
-        machines: requested number of machines; None on one machine.
+        ranks: requested number of ranks; None if the job uses several machines.
+        machines: requested number of machines; None if the job uses one machine.
         errors: descriptor, in the launch script, to which ranks write errors.
         tmpdir: TMPDIR of the caller; the job's TMPDIR is a new folder.
         timeout: seconds without progress until a job ends as hung, the default of --timeout.
@@ -83,7 +83,11 @@ class JobInfo:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> JobInfo:
-        """Read the values from ``environ``. Raises ConfigError if the document or the number of restarts is damaged."""
+        """Read the values from ``environ``.
+
+        Raises:
+            ConfigError: the document or the number of restarts is damaged.
+        """
         restarts = environ.get(RESTARTS) or "0"
         if not (restarts.isdecimal() and restarts.isascii() and len(restarts) < 10):
             raise ConfigError(f"{RESTARTS}={untrusted.shown(restarts)} is not a number of restarts: unset it")
@@ -116,7 +120,7 @@ class JobInfo:
 
 
 def this_launcher() -> str:
-    """Return this process as the field ``launcher`` of the jobs that it starts."""
+    """Return the value of the field ``launcher`` for jobs that this process starts."""
     return f"{os.getpid()}@{socket.gethostname()}"
 
 

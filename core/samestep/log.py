@@ -1,7 +1,7 @@
 """Write to the console and the log files, show progress, and set exit codes.
 
 `start` redirects file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``. This file gets tracebacks and all output
-of a framework, including its C++ code. Only this module writes to the console.
+of a framework, including output of its C++ code. Only this module writes to the console.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _monitor = Monitor()
 def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
     """Redirect all further output of this process, except lines for the console, to ``log/rank-<r>.log``.
 
-    Only the first call in a process has an effect. It may come before or after the rendezvous.
+    Only the first call in a process has an effect. This call may come before or after the rendezvous.
 
     Args:
         run_dir: folder of the run.
         rank: rank of this process.
         quiet: whether the console shows only results, warnings and errors.
-        monitor: records errors as events, and describes crashes of other ranks.
+        monitor: the monitor that records errors as events and describes crashes of other ranks.
     """
     global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
@@ -72,7 +72,7 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     _folder = run_dir.resolve() / "log"
     _monitor = monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script: horovodrun prefixes each line, and Paddle
-    # and msrun write files. So ranks write to the launch script's own descriptors. Then a terminal is recognized, and
+    # and msrun write files. So ranks write to the launch script's own descriptors. Then `isatty` finds a terminal, and
     # the result is the last line.
     _console = _open_launch_script_file(1, 1)
     _console_errors = _open_launch_script_file(_job_info().errors, 2)
@@ -91,9 +91,9 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
 
 
 def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
-    """Open the launch script's descriptor ``number``, or duplicate this process's ``fallback`` if that fails."""
+    """Open the launch script's descriptor ``number``. If this fails, duplicate this process's ``fallback``."""
     descriptor = None
-    with contextlib.suppress(OSError):  # without Linux, or without a launch script on this machine
+    with contextlib.suppress(OSError):  # for systems without /proc, or machines without a launch script
         path = f"/proc/{_job_info().launch_script()}/fd/{number}"
         if not os.path.samestat(os.stat(path), os.fstat(fallback)):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
@@ -108,7 +108,7 @@ def info(text: str) -> None:
 
 
 def warning(text: str, kind: str = "") -> None:
-    """Log a warning in one line to the file and the console's standard error. With ``kind``, record it as an event."""
+    """Log a warning in one line to the file and the console's standard error, and with ``kind`` as an event."""
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     if kind:
         _monitor.record_event(kind, text=line)

@@ -16,7 +16,7 @@ from samestep.monitor import Monitor
 class LossGuard:
     """Check whether the numbers of a run are finite.
 
-    A flipped bit makes a number NaN or infinite once. A learning rate that is too high does so again after a restart.
+    A flipped bit makes a number NaN or infinite once. If the learning rate is too high, a restart repeats the failure.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -31,14 +31,16 @@ class LossGuard:
     def check_evaluation(self, evaluation: Mapping[str, Any], step: int, is_of_update: bool = False) -> dict[str, Any]:
         """Return the evaluation with None in place of NaN and infinity. Warn at the first such evaluation.
 
-        Batch normalization hides from the training loss that weights have grown too large, but activations overflow
-        with its running statistics. A flipped bit has the same effect, but only once. Therefore the first such
-        evaluation after an update raises RetryableError.
+        If weights grow too large, batch normalization keeps the training loss finite. In evaluations, activations
+        overflow with the running statistics. A flipped bit also makes an evaluation infinite, but only once.
 
         Args:
             evaluation: numbers by name.
             step: number of updates done.
             is_of_update: whether the evaluation follows an update of this start.
+
+        Raises:
+            RetryableError: the first such evaluation follows an update, and no earlier start failed at this step.
         """
         values = dict(evaluation)
         for name, value in evaluation.items():
@@ -58,7 +60,7 @@ class LossGuard:
         return values
 
     def check_weights(self, weights: Mapping[str, Any], step: int) -> None:
-        """Raise NonRetryableError if the last evaluation overflowed because weights are NaN or infinite.
+        """Raise NonRetryableError if the last evaluation was NaN or infinite, and a weight is NaN or infinite.
 
         Args:
             weights: arrays by name, or shards, whose attribute ``values`` is an array.

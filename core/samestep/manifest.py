@@ -1,6 +1,6 @@
 """Check the values in a checkpoint's manifest, with the same checks for saving and reading.
 
-`seal` applies `verify` to a manifest before a save returns, and `checkpoint.read` applies `verify` to the file.
+`seal` applies `verify` to a manifest before a save returns. `checkpoint.read` applies `verify` to a stored manifest.
 Therefore each accepted save can be read, with the same values.
 """
 
@@ -32,7 +32,7 @@ _BODY = {
     "files": MAPPING,
     "pieces": MAPPING,
 }
-# Checks for the values in the state that a run itself uses.
+# Checks for those values of the state that a run itself uses.
 _STATE: dict[str, untrusted.Check] = {
     "requested_dataset": untrusted.optional(_TEXT),
     "dataset_fingerprint": untrusted.optional(_TEXT),

@@ -71,7 +71,11 @@ class Metrics:
         return lines
 
     def write(self, **values: Any) -> None:
-        """Append one line, and flush it to the file. Raises NonRetryableError if the disk is full."""
+        """Append one line, and flush it to the file.
+
+        Raises:
+            NonRetryableError: the write fails, such as on a full disk.
+        """
         with checkpoint.writing(self._path):
             self._file.write(json.dumps(values) + "\n")
 
@@ -83,7 +87,7 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl.
+    """Return the values of the first line of metrics.jsonl.
 
     Args:
         app: name of the app, such as "cifar_ddp".
@@ -118,13 +122,13 @@ def command() -> dict[str, Any]:
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result. With --evaluate-only, keep the run's result.json and write evaluation.json.
+    """Write and print the result. With --evaluate-only, write evaluation.json instead of result.json.
 
     Args:
         app: name of the app, such as "cifar_ddp".
         options: the run's parsed command-line options.
         world: rank, world size and launcher of this process.
-        values: the app's part of the result.
+        values: further fields of the result.
     """
     restarts = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)
     fields = {

@@ -18,8 +18,8 @@ AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # see `samestep.parts.Collec
 class Monitor:
     """A monitor that watches nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
 
-    A `Run` calls these methods, except `expect_compilation` and `collective`, which an app calls. An app also calls
-    `beat` after each evaluated batch.
+    An app calls `expect_compilation` and `collective`, and calls `beat` after each evaluated batch. This package calls
+    all other methods.
 
     Attributes:
         last_collective: function that returns the name, number and state of this rank's last collective; None if the
@@ -46,7 +46,7 @@ class Monitor:
         """Apply the time limit of a first step until the next `beat`."""
 
     def beat(self, step: int | None = None) -> None:
-        """Record progress after each evaluated batch, and after each update with the number of updates done."""
+        """Record progress. After an update, ``step`` is the number of updates done; otherwise it is None."""
 
     def collective(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Record that this rank waits in the collective ``name`` while the context is open."""

@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         return self.add_argument_group(title)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, where argparse would print the usage and exit."""
+        """Raise ConfigError, instead of printing the usage and exiting as argparse does."""
         raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
     def format_help(self) -> str:
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
 
     def _may_change(self, action: argparse.Action) -> bool:
-        """Return whether --help shows an option that a resume may change."""
+        """Return whether a resume may change an option, and --help shows the option."""
         is_shown_option = action.option_strings and action.help != argparse.SUPPRESS
         return bool(is_shown_option) and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
 
@@ -188,7 +188,7 @@ def _check_paths(options: argparse.Namespace) -> None:
 
 
 def _check_evaluate_only(options: Options) -> None:
-    """Raise ConfigError if --evaluate-only has no source of weights, or --no-resume would archive them."""
+    """Raise ConfigError if --evaluate-only has no source of weights, or if --no-resume would archive the weights."""
     if not (options.run_dir or options.init_from):
         raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
     if not options.resume:
@@ -208,7 +208,7 @@ def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> Callable[[str], float]:
-    """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above``.
+    """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above`` is True.
 
     Args:
         minimum: smallest value.
@@ -250,7 +250,7 @@ seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts
 
 @dataclass(frozen=True)
 class Option:
-    """The argparse settings of a field. The function `option` creates it.
+    """The argparse settings of a field. The function `option` creates objects of this class.
 
     Attributes:
         help: a noun phrase or an imperative, with the unit. The default is appended unless the text contains it.
@@ -316,7 +316,7 @@ def dataset_option(*names: str) -> Any:
 
 
 def keep_best_option(*metrics: str) -> Any:
-    """Declare --keep-best for an evaluation that returns ``metrics``."""
+    """Declare --keep-best for an evaluation that returns numbers with the names ``metrics``."""
     help = (
         "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
         "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
@@ -335,7 +335,11 @@ def start_method_option(default: str | None = None) -> Any:
 
 
 def notice_source(text: str) -> str:
-    """Check the value of --preemption-notice, except the path in ``file:PATH``, which the launch script checks."""
+    """Return ``text`` if it is a valid value of --preemption-notice. The launch script checks the path of file:PATH.
+
+    Raises:
+        argparse.ArgumentTypeError: the value is invalid.
+    """
     kind, _, path = text.partition(":")
     is_file = kind == "file" and path != ""
     if text in NOTICE_SOURCES or is_file:
@@ -518,7 +522,7 @@ def make_parser(
     """Return the parser of an app's options.
 
     Args:
-        kind: the class of the options. Each field that is declared as an option becomes an option.
+        kind: the class of the options. Each field that is declared by `option` becomes a command-line option.
         description: description of the app, for --help.
         prog: name of the program, for --help.
         usage: the usage line, for --help.
@@ -537,12 +541,15 @@ def make_parser(
 
 
 def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
-    """Return the options of a command line as a ``kind``. Raises the errors of `Parser.parse`.
+    """Return the options of a command line as an instance of ``kind``.
 
     Args:
         kind: class of the options.
         parser: the parser from `make_parser`.
         argv: arguments of the command line.
+
+    Raises:
+        ConfigError: as in `Parser.parse`.
     """
     return parser.parse_into(kind(), argv)
 
@@ -557,8 +564,8 @@ def _set_defaults_of_launcher(parser: Parser) -> None:
     )
 
 
-# A resume may change these options, because they do not affect the arithmetic of a step. All other options are compared
-# with the checkpoint, so an app's own options need no list.
+# A resume may change these options, because they do not affect the arithmetic of a step. Every other option must have
+# the checkpoint's value, except the options in an app's `resume_mutable`.
 RESUME_MUTABLE = frozenset(
     [
         "share_gpu",
@@ -661,7 +668,11 @@ def resume_invariants(options: Options) -> dict[str, Any]:
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all options as JSON values, sorted by name. Raises ConfigError if `json_value` cannot convert a value."""
+    """Return all options as JSON values, sorted by name.
+
+    Raises:
+        ConfigError: `json_value` cannot convert a value.
+    """
     values = {}
     for name, value in sorted(vars(options).items()):
         try:

@@ -1,6 +1,6 @@
 """Define the interfaces between an app and its `samestep.run.Run`: the arrays of a checkpoint, and collectives.
 
-Classes that save and restore a run, such as `samestep.replicas.Replicas`, use only the part `StoredRun` of the `Run`.
+Classes that save and restore a run, such as `samestep.replicas.Replicas`, use only the attributes in `StoredRun`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The model, the optimizer and everything else that a checkpoint holds.
+    """The functions by which a run loads and saves the arrays of a checkpoint, such as the model's weights.
 
     Attributes:
-        load: function that loads the `Groups` of a checkpoint, or only "model" for --init-from. It raises ValueError if
-            an array does not fit. A new run without --init-from does not call it. With
-            `samestep.sharded.shards.Shards`, it takes `StoredGroups`.
+        load: function that loads the `Groups` of a checkpoint, or only "model" for --init-from. The function raises
+            ValueError if an array does not fit. A new run without --init-from does not call the function. With
+            `samestep.sharded.shards.Shards`, the argument of the function is `StoredGroups`.
         groups: function that returns the `Groups`; with Shards, it returns `ShardGroups`.
         names: the names of the groups, including "model". A checkpoint counts as corrupt if a group is missing.
-        evaluated: the group that is evaluated, and that --keep-best keeps. `Run.restore` sets it.
+        evaluated: the group with the weights that an evaluation uses and --keep-best stores; set by `Run.restore`.
         watch: function that connects a `samestep.trace.Trace` to the optimizer's updates, for --trace-every.
     """
 
@@ -56,7 +56,7 @@ class Parts:
 
 
 class StoredRun(Protocol):
-    """The attributes of a `samestep.run.Run` that a class needs to restore and save it."""
+    """The attributes of a `samestep.run.Run` that a class needs to restore and save the run."""
 
     app: str
     options: Options
@@ -67,7 +67,7 @@ class StoredRun(Protocol):
 
     @property
     def evaluated(self) -> str:
-        """The name of the group that is evaluated."""
+        """The name of the group with the weights that an evaluation uses."""
 
     @property
     def step(self) -> int:
@@ -82,7 +82,7 @@ class StoredRun(Protocol):
         """The groups without which a checkpoint counts as corrupt."""
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
+        """Return the values for a save: (state, resume invariants, number of checkpoints to keep, protected step)."""
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
         """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""

@@ -1,4 +1,4 @@
-"""Count the updates of a run, and add up the losses of an epoch."""
+"""Count the updates of a run, and sum the losses of an epoch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Progress:
             batches: the global batches of the run.
             first_step: updates done before this start.
             last_step: updates of the whole run.
-            state: the checkpoint's `state`; {} for a new run.
+            state: the result of `state` that the checkpoint stores; {} for a new run.
             seconds: the total duration of earlier starts.
             keep_best: the value of --keep-best.
         """

@@ -20,8 +20,8 @@ class Recorder:
     """Write records on rank 0. Other ranks, and runs with --evaluate-only, write no files.
 
     Attributes:
-        metrics: the file metrics.jsonl, or None.
-        stragglers: the stragglers since the last line, which the next line reports.
+        metrics: the file metrics.jsonl; None on other ranks and with --evaluate-only.
+        stragglers: the stragglers that were found since the last line, for the next line.
         result: the fields of the result; {} before `Run.finish`.
         trace: the trace of weights and gradients; None without --trace-every.
     """
@@ -50,7 +50,11 @@ class Recorder:
             self.trace.count_step(done)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Raises NonRetryableError if the disk is full."""
+        """Append a line to metrics.jsonl.
+
+        Raises:
+            NonRetryableError: the write fails, such as on a full disk.
+        """
         if self.metrics is None:
             return
         if self.stragglers:
@@ -59,12 +63,16 @@ class Recorder:
         self.stragglers = []
 
     def write_losses(self, records: Iterable[tuple[int, float]]) -> None:
-        """Append (step, loss) of each step since the last sync to log/losses.bin. Raises the errors of `write`."""
+        """Append (step, loss) of each step since the last sync to log/losses.bin.
+
+        Raises:
+            NonRetryableError: the write fails, such as on a full disk.
+        """
         if self.metrics is not None:
             self.metrics.losses.write(records)
 
     def write_trace(self, all_gather: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
-        """Append the trace since the last sync to log/trace.jsonl. Collective if the model is sharded.
+        """Append the trace since the last sync to log/trace.jsonl. If the model is sharded, the call is collective.
 
         Args:
             all_gather: the function `samestep.parts.Collectives.all_gather`.

@@ -18,7 +18,13 @@ class Replicas:
     is_sharded = False
 
     def restore(self, run: StoredRun) -> dict[str, Any]:
-        """Resolve the run on rank 0, and load the same bytes on all ranks. Raises the errors of `Run.restore`."""
+        """Find the run dir, the dataset and the checkpoint on rank 0, and load the same bytes on all ranks.
+
+        Raises:
+            ConfigError: as in `Run.restore`.
+            NonRetryableError: as in `Run.restore`.
+            RemoteRankError: as in `Run.restore`.
+        """
         message: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
         problem: Exception | None = None
@@ -46,20 +52,25 @@ class Replicas:
         return message
 
     def _open(self, run: StoredRun) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Load the arrays on rank 0, and return rank 0's message and the files by group."""
+        """Load the arrays on rank 0, and return the message for all ranks and the bytes of each group's file."""
         from samestep import rundir  # only rank 0 needs this module
 
         is_fresh = not run.world.restart_count
         return rundir.open_run(run.app, run.options, is_fresh, load=run.parts.load, required=run.required_groups)
 
     def _check(self, groups: Groups) -> None:
-        """Raise NonRetryableError, before the first update, if `save` could not save an array."""
+        """Raise NonRetryableError now, instead of at the first save, if a checkpoint cannot store an array."""
         for arrays in groups.values():
             for name, array in arrays.items():
                 checkpoint.check_array(name, array)
 
     def save(self, run: StoredRun, groups: Groups) -> None:
-        """Compare the replicas, and save a checkpoint on rank 0. Raises the errors of `Run.save`."""
+        """Compare the replicas, and save a checkpoint on rank 0.
+
+        Raises:
+            RetryableError: an array differs between ranks.
+            NonRetryableError: the previous checkpoint could not be written.
+        """
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
             state = run.checkpoint_state()
@@ -68,7 +79,11 @@ class Replicas:
             checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
 
     def finish(self, run: StoredRun) -> None:
-        """Wait on rank 0 until the last checkpoint is on the disk. Raises NonRetryableError if the write failed."""
+        """Wait on rank 0 until the last checkpoint is on the disk.
+
+        Raises:
+            NonRetryableError: the write failed.
+        """
         if run.world.rank == 0:
             checkpoint.finish()
 

@@ -36,7 +36,11 @@ class Root:
 
     @contextlib.contextmanager
     def folder(self, name: str = "") -> Iterator[int]:
-        """Open a folder, by default the root, and yield its descriptor."""
+        """Open a folder, by default the root, and yield its descriptor.
+
+        Raises:
+            OSError: the name is absolute or contains "..", or a folder on the path is a link or a file.
+        """
         if ".." in Path(name).parts or os.path.isabs(name):
             raise OSError(errno.EINVAL, "leads out of its folder", name)
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -96,11 +100,15 @@ class Root:
             return file
 
     def append(self, name: str) -> IO[bytes]:
-        """Open or create a file for appending, without a buffer. Raises the errors of `open`."""
+        """Open or create a file for appending, without a buffer.
+
+        Raises:
+            OSError: as in `open`.
+        """
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
-        """Create a file and open it for writing. An existing file or link of this name is deleted first."""
+        """Create a file and open it for writing. Delete an existing file or link with this name first."""
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=descriptor)
@@ -108,7 +116,11 @@ class Root:
             return os.fdopen(os.open(leaf, flags, mode, dir_fd=descriptor), "wb")
 
     def make_folder(self, name: str, exist_ok: bool = True) -> None:
-        """Create a folder and its parents. Raises FileExistsError if the folder exists and not ``exist_ok``."""
+        """Create a folder and its parents.
+
+        Raises:
+            FileExistsError: the folder exists, and ``exist_ok`` is False.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         parts = Path(name).parts
         for depth in range(1, len(parts) + 1):
@@ -124,7 +136,7 @@ class Root:
             return os.listdir(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or a folder. An existing file with the new name is replaced."""
+        """Rename a file or a folder. Replace an existing file with the new name."""
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
 
@@ -159,7 +171,11 @@ class Root:
             self.unlink(name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with its content, if it exists. Raises NotADirectoryError if the name is a file or a link."""
+        """Delete a folder with its content, if it exists.
+
+        Raises:
+            NotADirectoryError: the name is a file or a link.
+        """
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
             _is_folder(leaf, descriptor)
             if sys.version_info >= (3, 11):
@@ -176,7 +192,10 @@ class Root:
         """Sync a folder's entries to the disk, so that they survive a crash of the machine.
 
         Returns:
-            False if this file system cannot sync folders. Other errors, such as EIO, are raised.
+            False if this file system cannot sync folders, else True.
+
+        Raises:
+            OSError: any other error, such as EIO.
         """
         with self.folder(name) as descriptor:
             try:
@@ -192,8 +211,10 @@ def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
     """Try to take a lock by ``fcntl.lockf`` or ``fcntl.flock``.
 
     Returns:
-        Whether the lock was taken; None if the file system does not support locks. Other errors, such as EIO, are
-        raised.
+        Whether the lock was taken; None if the file system does not support locks.
+
+    Raises:
+        OSError: any other error, such as EIO.
     """
     try:
         lock(*arguments)

@@ -4,10 +4,10 @@ An app trains and reports numbers to its `Run`, which returns the actions that f
 through two functions of the app's ``distributed`` module.
 
 `Run` handles only numbers, JSON and numpy arrays. It calls the functions of the app's `Parts` and the two functions of
-`Collectives`, and passes batches on without reading them. Its methods raise exceptions, and do not end the process;
-only its signal handler does.
+`Collectives`, and passes batches on without reading them. Its methods raise exceptions instead of ending the process.
+Only its signal handler ends the process.
 
-`Run` only sets the order of calls. Its components also work without it: `samestep.cadence`, `samestep.step_sync`,
+`Run` sets the order of calls. Its components also work without a `Run`: `samestep.cadence`, `samestep.step_sync`,
 `samestep.progress`, `samestep.best`, `samestep.loss_guard`, `samestep.arithmetic`, `samestep.recorder`,
 `samestep.trace`, and `samestep.replicas` or `samestep.sharded.shards`.
 """
@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Find the checkpoint on rank 0, and load it on all ranks. This call is a collective.
 
         Returns:
-            Rank 0's message, `samestep.rundir.restore_message`.
+            The message of rank 0 from `samestep.rundir.restore_message`.
         """
 
     def save(self, run: Run, groups: Any) -> None:
@@ -84,7 +84,7 @@ class Loader(Protocol[Batch]):  # type: ignore[misc]
         """Return the position, including ``step`` and ``epoch``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the position."""
+        """Set the position to a position that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class Run:
             app: the app's name, which each checkpoint contains.
             options: the parsed options; `restore` completes them.
             world: rank, world size and launcher of this process.
-            monitor: watches the run, such as `samestep.recovery.watchdog.Watchdog`.
+            monitor: the monitor of this rank, such as a `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: function that finds a dataset by name, such as `samestep.data.datasets.resolve`.
-            storage: saves and restores arrays. By default every rank has a replica of the model.
+            storage: the object that saves and restores arrays. By default, every rank has a replica of the model.
 
         Raises:
             ConfigError: as in `check_launch`, or the number of ranks exceeds --virtual-ranks.
@@ -174,7 +174,7 @@ class Run:
         self.monitor.write_to(self.options.run_dir / "log")
 
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
-        """Exit this rank, from any thread. If another rank has ended, a launcher sent the signal after a failure."""
+        """Exit this rank, from any thread. If another rank has ended, its failure may have caused the signal."""
         ranks = self.world.local_world_size or self.world.world_size
         log.exit_process(stopped, is_final=self.monitor.all_ranks_alive(ranks))
 
@@ -182,17 +182,17 @@ class Run:
 
     @property
     def timer(self) -> StepTimer:
-        """The seconds of this rank's phases."""
+        """The timer of this rank's phases."""
         return self.step_sync.timer
 
     @property
     def stop_request(self) -> stop.StopRequest:
-        """The stop signal that this rank received."""
+        """The object that receives this rank's stop signals."""
         return self.step_sync.stop_request
 
     @property
     def resumed_from(self) -> int | None:
-        """The number of updates of the restored checkpoint; None for a new run."""
+        """The number of updates done in the restored checkpoint; None for a new run."""
         return self.restored.step
 
     @property
@@ -202,7 +202,7 @@ class Run:
 
     @property
     def evaluated(self) -> str:
-        """The name of the group that is evaluated."""
+        """The name of the group with the weights that an evaluation uses."""
         return self.parts.evaluated
 
     @property
@@ -232,7 +232,7 @@ class Run:
 
     @cached_property
     def cadence(self) -> Cadence:
-        """The steps at which this run logs, evaluates and saves."""
+        """The settings that determine after which updates this run logs, evaluates and saves."""
         options = self.options
         return Cadence(
             log_every=options.log_every,
@@ -251,8 +251,8 @@ class Run:
         Args:
             collectives: the app's collectives, which later calls use too.
             parts: functions that load and return a checkpoint's arrays.
-            evaluated: the group that is evaluated, and that --keep-best keeps; by default that of ``parts``. If the
-                group is not "model", `finish` also writes model-<evaluated>.safetensors.
+            evaluated: the group with the weights that an evaluation uses and --keep-best stores; by default that of
+                ``parts``. If the group is not "model", `finish` also writes model-<evaluated>.safetensors.
 
         Raises:
             ConfigError: raised on rank 0 for a mistake of the caller.
@@ -277,7 +277,7 @@ class Run:
     def start(
         self, batches: GlobalBatches, test_examples: int, model: str, device: str, metadata: Mapping[str, Any]
     ) -> None:
-        """Log model and dataset, and open metrics.jsonl.
+        """Log the model and the dataset, and open metrics.jsonl.
 
         Args:
             batches: the run's global batches, for this rank.
@@ -285,7 +285,7 @@ class Run:
             model: name of the model, for the log.
             device: name of the device, for the log.
             metadata: versions and settings that affect the run's numbers, for the header of metrics.jsonl and for
-                checkpoints. A program with dropout by `samestep.torch.exact` must include RANDOM_NUMBERS.
+                checkpoints. If `samestep.torch.exact` computes dropout, include `samestep.sharding.RANDOM_NUMBERS`.
         """
         state = self.restored.state
         last_step = last_step_of(self.options, batches.steps_per_epoch, first_step=self.first_step)
@@ -312,7 +312,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:
+        if self.world.rank == 0:  # the event comes before the log's first line
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         self.step_sync.start(self.first_step)
@@ -399,7 +399,7 @@ class Run:
 
         Args:
             loss_sum: the summed loss of this rank's samples of the step: a number, or a detached scalar tensor, which
-                is not read before `sync`. Pass None if the program itself adds up its losses.
+                is not read before `sync`. Pass None if the program itself sums its losses.
             **counts: other sums over these samples. ``correct=`` becomes ``accuracy`` in a log line, and
                 ``correct_top2=`` becomes ``accuracy_top2``.
         """
@@ -457,7 +457,8 @@ class Run:
 
         Raises:
             RetryableError: a loss is NaN or infinite.
-            NonRetryableError: the training loss is NaN or infinite again after a restart.
+            NonRetryableError: the training loss is NaN or infinite again after a restart, or the evaluation lacks the
+                metric of --keep-best.
         """
         progress = self.progress
         totals = self.step_sync.totals
@@ -476,7 +477,7 @@ class Run:
         return line
 
     def _describe_evaluation(self, line: Mapping[str, Any]) -> str:
-        """Return the log's line for the evaluation in a line of metrics.jsonl."""
+        """Return the log's text about the newest evaluation. ``line`` is the new line of metrics.jsonl."""
         progress = self.progress
         values = {"train_loss": progress.train_loss, "train_accuracy": progress.train_accuracy, **progress.evaluation}
         epoch = line["epoch"] + 1
@@ -508,8 +509,8 @@ class Run:
         if not totals.stop_signal:
             return
         self.storage.finish(self)
-        # collective: no rank may exit before rank 0 has written the checkpoint, because the launcher then ends all
-        # ranks
+        # collective: no rank may exit before rank 0 has written the checkpoint, because a launcher ends all ranks as
+        # soon as one rank has ended
         self.collectives.broadcast(b"")
         name = signal.Signals(totals.stop_signal).name
         raise stop.Stopped(
@@ -528,12 +529,12 @@ class Run:
         return set(self.parts.names)
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return a checkpoint's content apart from arrays: (state, options, number to keep, protected step)."""
+        """Return the values for a save: (state, resume invariants, number of checkpoints to keep, protected step)."""
         values = self._state_to_save()
         return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
 
     def _state_to_save(self) -> dict[str, Any]:
-        """Return a manifest's state and arithmetic, as JSON values."""
+        """Return the state and the resume invariants ("arithmetic") of a manifest, as JSON values."""
         state = {name: self.restored.state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state.update(self.arithmetic.state())
         state.update(self.progress.state())
@@ -549,9 +550,14 @@ class Run:
     # --- the result ----------------------------------------------------------------------------------------------
 
     def finish(self, evaluation: Mapping[str, Any]) -> None:
-        """Compare the weights of all ranks, and write them on rank 0.
+        """Compare the weights of all ranks, and write them to files. This call is a collective.
 
-        This call is a collective. Raises the errors of `save`.
+        Args:
+            evaluation: the numbers of the last evaluation, by name, for the result.
+
+        Raises:
+            RetryableError: the weights differ between ranks, or the evaluation is NaN or infinite for the first time.
+            NonRetryableError: weights are NaN or infinite, or a file could not be written.
         """
         self.recorder.close()
         has_trained = self.first_step < self.last_step

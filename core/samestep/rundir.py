@@ -1,7 +1,7 @@
 """Manage a run's folder: its name, its locks, and the checkpoint and dataset from which a run starts.
 
 A launch script calls `resolve` before it starts ranks, and reads only the checkpoints' manifests. Rank 0 calls
-`resolve` again and verifies the checkpoints. Without a launch script, only rank 0 calls it.
+`resolve` again and verifies the checkpoints. Without a launch script, only rank 0 calls `resolve`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
-# The losses and the trace of every step. Their own modules need numpy, which a launch script may lack.
+# Files of the losses and the trace. The modules that write them need numpy, which a launch script may lack.
 RECORDS = ("log/losses.bin", "log/trace.jsonl")
 
 
@@ -134,7 +134,7 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
 def open_run(
     app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None], required: GroupNames
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Resolve the run and load its arrays on rank 0, for `Run.restore`.
+    """Call `resolve` on rank 0, and load the arrays of the checkpoint or --init-from, for `Run.restore`.
 
     Args:
         app: name of the app, such as "cifar_ddp".
@@ -144,7 +144,7 @@ def open_run(
         required: groups without which a checkpoint counts as corrupt.
 
     Returns:
-        The message to all ranks, and the contents of the safetensors files by group.
+        The message that rank 0 broadcasts, and the content of each group's safetensors file.
 
     Raises:
         ConfigError: as in `resolve`, or the arrays of --init-from do not fit the model.
@@ -186,7 +186,7 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
-    """Return the resolved run as JSON values, which rank 0 broadcasts."""
+    """Return the JSON values about ``resolved`` that rank 0 broadcasts."""
     saved = resolved.checkpoint
     dataset = resolved.dataset
     state = dict(saved.state) if saved else {}
@@ -255,7 +255,11 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
 
 
 def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
-    """Create and lock the run dir, and return (absolute path, lock). Raises ConfigError if the run dir is unusable."""
+    """Create and lock the run dir, and return (absolute path, lock).
+
+    Raises:
+        ConfigError: the run dir cannot be created, is not usable, or is locked by another job.
+    """
     run_dir = Path(os.path.realpath(run_dir))  # Path.resolve() raises RuntimeError for a loop of links
     make_log_folder(run_dir)
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
@@ -266,7 +270,11 @@ def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
 
 
 def make_log_folder(run_dir: Path) -> None:
-    """Create the run dir's folder ``log``. Raises ConfigError if it cannot be created, or a subfolder is a link."""
+    """Create the run dir's folder ``log``.
+
+    Raises:
+        ConfigError: the folder cannot be created, or a folder on its path is a link.
+    """
     try:
         Root(run_dir).make_folder("log")
     except LinkError as error:
@@ -299,7 +307,7 @@ def _run_dir_of_job(app: str) -> Path:
 
 
 def archive_previous_run(run_dir: Path) -> None:
-    """Move an earlier run's checkpoints and results to ``earlier-<UTC time>/``, for --no-resume."""
+    """Move an earlier run's checkpoints, results, losses and trace to ``earlier-<UTC time>/``, for --no-resume."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     root = Root(run_dir)
     # Files of the best weights and of an average have names that begin with "model-".
@@ -313,9 +321,13 @@ def archive_previous_run(run_dir: Path) -> None:
 
 
 def make_folder(path: Path, unique: bool = False) -> Path:
-    """Create a folder and its parents, and return its path. Raises ConfigError if it cannot be created.
+    """Create a folder and its parents, and return its path.
 
-    If ``unique`` and the folder exists, the new folder is ``path-2``, ``path-3``...
+    If ``unique`` is True and ``path`` exists, the new folder is the first of ``path-2``, ``path-3`` and so on that is
+    missing.
+
+    Raises:
+        ConfigError: the folder cannot be created.
     """
     candidate = path
     count = 1
@@ -338,16 +350,19 @@ def make_folder(path: Path, unique: bool = False) -> Path:
 class Lock:
     """A lock on bytes of ``<run-dir>/.lock``, which this process holds until it ends or releases them.
 
-    The lock is a POSIX record lock, which the kernel releases when the process ends, and which also works on NFS. To
-    close any descriptor of the file would release all locks, so a Lock keeps its only descriptor open.
+    The lock is a POSIX record lock, which the kernel releases when the process ends, and which also works on NFS.
+    Closing any descriptor of the file would release all its locks, so a Lock keeps its only descriptor open.
     """
 
     def __init__(self, run_dir: Path, who: str) -> None:
-        """Open the lock file. Raises ConfigError if the file cannot be opened.
+        """Open the lock file.
 
         Args:
             run_dir: folder of the run.
             who: description of this process for the messages of other jobs.
+
+        Raises:
+            ConfigError: the file cannot be opened.
         """
         self._run_dir = run_dir
         self._who = who
@@ -359,7 +374,15 @@ class Lock:
             raise ConfigError(f"cannot use --run-dir {run_dir}: {checkpoint.os_error_message(error)}") from error
 
     def acquire(self, byte: int, wait: float | None = None) -> None:
-        """Lock a byte within ``wait`` seconds (default: LOCK_SECONDS). Otherwise raise ConfigError with the holder."""
+        """Lock a byte.
+
+        Args:
+            byte: LAUNCHER_BYTE or WRITER_BYTE.
+            wait: maximum seconds to wait for another process that holds the lock; by default LOCK_SECONDS.
+
+        Raises:
+            ConfigError: another process holds the lock for longer; the message describes the holder.
+        """
         if wait is None:
             wait = LOCK_SECONDS
         deadline = time.monotonic() + wait

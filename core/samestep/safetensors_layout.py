@@ -42,7 +42,7 @@ def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
         The bytes before the first array, and the position of each array's first byte, by name in the file's order.
 
     Raises:
-        TypeError: no safetensors file can hold a dtype.
+        TypeError: the format does not support a dtype.
     """
     dtypes = {name: array.dtype.str[1:] for name, array in arrays.items()}
     for name, dtype in dtypes.items():

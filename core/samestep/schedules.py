@@ -1,9 +1,9 @@
 """Compute learning-rate schedules: functions of the step that return a factor for --lr.
 
 ``step`` is the number of updates done, from 0. ``steps`` is the schedule's length: the number of updates in the whole
-run. A factor depends only on its arguments. Therefore checkpoints do not store it, and its bits are the same on every
-rank and after a resume. If the length depends on --epochs, a resume must not change --epochs (see
-`Options.resume_pinned`). After its length a schedule keeps its last value.
+run. A factor depends only on the function's arguments. Therefore checkpoints do not store it, and its bits are the same
+on every rank and after a resume. If the length depends on --epochs, a resume must not change --epochs (see
+`Options.resume_pinned`). After ``steps`` updates, a schedule keeps its last value.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def constant(step: int) -> float:
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Return a factor that grows linearly from 1 / warmup_steps at the first update to 1, and stays at 1.
+    """Return a factor that grows linearly from 1 / warmup_steps at step 0 to 1, and stays at 1.
 
-    The factor is 1 from the update number ``warmup_steps`` on. Multiply another schedule by this factor. Source: Goyal
-    et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
+    The factor reaches 1 at step warmup_steps - 1. Multiply another schedule by this factor. Source: Goyal et al.,
+    "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
     """
     if not warmup_steps:
         return 1.0

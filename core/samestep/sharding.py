@@ -6,7 +6,7 @@ batch size. Each rank takes one contiguous shard of these positions. Therefore:
 
 * The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
 * A resume computes its first step as fast as any other step. At another world size, it does not repeat or omit samples.
-* The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
+* The whole state is (seed, epoch, step). Memory holds the current batch's indices and up to PREFETCH_SAMPLES more.
 
 Checkpoints rely on the order: for given (n, seed, epoch) it must never change, on any platform or NumPy version.
 Therefore all arithmetic is on integers modulo 2**64, without `numpy.random`.
@@ -15,7 +15,7 @@ The permutation is a Feistel network (Luby & Rackoff, "How to construct pseudora
 functions", SIAM J. Comput. 17(2), 1988). Its generalized form works on pairs (left, right) in Z_a x Z_b, with a * b
 just above n. Cycle walking moves the few results in [n, a * b) into [0, n). The generalized form and cycle walking are
 from Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. Because a * b - n is below sqrt(n) + 1, few
-values need cycle walking. The order is a good shuffle, not encryption.
+values need cycle walking. The order is a statistical shuffle, not encryption.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
 RANDOM_NUMBERS = "random_numbers"  # field of a run's metadata: the method of dropout's random numbers, since 0.3
-PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead; 2048 take hardly longer than 128
+PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead; computing 2048 takes hardly longer than 128
 _BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) fit into a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
@@ -45,7 +45,7 @@ _SHIFT = np.uint64(32)
 
 
 def splitmix64(z: Any) -> Any:
-    """Apply SplitMix64's output function to ``z``, an int or a uint64 array. It is a bijection on [0, 2**64).
+    """Apply SplitMix64's output function to ``z``, an int or a uint64 array: a bijection on [0, 2**64).
 
     The function is from Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. The
     constants are from the reference implementation, https://prng.di.unimi.it/splitmix64.c.
@@ -94,7 +94,7 @@ def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) 
         mixed = (mixed * _MULTIPLIER) >> _SHIFT
         moved = half + ((mixed * size) >> _SHIFT)
         half = other
-        # If moved < size, then moved - size wraps to a huge value. So the minimum is moved modulo size.
+        # If `moved` < `size`, then `moved - size` wraps to a huge value. So the minimum equals `moved` modulo `size`.
         other = np.minimum(moved, moved - size)
         size, other_size = other_size, size
     return half * np.uint64(b) + other  # after an even number of rounds, the halves have their original sizes
@@ -193,8 +193,8 @@ class BatchSlice(NamedTuple):
 class GlobalBatches:
     """Compute one rank's shard of every global batch.
 
-    A ``step`` is the number of updates done before it, counted from 0 through all epochs. The last batch of an epoch
-    holds the remaining samples and may be smaller. With ``drop_last`` an epoch omits a smaller batch.
+    The argument ``step`` is the number of updates done before the step, counted from 0 through all epochs. The last
+    batch of an epoch holds the remaining samples and may be smaller. With ``drop_last`` an epoch omits a smaller batch.
 
     Args:
         n: number of samples in the dataset, in [1, 2**63).
@@ -204,7 +204,8 @@ class GlobalBatches:
         world_size: number of shards per batch.
         virtual_ranks: None, or the number of sub-shards in each of the ``accumulate`` parts of a global batch. Each
             sub-shard is a micro-batch that one rank computes whole. It has the same samples at any world size.
-        accumulate: micro-batches per global batch, at least 1. Each micro-batch is then divided by rank.
+        accumulate: micro-batches per global batch, at least 1. Without ``virtual_ranks``, each rank computes a shard
+            of each micro-batch.
         drop_last: whether to omit an epoch's last batch if it is smaller.
 
     Raises:
@@ -297,10 +298,11 @@ class GlobalBatches:
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
         """Return the sample indices of this rank's shard of a global batch.
 
-        Consecutive steps are computed in blocks of up to PREFETCH_SAMPLES indices. After a jump, one step is computed.
+        For consecutive steps, the method computes up to PREFETCH_SAMPLES indices at a time. For any other step, it
+        computes only this step.
 
         Args:
-            step: number of updates done before this one.
+            step: number of updates done before this step.
             micro_batch: (k, count) for the shard of the k-th of ``count`` micro-batches, from 0; see `micro_batches`.
                 A micro-batch has the same samples at any world size.
 
@@ -351,17 +353,24 @@ class GlobalBatches:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed, in [0, 2**64), of one step's random numbers such as dropout. It is the same on every rank.
+    """Compute the seed for one step's random numbers, such as dropout masks. All ranks compute the same seed.
 
-    The seed is computed from the run's seed and the step, so it is never saved. If each rank draws for the whole global
-    batch and takes its own rows, dropout drops the same units at any world size.
+    The result depends only on the run's seed and the step, so checkpoints do not store it. If each rank draws for the
+    whole global batch and takes its own rows, dropout drops the same units at any world size.
+
+    Args:
+        seed: seed of the run, in [0, 2**64).
+        step: number of updates done before the step.
+
+    Returns:
+        The seed, in [0, 2**64).
     """
     state = splitmix64((seed + _GAMMA) & _MASK)
     return int(splitmix64((state ^ step) & _MASK))
 
 
 def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample in an epoch. They do not depend on the sample's rank or batch.
+    """Return 64 random bits for each sample in an epoch. The bits do not depend on the sample's rank or batch.
 
     Args:
         seed: seed of the run.

@@ -31,7 +31,7 @@ class Snapshot:
         """Compute the layout of the files. The content will have the same bytes as ``safetensors.numpy.save`` returns.
 
         Args:
-            files: arrays by file name and array name. `samestep.checkpoint.check_array` must accept them.
+            files: arrays by file name and array name. `samestep.checkpoint.check_array` must accept each array.
         """
         self.sizes: dict[str, int] = {}
         self.contents: dict[str, memoryview] = {}

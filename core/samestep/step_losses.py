@@ -1,4 +1,4 @@
-"""Write and read ``log/losses.bin``: the loss of every step, also between two lines of metrics.jsonl.
+"""Write and read ``log/losses.bin``: the loss of every step, also of steps without a line in metrics.jsonl.
 
 A record has 16 bytes: the step (int64, updates done) and the loss (float64), both little-endian. The loss is the mean
 over the whole global batch before the update. It has the same bits as ``loss`` in metrics.jsonl. Only rank 0 writes the
@@ -28,11 +28,14 @@ class StepLosses:
     """
 
     def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
-        """Open the file of a run. Raises NonRetryableError if the file cannot be written.
+        """Open the file of a run.
 
         Args:
             run_dir: folder of the run.
             resumed_from: last step to keep; None for a new run.
+
+        Raises:
+            NonRetryableError: the file cannot be written.
         """
         self._path = run_dir / NAME
         with checkpoint.writing(self._path):
@@ -42,20 +45,27 @@ class StepLosses:
             self._file.truncate(size)
 
     def write(self, records: Iterable[tuple[int, float]]) -> None:
-        """Append records (step, loss), in the order of steps. Raises NonRetryableError if the disk is full."""
+        """Append records (step, loss), in the order of steps.
+
+        Raises:
+            NonRetryableError: the write fails, such as on a full disk.
+        """
         content = np.array(list(records), RECORD).tobytes()
         with checkpoint.writing(self._path):
             write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
-        """Sync the file to the disk. Call this method before a checkpoint, which relies on the records."""
+        """Sync the file to the disk. Call this method before each checkpoint, because a resume needs the records."""
         os.fsync(self._file.fileno())
 
 
 def read(run_dir: Path) -> NDArray[np.void]:
     """Return the records of a run, [m] of dtype RECORD, in the order of the file; m is 0 if the file is missing.
 
-    A record that a crash cut off is omitted. Raises OSError if the file cannot be read.
+    A record that a crash cut off is omitted.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     try:
         content = untrusted.read_bytes(run_dir / NAME)

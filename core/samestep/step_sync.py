@@ -46,13 +46,19 @@ class StepSync:
     """Collect this rank's numbers between two syncs, and reduce them at a sync.
 
     Attributes:
-        stop_request: the stop signal that this rank received.
-        timer: this rank's seconds per phase.
+        stop_request: the object that receives this rank's stop signals.
+        timer: the timer of this rank's phases.
         totals: the totals of all ranks at the last sync.
     """
 
     def __init__(self, stop_request: stop.StopRequest, timer: StepTimer, grace: float) -> None:
-        """Plan SYNCS_PER_GRACE syncs within ``grace`` seconds."""
+        """Plan SYNCS_PER_GRACE syncs within ``grace`` seconds.
+
+        Args:
+            stop_request: the object that receives this rank's stop signals.
+            timer: the timer of this rank's phases.
+            grace: seconds in which the ranks must agree on a step after a stop signal.
+        """
         self.stop_request = stop_request
         self.timer = timer
         self.totals = Totals()
@@ -74,7 +80,7 @@ class StepSync:
         return step >= self._next_step
 
     def add(self, loss_sum: SupportsFloat, counts: Mapping[str, SupportsFloat]) -> None:
-        """Store this rank's sums of a step. They may be tensors, which are not read before `reduce`."""
+        """Store this rank's sums of a step. The sums may be tensors, which are not read before `reduce`."""
         self._unread.append({"loss": loss_sum, **counts})
 
     def reduce(
@@ -144,7 +150,7 @@ class StepSync:
 
 
 def _totals(table: NDArray[Any], names: list[str]) -> Totals:
-    """Add up the rows of all ranks.
+    """Sum the rows of all ranks.
 
     Args:
         table: float64 [world_size, numbers], in the order of `StepSync.reduce`.

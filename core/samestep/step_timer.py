@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 # The values of these constants are field names in metrics.jsonl.
 INPUT = "input"
-COMPUTE = "computing"  # until the last gradient
+COMPUTE = "computing"  # ends with the step's last gradient
 COMMUNICATION = "waiting"
 OPTIMIZER = "optimizer"
 PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:
-    """Add up the seconds of this rank's phases, except the time from a step's last phase to the next `phase`.
+    """Sum the seconds of each phase on this rank. The time from a step's last phase to the next `phase` does not count.
 
     The host measures the seconds. Work that the host queues on a GPU counts in the phase that waits for the GPU.
     """

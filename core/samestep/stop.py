@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from samestep import child_signals
 
 STOP_SIGNALS = child_signals.STOP_SIGNALS
-LOST_SECONDS = 2.0  # seconds from a stop signal to the check for ended ranks; ranks that save end at the same time
+LOST_SECONDS = 2.0  # seconds from a stop signal to the check whether another rank has ended
 REPEAT_SECONDS = 1.0  # seconds within which repeated signals count as one, because launchers repeat signals
 
 
@@ -57,7 +57,7 @@ class StopRequest:
             rank_is_lost: function that returns whether another rank on this machine has ended.
         """
         self.number = 0  # the signal that this rank received, or 0
-        self.in_training = False  # whether this rank has begun its first step; ranks synchronize after steps
+        self.in_training = False  # whether this rank has begun its first step; until then, ranks cannot agree on a step
         self._grace = grace
         self._exit_now = exit_now
         self._rank_is_lost = rank_is_lost
@@ -115,7 +115,7 @@ class StopRequest:
 
 
 def decode(sums: Sequence[float]) -> tuple[int, bool]:
-    """Return (signal, launcher_died) from the summed votes: a signal that a rank received, or 0.
+    """Return (signal that a rank received or 0, whether a launcher has ended) from the summed votes.
 
     Args:
         sums: the sums of all ranks' `StopRequest.encode`.

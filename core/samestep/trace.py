@@ -1,11 +1,11 @@
 """Digest weights and gradients (--trace-every K), and write and read ``log/trace.jsonl``.
 
-Each line describes one K-th step: its number, the digests of the weights before the step, and the digests of the
+The file has a line for every K-th step: the step, the digests of the weights before the step, and the digests of the
 gradients. A digest has 16 hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to
 the digest of the whole array, which does not depend on the world size.
 
-A sharded model has no second copy of a weight. Therefore its digests after an update are compared with its digests
-before the next update. A difference means that a bit flipped, or that the program changed a weight.
+A sharded model has no second copy of a weight. Therefore each rank compares its digests after a traced update with its
+digests before the next update. A difference means that a bit flipped, or that the program changed a weight.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def _column_keys(
 class Trace:
     """Collect digests of this rank's weights and gradients at every K-th step.
 
-    The function ``watch`` of an app's `samestep.parts.Parts` sets the attributes, and hooks `begin_update` and
-    `end_update` into the optimizer.
+    The function ``watch`` of an app's `samestep.parts.Parts` sets the attributes, and registers `begin_update` and
+    `end_update` as hooks of the optimizer.
 
     Attributes:
         weights: function that returns the digests of the weights, or of this rank's shards.
-        gradients: function that returns the digests of their gradients; 0 for a weight without a gradient.
-        copies: names of the shards that a lower rank holds too.
+        gradients: function that returns the digests of the weights' gradients; 0 for a weight without a gradient.
+        copies: names of the shards that a lower rank also holds.
     """
 
     weights: Callable[[], Digests]
@@ -127,7 +127,7 @@ class Trace:
             every: steps from one record to the next.
             step: number of updates done.
             rank: rank of this process.
-            is_sharded: whether each rank holds shards, which are then compared between updates.
+            is_sharded: whether each rank holds shards. The trace then compares the shards between updates.
         """
         self.is_sharded = is_sharded
         self._every = every
@@ -143,7 +143,11 @@ class Trace:
         return (self._step + 1) % self._every == 0
 
     def begin_update(self) -> None:
-        """Digest the weights before a step's first update. Raises the errors of `check`."""
+        """Digest the weights before a step's first update.
+
+        Raises:
+            RetryableError: as in `check`.
+        """
         is_taken = bool(self._before)
         if is_taken or not (self._is_due or self._after):
             return
@@ -190,7 +194,7 @@ class Trace:
             )
 
     def take(self, all_gather: Callable[[NDArray[Any]], NDArray[Any]]) -> list[Record]:
-        """Return the records since the last call. For a sharded model this is a collective.
+        """Return the records since the last call. For a sharded model, the call is a collective.
 
         Args:
             all_gather: the function `samestep.parts.Collectives.all_gather`.
@@ -223,11 +227,14 @@ class TraceFile:
     """
 
     def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
-        """Truncate the file, if it exists. Raises OSError if the file cannot be written.
+        """Truncate the file, if it exists.
 
         Args:
             run_dir: folder of the run.
             resumed_from: last step to keep; None for a new run.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         self._root = Root(run_dir)
         self._path = run_dir / NAME
@@ -238,7 +245,11 @@ class TraceFile:
             self._file.truncate(length)
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append records, in order. Raises NonRetryableError if the disk is full."""
+        """Append records, in order.
+
+        Raises:
+            NonRetryableError: the write fails, such as on a full disk.
+        """
         content = b"".join(_encode(record) for record in records)
         if not content:
             return
@@ -293,7 +304,10 @@ def length_until(content: bytes, last_step: int) -> int:
 def read(run_dir: Path) -> dict[int, dict[str, dict[str, str]]]:
     """Return the digests of a run, in hexadecimal, by step, kind ("weights" or "gradients") and tensor name.
 
-    Invalid lines are omitted. Raises OSError if the file cannot be read.
+    Invalid lines are omitted.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     try:
         content = untrusted.read_bytes(run_dir / NAME)

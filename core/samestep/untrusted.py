@@ -1,7 +1,8 @@
 """Read and validate untrusted files and JSON, and print their text safely.
 
-Another program, another user or a crash may have written such a file. The functions here do not block on a FIFO, and
-follow no link when they write. They raise only OSError and ValueError. This module uses the standard library only.
+Another program, another user or a crash may have changed such a file. The functions here do not block on a FIFO, and
+follow no link when they write. The functions raise only OSError and ValueError. This module uses the standard library
+only.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any, Callable
 
 from samestep.root import Root
 
-MAX_BYTES = 2**20  # bytes of a file that `read_text` reads by default
-MAX_LINE = 4000  # characters of a line on the console
+MAX_BYTES = 2**20  # maximum bytes of a file that `read_text` reads by default
+MAX_LINE = 4000  # maximum characters of a line on the console
 Check = Callable[[Any], bool]  # returns whether a JSON value is valid
 
 
@@ -29,7 +30,11 @@ class IrregularFileError(OSError):
 
 
 def open_to_read(path: Path) -> BufferedReader:
-    """Open a regular file for reading in binary. Raises IrregularFileError if the path leads to something else."""
+    """Open a regular file for reading in binary.
+
+    Raises:
+        IrregularFileError: the path leads to a folder, a FIFO, a socket or a device.
+    """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # O_NONBLOCK: a FIFO must not block
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -40,7 +45,8 @@ def open_to_read(path: Path) -> BufferedReader:
 def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
     """Return the first ``max_bytes`` bytes of a regular file (-1: all), or b"" if the path leads to something else.
 
-    Raises OSError if the file cannot be read.
+    Raises:
+        OSError: the file cannot be read.
     """
     try:
         with open_to_read(path) as file:
@@ -52,18 +58,22 @@ def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the text of a regular file, or "" if the path leads to something else.
 
-    Raises OSError if the file cannot be read.
+    Raises:
+        OSError: the file cannot be read.
     """
     return read_bytes(path, max_bytes).decode(errors="replace")
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open or create a file in a trusted folder, and return its descriptor. Raises the errors of `Root.open`.
+    """Open or create a file in a trusted folder, and return its descriptor.
 
     Args:
         path: path of the file.
         flags: flags for `os.open`, without O_TRUNC.
         mode: permissions of a new file.
+
+    Raises:
+        OSError: as in `Root.open`.
     """
     path = Path(path)
     return Root(path.parent).open(path.name, flags, mode)
@@ -122,7 +132,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError if the text is not a JSON object, or is nested too deeply to parse."""
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: the text is not a JSON object, or is nested too deeply to parse.
+    """
     try:
         values = json.loads(text)
     except RecursionError as error:

@@ -3,8 +3,8 @@
 The leaves 0 to L - 1 are the micro-batches of a step. A node is the sum of the leaves [begin, end). The left child of a
 node with n leaves has the first m of them, where m is the largest power of two below n. The right child has the other
 n - m leaves. A rank has contiguous leaves, and adds all siblings among its nodes. The ranks exchange the remaining
-nodes, at most log2(L) + 1 per rank. Floating-point addition is not associative, but each node adds the same two values
-at any world size.
+nodes, whose number per rank grows with log2(L). Floating-point addition is not associative, but each node adds the same
+two values at any world size.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from programs import LIMIT, rank_log, running, verdict
+from programs import LIMIT, child, rank_log, running, verdict
 from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS, Stopped, StopRequest, decode
 
 # RANK is a rank. Its function wait() prints "here" and then waits in C, as in a collective, where no Python signal
@@ -159,6 +159,20 @@ def test_a_rank_that_waits_notices_a_second_signal(
     assert str(ended[0]) == "stopped by SIGTERM, unsaved: a second signal"
     os.close(request._read_end)
     os.close(write_end)
+
+
+BLOCKED = """
+import signal
+from samestep import stop
+
+signal.pthread_sigmask(signal.SIG_BLOCK, stop.STOP_SIGNALS)
+stop.StopRequest(1.0, print).install()
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*stop.STOP_SIGNALS})
+"""
+
+
+def test_a_rank_receives_signals_that_its_parent_blocked_for_its_children(tmp_path: Path) -> None:
+    assert child(BLOCKED, tmp_path).stdout == "set()\n"
 
 
 def test_two_signals_at_once_are_two() -> None:

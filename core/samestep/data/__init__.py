@@ -1,1 +1,1 @@
-"""Find, download, verify and read datasets; divide samples into batches by their numbers of tokens."""
+"""Find, download, verify and read datasets, and form batches of samples by their numbers of tokens."""

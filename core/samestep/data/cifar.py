@@ -15,7 +15,7 @@ from samestep.data.files import CIFAR_FILES, CIFAR_SIDE
 def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Read one file of CIFAR-10's binary version.
 
-    A record has the image's label in one byte, then the red, the green and the blue plane, each 32 x 32 in C order.
+    A record has the image's label in one byte. The red, green and blue planes follow, each 32 x 32 bytes in C order.
     Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
 
     Args:
@@ -41,7 +41,7 @@ def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
 
 
 def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """Read the six files of CIFAR-10. Raises the errors of `read`.
+    """Read the six files of CIFAR-10.
 
     Args:
         folder: folder of the files.
@@ -49,6 +49,9 @@ def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
 
     Returns:
         Training images, training labels, test images and test labels, with the shapes of `read`.
+
+    Raises:
+        ConfigError: a file cannot be read or is damaged.
     """
     images = []
     labels = []

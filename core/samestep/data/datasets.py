@@ -1,22 +1,22 @@
-"""Find datasets as files in their standard format, and read them as uint8 arrays.
+"""Find the files of datasets in their standard formats, and read them as uint8 arrays.
 
 MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary version.
 
-`resolve` searches these places in order, for plain and .gz files:
+`resolve` searches these places in order, for plain and gzipped files:
 
-1. `<data_dir>/<name>/`, or torchvision's folder `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the folder
-   of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, or `<data_dir>` itself. MNIST's files may also have the
-   names that Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a
-   dataset is incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
-2. The system's folder (Debian's package dataset-fashion-mnist).
+1. In `<data_dir>`: the folder `<name>`, then torchvision's folder (`MNIST/raw` or `FashionMNIST/raw`) or the folder of
+   CIFAR-10's archive (`cifar-10-batches-bin`), then `<data_dir>` itself. MNIST's files may also have the names that
+   Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a dataset is
+   incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
+2. The folder of Debian's package dataset-fashion-mnist.
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
-   writable, `/tmp/samestep-<user id>/<name>` replaces it.
+   writable, `$TMPDIR/samestep-<user id>/<name>` (by default in `/tmp`) replaces the cache.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
-Without a network, another dataset replaces the default one, with a notice, if the user named no dataset.
-`mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in the
-same format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it starts
-ranks, so that all files exist when a rank calls `load`.
+Without a network, `resolve` replaces the default dataset, with a notice, if the user named no dataset. `mnist-5k`,
+5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in the same format,
+replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it starts ranks, so that
+all files exist when a rank calls `load`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
-# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use them.
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use these.
 MEAN = 0.1307
 STD = 0.3081
 
@@ -76,7 +76,7 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
 
     Args:
         name: name of the dataset, one of NAMES.
-        data_dir: the folder to search first. It may be missing or read-only.
+        data_dir: the folder to search first. The folder may be missing or read-only.
         fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror responds.
 
     Returns:
@@ -91,19 +91,24 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
 
 
 def load(name: str, data_dir: Path) -> Dataset:
-    """Find a dataset as `resolve` does, without fallback, and read it. Raises the errors of `resolve`."""
+    """Find a dataset as `resolve` does, without fallback, and read it.
+
+    Raises:
+        ConfigError: as in `resolve`.
+    """
     return _read(_find(name, data_dir, fallback=False))
 
 
 def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -> NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or gzipped. Compression is detected by the content.
+    """Read an IDX file of unsigned bytes, plain or gzipped. The content shows whether the file is gzipped.
 
     The file begins with the bytes 0, 0, 8 (the code of uint8) and the number of dimensions. The dimensions follow as
     big-endian uint32, and then the values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
 
     Args:
         path: path of the file.
-        check: function that is called with the header's shape before the values are read, and returns an error or "".
+        check: function that returns an error for an invalid shape, else "". `read_idx` calls it with the header's
+            shape before it reads the values.
 
     Returns:
         A writable uint8 array with the shape from the file.
@@ -211,7 +216,7 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
     """Return the folder in or below ``data_dir`` that has the dataset's files, or None.
 
     Raises ConfigError if a folder has only some of the files, or files with other names seem to belong to the dataset.
-    Otherwise a run would not use the data that the user put there.
+    Without this error, a run would ignore the data that the user put there.
     """
     for folder in (data_dir / name, data_dir / TORCHVISION[name], data_dir):
         if _has_files(folder, name):
@@ -268,7 +273,9 @@ def cache_folder(name: str) -> Path:
 
 
 def _caches() -> list[Path]:
-    """Return the user's cache, and the cache in the folder for temporary files. Raises ConfigError if none exists.
+    """Return the user's cache, and the cache in the folder for temporary files.
+
+    Raises ConfigError if the user can have neither cache.
 
     According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
     """
@@ -296,6 +303,6 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether this user owns a folder and not everyone can write to it. Create the folder if it is missing."""
+    """Return whether this user owns a folder that is not world-writable. Create the folder if it is missing."""
     status = own_folder(folder)
     return status is not None and not status.st_mode & stat.S_IWOTH

@@ -29,7 +29,7 @@ from samestep import ConfigError
 from samestep.data import files
 from samestep.data.files import CIFAR_ARCHIVE, CIFAR_FILES, CIFAR_SIDE, MNIST_FILES
 
-TIMEOUT = 5.0  # seconds for each connection and each read
+TIMEOUT = 5.0  # maximum seconds for each connection and each read
 LOCK_TIMEOUT = 900.0  # maximum seconds to wait for another process's download
 MAX_BYTES = 200_000_000  # maximum size of a file; the largest file, CIFAR-10's archive, has 170 MB
 
@@ -68,15 +68,19 @@ class NoNetworkError(Exception):
 
 
 def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError) -> tuple[str, str]:
-    """Return (name of the dataset that replaces ``name`` without a network, notice for the user).
-
-    Raises ConfigError if the dataset has no replacement, or not ``fallback``.
+    """Choose the dataset that replaces ``name`` without a network.
 
     Args:
         name: name of the dataset.
         data_dir: folder that was searched.
         fallback: whether another dataset may replace the requested one.
         error: the error of the download.
+
+    Returns:
+        (name of the replacement, notice for the user).
+
+    Raises:
+        ConfigError: the dataset has no replacement, or ``fallback`` is False.
     """
     if name == "mnist" and fallback:
         sample = "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST"
@@ -95,7 +99,7 @@ def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError)
 
 
 class _BrokenDownloadError(Exception):
-    """A mirror sent other content than the file. The message has the reason."""
+    """A mirror sent an incomplete or wrong file. The message has the reason."""
 
 
 def fill(name: str, folder: Path) -> None:
@@ -130,7 +134,8 @@ def _unpack_cifar(archive: bytes, folder: Path) -> None:
 def generate(name: str, folder: Path) -> None:
     """Write a synthetic dataset in CIFAR-10's format, with the same bytes on every machine, to a folder in the cache.
 
-    Raises ConfigError if the folder cannot be written.
+    Raises:
+        ConfigError: the folder cannot be written.
     """
     with _locked(name, folder):
         for file, content in zip(CIFAR_FILES, _generated_files(files.CIFAR_RECORDS[name])):
@@ -156,7 +161,7 @@ def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
 def _download(name: str, file: str, sha256: str) -> bytes:
     """Download a file from the first mirror that sends it completely, and return its content.
 
-    Raises ConfigError if all mirrors fail and at least one sent other content. Raises NoNetworkError if none responds.
+    Raises ConfigError if all mirrors fail and at least one sent other content, NoNetworkError if no mirror responds.
     """
     broken: list[Exception] = []
     unreachable: list[Exception] = []
@@ -177,7 +182,7 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
     length = response.headers.get("Content-Length") or ""
     total = int(length) if length.isdigit() else None
     content = bytearray()
-    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
+    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # show only on a terminal
         try:
             while chunk := response.read(1 << 16):
                 content += chunk
@@ -222,7 +227,7 @@ def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
                 print(notice, file=sys.stderr, flush=True)
                 deadline = time.monotonic() + LOCK_TIMEOUT
         except OSError:
-            return None  # the file system has no locks; writes are atomic, so two processes may only download twice
+            return None  # the file system has no locks; writes are atomic, so a second download is harmless
         time.sleep(0.2)
     remedy = "end it, or set XDG_CACHE_HOME elsewhere"
     raise ConfigError(f"another process has held {path} for {LOCK_TIMEOUT:g} s: {remedy}")

@@ -37,7 +37,7 @@ CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_RECORDS = {"cifar10": (10_000,) * 6, "synthetic-cifar10": (205, 205, 205, 205, 204, 256)}
 CIFAR_SIDE = 32  # pixels
 
-# Names of files that seem to belong to a dataset, and folders of other datasets whose files have the same names.
+# Patterns of file names that seem to belong to a dataset. Folders of other datasets may contain the same file names.
 LOOKALIKE_DEPTH = 2  # number of nested folders to search
 LOOKALIKE_NAMES = 20_000  # maximum number of names to check, because a folder may contain millions of images
 _IDX_NAME = r"idx[13]-ubyte|^(train|t10k)-(images|labels)"
@@ -86,7 +86,11 @@ def path_of(folder: Path, file: str) -> Path:
 
 
 def present_names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] if the folder is missing. Raises ConfigError if the folder cannot be read."""
+    """Return the names in a folder; [] if the folder is missing.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -97,7 +101,13 @@ def present_names(folder: Path) -> list[str]:
 
 
 def missing(folder: Path, dataset: str) -> list[str]:
-    """Return the dataset's files that ``folder`` lacks, in every spelling. Raises ConfigError if it cannot be read."""
+    """Return the names of the dataset's files that ``folder`` lacks, without .gz.
+
+    A file is present under any of its `spellings`.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
     present = set(present_names(folder))
     return [file for file in names(dataset) if present.isdisjoint(spellings(file))]
 
@@ -105,7 +115,8 @@ def missing(folder: Path, dataset: str) -> list[str]:
 def lookalikes(folder: Path, dataset: str) -> list[str]:
     """Return the paths, relative to ``folder``, of files that seem to belong to a dataset.
 
-    The search covers two levels of folders, except the folders of other datasets.
+    The search covers ``folder`` and two levels below, except folders of other datasets. The search stops after
+    LOOKALIKE_NAMES names.
     """
     pattern = _LOOKALIKES[dataset]
     others = _OTHER_DATASETS - {dataset, dataset.replace("-", "")}
@@ -126,9 +137,10 @@ def lookalikes(folder: Path, dataset: str) -> list[str]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file for reading. The content of a gzipped file is decompressed.
+    """Open a regular file for reading. Reads of a gzipped file return decompressed content.
 
-    Raises ConfigError, with the file's name, if the file cannot be opened, or a read in the context fails.
+    Raises:
+        ConfigError: the file cannot be opened, or a read in the context fails; the message has the path.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # O_NONBLOCK: a FIFO must not block
@@ -136,22 +148,23 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 raise OSError(None, "it is not a regular file")
             is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             yield gzip.GzipFile(fileobj=file) if is_packed else file  # type: ignore[misc]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # includes errors of the CRC-32 and the length
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # a damaged file, such as a wrong CRC-32
         raise damaged(path, f"gzip: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}: put a good file in its place") from None
 
 
 def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearray:
-    """Read the rest of a file, which must have ``size`` bytes. At most one byte more is read.
-
-    Raises ConfigError if the rest has fewer or more bytes.
+    """Read the rest of a file, which must have ``size`` bytes. At most ``size`` + 1 bytes are read.
 
     Args:
         file: open file, at the first byte to read.
         path: path of the file, for the error.
         size: expected number of bytes.
         expected: description of the bytes, for the error.
+
+    Raises:
+        ConfigError: the rest has fewer or more than ``size`` bytes.
     """
     content = bytearray()
     while len(content) <= size:

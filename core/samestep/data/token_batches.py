@@ -18,7 +18,7 @@ def cut_by_tokens(lengths: Indices, indices: Indices, micro_tokens: int) -> list
     Args:
         lengths: number of tokens of each sample in the dataset, int64 [n].
         indices: the samples to divide, int64 [m].
-        micro_tokens: maximum of rows times longest row in a micro-batch; at least the length of the longest sample.
+        micro_tokens: maximum number of tokens of a micro-batch, including padding; at least the longest sample.
 
     Returns:
         The indices of each micro-batch, int64 [rows], with the longest samples first. Samples of equal length keep
@@ -38,9 +38,10 @@ def cut_by_tokens(lengths: Indices, indices: Indices, micro_tokens: int) -> list
 class TokenBatches(GlobalBatches):
     """Divide each epoch into steps of about ``step_tokens`` tokens, for samples of different lengths.
 
-    The samples of an epoch, in the epoch's order, form a sequence of tokens, which is divided into S equal parts. Step
-    k takes the samples that begin in part k. Each sample is in one step of an epoch, no step is empty, and S is the
-    same in every epoch. A rank takes whole micro-batches, so each micro-batch is the same at any world size.
+    The samples of an epoch, in the epoch's order, form a sequence of tokens. S steps divide this sequence into S equal
+    parts, and step k takes the samples that begin in part k. Each sample is in one step of an epoch, no step is empty,
+    and S is the same in every epoch. A rank takes whole micro-batches, so each micro-batch is the same at any world
+    size.
 
     The loss is the mean over the target tokens of the global batch; see `num_losses`.
 

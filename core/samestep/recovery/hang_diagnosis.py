@@ -1,12 +1,13 @@
-"""Diagnose a hang: name the rank that the others wait for, and its line of code.
+"""Diagnose a hang: find the rank that the other ranks wait for, and its line of code.
 
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
 threads. If a rank cannot write this file, the others use its last heartbeat, the state of its process, and
 ``log/stack-<r>.txt``. A C thread of Python's faulthandler writes stacks to ``log/stack-<r>.txt`` if the interpreter is
 blocked. From these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
 
-A rank waits for the others if it is in a collective that has not completed, or if its code has called a framework's
-collectives. The rank itself detects both at run time. A rank imports this module only when it hangs, fails or stops.
+A rank waits for the others if its last collective has not completed, or if its code is in a call of a framework's
+collectives. The rank itself detects both conditions at run time. A rank imports this module only when it hangs, fails
+or stops.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from samestep.untrusted import (
     write_json,
 )
 
-HEARTBEAT_TIMEOUT = 3.0  # after so many seconds without a heartbeat, a rank counts as silent
+HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank counts as silent
 DIAGNOSIS_BUDGET = 0.7  # seconds reserved for the diagnosis after the other ranks have written their files
 MAX_AGE = 15.0  # seconds; an older file of this host belongs to an earlier hang
 _COUNT = integer(0, 2**62)
@@ -117,7 +118,7 @@ class RankState:
 
     @property
     def name(self) -> str:
-        """Return "rank 1 (host, pid 7)"."""
+        """Return the rank, its host and its process id, such as "rank 1 (host, pid 7)"."""
         return f"rank {self.rank} ({shown(self.values['host'])}, pid {self.values['pid']})"
 
     @property
@@ -137,7 +138,7 @@ class RankState:
 
     @property
     def position(self) -> str:
-        """Return "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
+        """Return the rank's position, such as "waits in all_reduce 115 at train.py:105 in train (...)"."""
         location = self.location or "an unknown location"
         if not self.is_current:
             return f"last seen at {location}"
@@ -260,7 +261,7 @@ def _open_checkpoint_file(pid: int) -> str:
 
 
 def read_stacks(path: Path) -> list[list[CodeLocation]]:
-    """Return the stacks that `faulthandler` wrote: the main thread's first, and each with the innermost call first."""
+    """Return the stacks that `faulthandler` wrote, the main thread's first. A stack begins with the innermost call."""
     stacks: list[list[CodeLocation]] = []
     with contextlib.suppress(OSError):
         for line in read_text(path).splitlines():
@@ -270,7 +271,7 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
             elif stacks and call:
                 location = CodeLocation(file=call[1], line=int(call[2]), function=call[3])
                 stacks[-1].append(location.with_code())
-    return stacks[::-1]  # the file lists the thread that started first last
+    return stacks[::-1]  # `faulthandler` writes the stack of the main thread last
 
 
 def _is_of_hang(values: State, now: State) -> bool:
@@ -286,12 +287,12 @@ def _is_of_hang(values: State, now: State) -> bool:
 
 
 def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
-    """Describe the ranks of this job that a signal such as ABRT ended. Other ranks only see a lost connection.
+    """Describe the ranks of this job that a signal such as SIGABRT ended. Other ranks report a lost connection.
 
     Args:
         folder: the run dir's ``log`` folder.
         job: the job's name.
-        program: the folder of the app. A caller that is not a rank must pass it.
+        program: the folder of the app; required if the caller is not a rank.
 
     Returns:
         "; rank 0 (host, pid 7) died (Aborted) at train.py:105 in train (dist.all_reduce(sums))", or "".
@@ -355,7 +356,7 @@ def _is_ended(values: State) -> bool:
 def _silent_processes(job: str) -> dict[int, int]:
     """Return the process ids of a job's ranks on this machine by rank, including ranks without a heartbeat.
 
-    The ranks are found by the environment variables of all processes.
+    This function finds the ranks by the environment variables of all processes.
     """
     pids: dict[int, int] = {}
     if not job:
@@ -386,7 +387,7 @@ def _environ(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The ranks that cause a hang. If there are no suspects, the missing ranks are the cause."""
+    """The result of `diagnose`. The suspects cause a hang; without suspects, the missing ranks cause it."""
 
     suspects: list[RankState]
     others: list[RankState]
@@ -432,7 +433,7 @@ def _slowest(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _smallest_group(states: Sequence[RankState]) -> list[RankState]:
-    """Return one rank from each of the smallest groups. A group is at the same location and in the same collective."""
+    """Return one rank from each of the smallest groups. A group's ranks have the same location and collective."""
     groups = _group(states, _place)
     fewest = min(len(group) for group in groups)
     return [group[0] for group in groups if len(group) == fewest]
@@ -461,7 +462,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
             ends DIAGNOSIS_BUDGET seconds earlier.
 
     Returns:
-        The diagnosis in one line. If another rank was first, its diagnosis is returned.
+        The diagnosis of the first rank that reported this hang, in one line; by default this rank's diagnosis.
     """
     write_json(folder, "hanging", dict(now), now["rank"])
     dump_state(folder, now)
@@ -483,7 +484,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
 
 
 def _update_states(states: dict[int, RankState], folder: Path, now: State) -> None:
-    """Read the files of all ranks that have not answered again."""
+    """Read the files of the ranks that had not written their ``hang-<r>.json`` at the last call."""
     for rank in range(now["world_size"]):
         if rank in states and states[rank].answered:
             continue

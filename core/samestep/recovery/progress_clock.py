@@ -26,7 +26,7 @@ class ProgressClock:
         self._first_step_timeout: float | None = None
 
     def start(self, timeout: float, first_step_timeout: float | None) -> None:
-        """Start measuring. The first step may compile.
+        """Start measuring, with the time limit of a first step until the first `beat`.
 
         Args:
             timeout: maximum seconds without progress.

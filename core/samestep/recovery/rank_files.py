@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from samestep.untrusted import shown
 
-MAX_CODE_LENGTH = 70  # characters of a line of code in a message
+MAX_CODE_LENGTH = 70  # maximum characters of a line of code in a message
 MAX_SOURCE = 2**23  # maximum bytes of a source file to read; another program may have chosen the file's name
 
 _MAIN = getattr(sys.modules["__main__"], "__file__", None)
@@ -66,8 +66,8 @@ class CodeLocation(NamedTuple):
 def current_frames() -> dict[int, FrameType]:
     """Return each thread's frame by thread id, with garbage collection disabled during the call.
 
-    Before Python 3.11.9, a garbage collection in `sys._current_frames` may deadlock. The function holds the lock of all
-    thread states while a finalizer releases the GIL (https://github.com/python/cpython/issues/106883).
+    Before Python 3.11.9, a garbage collection in `sys._current_frames` may deadlock. This function holds the lock of
+    all thread states while a finalizer releases the GIL (https://github.com/python/cpython/issues/106883).
     """
     with _reading_frames:
         was_enabled = gc.isenabled()
@@ -101,7 +101,7 @@ def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> Code
 
 
 def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> bool:
-    """Return whether a thread's own code has called a framework's collectives.
+    """Return whether a thread's own code is inside a call of a framework's collectives.
 
     Args:
         calls: the thread's calls, the innermost first.

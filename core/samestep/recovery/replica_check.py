@@ -1,8 +1,8 @@
-"""Describe why a run returns to its last good checkpoint: ranks differ, or a loss is NaN or infinite.
+"""Describe why a run returns to its last valid checkpoint: ranks differ, or a loss is NaN or infinite.
 
-A flipped bit has one of two effects. Either ranks differ, which they detect when they compare their arrays before a
-checkpoint. Or a loss is NaN or infinite. The gradients carry NaN to every rank within a step, so the ranks may be
-equal. A learning rate that is too high also causes NaN, but again at the same step after a restart.
+A flipped bit can have one of these two effects. The ranks detect a difference when they compare their arrays before a
+checkpoint. If a loss is NaN, the gradients become NaN on every rank within a step, so the ranks may be equal. A
+learning rate that is too high also causes NaN, and causes it at the same step after a restart.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.untrusted import integer, read_object, write_json
 
-_BLOCK = 2**15  # 64-bit words, which fit into a processor's cache
+_BLOCK = 2**15  # 64-bit words per block, so that a block fits into a processor's cache
 _HALF = np.uint64(32)  # bits
-_NOTE = "not-finite"  # file in log/: the step of a NaN or infinite loss, and the number of restarts before it
+_NOTE = "not-finite"  # file in log/ with the step of a NaN or infinite loss, and the number of earlier starts
 _RESTART = "a restart resumes from an earlier checkpoint"
 _REPEATED = "which not all ranks compute alike: broadcast buffers, and seed random numbers independently of the rank"
 
@@ -87,7 +87,7 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
         rows: [world_size, k], one row per rank.
 
     Returns:
-        The description, and an addition if no majority exists (else "").
+        (description, addition to the message if no majority exists, else "").
     """
     _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     if 2 * counts.max() <= len(rows):
@@ -102,8 +102,8 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
 def not_finite(name: str, value: float, step: int, options: Options, world: World) -> Exception:
     """Return the error for a loss that is NaN or infinite.
 
-    Each rank writes the step to a file for the next start, because another rank may end before it does so. All ranks of
-    a start write the same content.
+    Each rank writes the step to a file for the next start, because some ranks may end before they write the file. All
+    ranks of a start write the same content.
 
     Args:
         name: name of the loss, for the error.

@@ -1,11 +1,11 @@
-"""Find stragglers, which are ranks that slow the others down, from all ranks' phase times. Only rank 0 runs this.
+"""Find stragglers, ranks that slow down all others, by the phase times of all ranks. Only rank 0 runs this module.
 
-A rank's local time is the time of its phases input, compute and optimizer, in which it does not wait for other ranks. A
-rank is slow in a window of steps if its local time exceeds ``factor`` times the median local time of the others. The
-difference must also exceed noise, MIN_SHARE of the window's time.
+A rank's local time is its time in the phases "input", "computing" and "optimizer", without waits for other ranks. A
+rank is slow in a window of steps if its local time exceeds ``factor`` times the median of the other ranks' local times.
+To exclude noise, the difference to the median must also exceed MIN_SHARE of the window's time.
 
-A rank is reported if it is slow in consecutive windows over MIN_STEPS steps, and costs MIN_SECONDS in all. A short
-burst of other work on a machine slows only one window, and is not reported.
+A rank is reported if it is slow in consecutive windows over at least MIN_STEPS steps, and loses at least MIN_SECONDS in
+them. A short burst of other work on a machine slows only one window, and is not reported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class StragglerDetector:
         self._is_warm = False
         self._window = np.zeros((world_size, len(PHASES)))
         self._window_start = step
-        # For each rank that was slow in the last window: the step since which it is slow, and all ranks' seconds since.
+        # For each rank that was slow in the last window: the first step of its slow windows, and all ranks' seconds
+        # in these windows.
         self._slow: dict[int, tuple[int, Seconds]] = {}
         self._reported: set[int] = set()
 

@@ -1,13 +1,13 @@
 """Watch a rank with two threads: write heartbeats, and end the rank if it hangs or its launcher has ended.
 
-One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. The
-file shows where a stopped rank was. The other thread ends the rank if its launcher has ended, so that no rank outlives
-a killed launcher. This thread also ends the rank after --timeout seconds without progress (--first-step-timeout while
-the rank compiles).
+One thread writes ``<run-dir>/log/alive-<r>`` each second: step, time, pid, host, and the main thread's location. After
+the rank ends, the file shows its last location. The other thread ends the rank if its launcher has ended, so that no
+rank outlives a killed launcher. This thread also ends the rank after --timeout seconds without progress
+(--first-step-timeout while the rank compiles).
 
-Frameworks wait for minutes, and then name the rank that noticed the hang. The watchdog's error names the rank that the
-others wait for, and its line of code. `hang_diagnosis` finds this rank and writes ``log/hang-<r>.json``. The launch
-script ends the rest of the job when ``log/stalled`` appears.
+A framework waits for minutes, and its error then names the rank that noticed the hang. The watchdog's error names the
+rank that the other ranks wait for, and its line of code. `hang_diagnosis` finds this rank and writes
+``log/hang-<r>.json``. The launch script ends the rest of the job when ``log/stalled`` appears.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from samestep.untrusted import write_json
 
 _TICK = 1.0  # seconds between two checks
 _MIN_TICK = 0.05  # seconds between two checks shortly before the limit
-_SILENT = 5.0  # after so many seconds without a check, this process itself was stopped
+_SILENT = 5.0  # seconds without a check after which this process counts as stopped and continued
 # Seconds without a heartbeat after which stacks are written; see `_seconds_to_stacks`.
 STALL_DUMP_AFTER = 2.5
 STALL_DUMP_LATEST = 150.0
@@ -66,7 +66,7 @@ class Watchdog(Monitor):
         self._stopped = threading.Event()
 
     def start(self, world: World, options: Options) -> None:
-        """Start both threads. The time of waiting for ranks that never join counts as time without progress."""
+        """Start both threads. The wait for ranks that never join counts as time without progress."""
         self._world = world
         self._options = options
         self._launcher = LauncherProcess(world)
@@ -79,7 +79,7 @@ class Watchdog(Monitor):
             self.folder = folder
         with contextlib.suppress(OSError):
             self._stacks = self._stacks or self._open_stacks()
-            self._stacks.truncate(0)  # deletes an earlier start's stacks; writes append, so they begin at 0 again
+            self._stacks.truncate(0)  # deletes an earlier start's stacks; writes append, so the next write begins at 0
             if not faulthandler.is_enabled():  # writes the stacks if a framework's C++ code aborts the process
                 faulthandler.enable(self._stacks)
         heartbeat = self.folder / f"alive-{self._world.rank}"
@@ -154,13 +154,16 @@ class Watchdog(Monitor):
                 raise replica_check.not_finite(name, value, step, self._options, self._world)
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Compare the arrays of all ranks by checksums. Raises RetryableError if they differ.
+        """Compare the arrays of all ranks by checksums.
 
         Args:
-            all_gather: collective that returns the arrays of all ranks, [world_size, tensors]. It is called once,
-                with one checksum per tensor, int64 [tensors].
+            all_gather: collective that gathers an array from each rank. The method calls this function once, with one
+                checksum per tensor, int64 [tensors]. The result is int64 [world_size, tensors].
             groups: arrays by group and name, with the same names on all ranks.
             step: number of updates done, for the error.
+
+        Raises:
+            RetryableError: an array differs between ranks.
         """
         names = []
         own = []
@@ -173,13 +176,16 @@ class Watchdog(Monitor):
             raise replica_check.unequal(checksums, step, names)
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
-        """Compare the digests of all ranks' final weights. Raises RetryableError if they differ.
+        """Compare the digests of all ranks' final weights.
 
         Args:
             collectives: the app's `samestep.parts.Collectives`.
             digest: SHA-256 of this rank's weights, in hexadecimal.
             run_dir: folder of the run on rank 0, which renames the newest checkpoint if ranks differ; None on all
                 other ranks.
+
+        Raises:
+            RetryableError: the digests differ.
         """
         digests = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
         if (digests != digests[0]).any():
@@ -252,8 +258,8 @@ class Watchdog(Monitor):
             text += f"; samestep hang {self.folder.parent} shows all stacks"
         log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
-        # The launch script ends the job when it finds this file. So the error is printed before the file is written.
-        # A write to a busy disk may take a second.
+        # The launch script ends the job when it finds this file. So this method prints the error before it writes the
+        # file. A write to a busy disk may take a second.
         stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
         log.call_with_timeout(3 * _TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
         os._exit(1)
@@ -294,9 +300,9 @@ class Watchdog(Monitor):
     def _seconds_to_stacks(self) -> float:
         """Return the seconds without a heartbeat after which a C thread of faulthandler writes the stacks.
 
-        The C thread does not need the interpreter. But Python 3.11 may then read frames that the program has freed, and
-        end a rank that trains by SIGSEGV. A busy machine delays heartbeats by seconds. So the C thread waits for half
-        the time limit, within STALL_DUMP_AFTER and STALL_DUMP_LATEST.
+        The C thread does not need the interpreter. But in Python 3.11, the thread may read frames that the program has
+        freed, and then SIGSEGV ends a rank that still trains. A busy machine delays heartbeats by seconds. So the C
+        thread waits for half the time limit, but at least STALL_DUMP_AFTER and at most STALL_DUMP_LATEST seconds.
         """
         return max(STALL_DUMP_AFTER, min(STALL_DUMP_LATEST, self._clock.limit() / 2))
 

@@ -1,4 +1,4 @@
-"""Save and restore a run whose model is sharded over the ranks. Each rank reads and writes its parts."""
+"""Save and restore a run whose model is sharded over the ranks. Each rank reads and writes its own parts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,25 @@ SHARED_FS_TIMEOUT = 5.0  # maximum seconds until a file in a shared directory is
 class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
-    The run's `Parts` load `StoredGroups`, from which each rank reads the parts that it needs, and return `ShardGroups`.
-    Each weight is on one rank, so weights cannot be compared between ranks.
+    The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. From `StoredGroups`, each rank
+    reads only the parts that it needs. Each weight is on one rank, so the ranks cannot compare weights.
     """
 
     is_sharded = True
 
     def __init__(self) -> None:
         self._current_checkpoint: Path | None = None  # the checkpoint that contains the current weights
-        self._is_shared = False  # whether all ranks are known to see the run dir
+        self._is_shared = False  # whether `_check_shared` has found that all ranks share the run dir
 
     def restore(self, run: Run) -> dict[str, Any]:
-        """Resolve the run on rank 0, and load on each rank the parts that it needs. Raises the errors of `Run.restore`.
+        """Find the run dir, the dataset and the checkpoint on rank 0, and load on each rank the parts that it needs.
 
-        Before a checkpoint is used, the ranks verify its files, which are distributed over the ranks.
+        Before the ranks use a checkpoint, each rank verifies some of its files.
+
+        Raises:
+            ConfigError: as in `Run.restore`.
+            NonRetryableError: as in `Run.restore`.
+            RemoteRankError: as in `Run.restore`.
         """
         collectives = run.collectives
         problem: Exception | None = None
@@ -64,7 +69,7 @@ class Shards:
         return message
 
     def _resolve(self, run: Run) -> dict[str, Any]:
-        """Resolve the run, and return rank 0's message to all ranks."""
+        """Call `rundir.resolve` on rank 0, and return the message that `restore` broadcasts."""
         from samestep import rundir  # only rank 0 needs this module
 
         def reader(folder: Path, verify: bool) -> Checkpoint:
@@ -147,9 +152,12 @@ class Shards:
             raise rundir.shape_mismatch_error(folder, init_from, error) from error
 
     def save(self, run: Run, groups: ShardGroups) -> None:
-        """Copy this rank's shards, and write them in a thread.
+        """Copy this rank's shards, and write them in a thread. This call is a collective.
 
-        This call is a collective. Raises the errors of `Run.save`.
+        Raises:
+            ConfigError: raised on rank 0 if the ranks do not share the run dir.
+            NonRetryableError: as in `samestep.sharded.storage.save`.
+            RemoteRankError: as in `samestep.sharded.storage.save`.
         """
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
         body, kept = None, tuple[Any, ...]()
@@ -162,17 +170,26 @@ class Shards:
         self._current_checkpoint = folder
 
     def finish(self, run: Run) -> None:
-        """Wait until the last checkpoint is on the disk. This call is a collective. Raises the errors of `Run.save`."""
+        """Wait until the last checkpoint is on the disk. This call is a collective.
+
+        Raises:
+            NonRetryableError: this rank could not write the checkpoint.
+            RemoteRankError: another rank could not write the checkpoint.
+        """
         storage.finish(run.collectives, run.world.rank)  # collective
 
     def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:
-        """Write whole arrays on rank 0 from the checkpoint with the current weights. Raises the errors of `Run.save`.
+        """Write whole arrays on rank 0 from the checkpoint with the current weights. This call is a collective.
 
-        Memory holds one block at a time. Meanwhile rank 0 broadcasts heartbeats, so that the other ranks do not time
-        out.
+        Memory holds one block at a time. While rank 0 writes, it broadcasts short messages, so that the other ranks do
+        not time out.
 
         Returns:
             SHA-256 of the model's weights, and the result's fields of the best evaluation.
+
+        Raises:
+            NonRetryableError: this rank could not read or write a file.
+            RemoteRankError: another rank could not write its shards.
         """
         folder = self._current_checkpoint
         collectives = run.collectives

@@ -7,8 +7,9 @@ such as ``model-00003.safetensors``. Its manifest lists the pieces of each array
                                "pieces": [[0, [0, 0], [3, 4]], [1, [3, 0], [3, 4]]]}}}
 
 A piece is [rank that wrote it, offset in the whole array, shape]. Rank 0's thread writes the manifest and renames the
-folder only after all ranks have written their files. Therefore a checkpoint is atomic over all ranks. A resume at any
-world size reads only the parts that each rank needs. Memory holds only these parts, or one block of 16 MiB.
+folder only after all ranks have written their files. Therefore a checkpoint is atomic over all ranks. At a resume at
+any world size, each rank reads only the parts that it needs. To verify a checkpoint or to write whole arrays, a rank
+needs memory for one block of 16 MiB.
 
 All ranks write to the same folder, which is on one machine or in a directory that all machines share.
 """
@@ -47,7 +48,7 @@ from samestep.snapshot import Snapshot
 MIN_PAUSE = 0.01  # first pause in seconds between two searches for the reports of other ranks
 MAX_PAUSE = 0.5  # maximum pause in seconds
 SILENCE = 300.0  # seconds without a write after which a rank counts as lost
-GIVE_UP = 1.0  # the same limit in seconds after this process has failed
+GIVE_UP = 1.0  # seconds without a write after which a failed process stops waiting
 Failures = (ConfigError, NonRetryableError, RemoteRankError)
 _DIGESTS = untrusted.mapping(untrusted.text(64))  # SHA-256 by file
 _LENGTH = untrusted.integer(0, 2**48)  # check for the length of an array's axis
@@ -76,11 +77,12 @@ def save(
     report: checkpoint.Report = None,
     before_commit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Save the checkpoint ``folder`` in threads. Collective; it returns after this rank has copied its shards.
+    """Save the checkpoint ``folder`` in a thread of each rank. This call is a collective.
 
-    The thread of each rank writes the rank's files, and then a report with their digests. Rank 0's thread waits for the
-    reports of all ranks, writes the manifest, renames the folder and deletes old checkpoints, as in `checkpoint.save`.
-    The reports are files, because a collective of a thread could interleave with the collectives of training.
+    The call returns after this rank has copied its shards. The thread of each rank writes the rank's files, and then a
+    report with their digests. Rank 0's thread waits for the reports of all ranks, writes the manifest, renames the
+    folder and deletes old checkpoints, as in `checkpoint.save`. The reports are files, because a collective of a thread
+    could interleave with the collectives of training.
 
     Args:
         collectives: the collectives of the job.
@@ -89,7 +91,7 @@ def save(
         groups: this rank's shards.
         body: on rank 0, the app, the step, the state and the resume invariants ("arithmetic") for `manifest.seal`;
             None on all other ranks.
-        keep: number of checkpoints to keep.
+        keep: number of newest checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
         report: see `checkpoint.wait_for_previous`.
         before_commit: function that rank 0's thread calls; see `checkpoint.save`.
@@ -123,7 +125,16 @@ def save(
 
 
 def finish(collectives: Collectives, rank: int) -> None:
-    """Wait until the last checkpoint is on the disk. This call is a collective. Raises the errors of `save`."""
+    """Wait until the last checkpoint is on the disk. This call is a collective.
+
+    Args:
+        collectives: the collectives of the job.
+        rank: rank of this process.
+
+    Raises:
+        NonRetryableError: this rank could not write the checkpoint.
+        RemoteRankError: another rank could not write the checkpoint.
+    """
     failure: Exception | None = None
     try:
         checkpoint.finish(writer=rank)
@@ -147,8 +158,8 @@ def write(
         The entries of files and pieces for a manifest.
 
     Raises:
-        NonRetryableError: this rank failed.
-        RemoteRankError: another rank failed.
+        NonRetryableError: this rank could not write its files.
+        RemoteRankError: another rank could not write its files.
     """
     part, parts = _begin(collectives, rank, folder, groups)  # collective
     part.copy()
@@ -307,16 +318,16 @@ def _collect(
     Args:
         folder: final path of the checkpoint.
         parts: all ranks' entries.
-        body: the manifest, which is changed.
+        body: the manifest, changed in place.
         outcome: rank 0's own report.
 
     Returns:
-        Whether the checkpoint is complete. It is False if rank 0 could not write, and the checkpoint's files are then
-        deleted. It is also False if this process fails during the wait, because other ranks may have ended.
+        True if the checkpoint is complete. False if rank 0 could not write, after the checkpoint's files are deleted.
+        Also False if this process fails during the wait, because other ranks may have ended.
 
     Raises:
         RemoteRankError: another rank could not write. The checkpoint's files are deleted.
-        NonRetryableError: a rank does not report.
+        NonRetryableError: a report is missing, and no rank writes for SILENCE seconds.
     """
     reports = _wait_for_reports(folder, parts, outcome)
     if reports is None:
@@ -370,7 +381,7 @@ def _sizes(folder: Path) -> dict[str, int]:
     sizes = {}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # a rank renamed the file
+            with contextlib.suppress(OSError):  # a rank has renamed the file
                 sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
     return sizes
 
@@ -415,7 +426,10 @@ def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
 
 
 def _merge(described: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest's pieces of one group from all ranks' `_describe`. Raises ValueError if a part is missing."""
+    """Return the manifest's pieces of one group from all ranks' descriptions.
+
+    Raises ValueError if a part of an array is missing.
+    """
     merged = {}
     for name, (dtype, shape, _) in described[0].items():
         pieces = [[rank, *each[name][2]] for rank, each in enumerate(described) if each[name][2]]
@@ -447,7 +461,8 @@ def not_shared_error(run_dir: Path, why: str) -> ConfigError:
 def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read a sharded checkpoint like `checkpoint.read`, but verify files in blocks.
 
-    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    Raises:
+        CorruptCheckpoint: the checkpoint cannot be used.
     """
     saved = checkpoint.read(folder, verify=False)
     if verify and (damage := find_damage(folder, saved.files)):
@@ -480,7 +495,11 @@ def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Call
 
 
 def stored_groups(saved: Checkpoint) -> StoredGroups:
-    """Return the arrays of a sharded checkpoint. Raises CorruptCheckpoint if the manifest's pieces are invalid."""
+    """Return the arrays of a sharded checkpoint.
+
+    Raises:
+        CorruptCheckpoint: the manifest's pieces are invalid.
+    """
     try:
         return stored_in(saved.folder, saved.pieces, saved.files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -489,12 +508,15 @@ def stored_groups(saved: Checkpoint) -> StoredGroups:
 
 
 def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any]) -> StoredGroups:
-    """Return the arrays that a manifest describes. Raises ValueError if a piece is invalid or missing.
+    """Return the arrays that a manifest describes.
 
     Args:
         folder: folder of the checkpoint.
         groups: the manifest's pieces, by group and array.
         files: the manifest's entries of files, by name.
+
+    Raises:
+        ValueError: a piece is invalid or missing.
     """
     stored: dict[str, dict[str, StoredTensor]] = {}
     for group, arrays in groups.items():
@@ -519,7 +541,11 @@ def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any])
 
 
 def stored_file(path: Path) -> dict[str, StoredTensor]:
-    """Return the arrays of the safetensors file of --init-from. Raises ConfigError if it is missing or invalid."""
+    """Return the arrays of the safetensors file of --init-from.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
     dtypes = {code: np.dtype(name) for name, code in safetensors_layout.DTYPES.items()}
     stored = {}
     try:
@@ -543,8 +569,6 @@ def consolidate(
 ) -> str:
     """Write whole arrays to a safetensors file atomically, reading blocks of 16 MiB.
 
-    Raises NonRetryableError if a file cannot be read or written.
-
     Args:
         arrays: stored arrays by name.
         path: the file to write; None to compute only the digest.
@@ -552,6 +576,9 @@ def consolidate(
 
     Returns:
         The `checkpoint.weights_sha256` of the arrays.
+
+    Raises:
+        NonRetryableError: a file cannot be read or written.
     """
     digest = hashlib.sha256()
     begin, places = safetensors_layout.layout(arrays)

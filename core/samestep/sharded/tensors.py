@@ -41,7 +41,7 @@ class TensorShard(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An array in files, which can be read in parts.
+    """A stored array that can be read in parts.
 
     Attributes:
         name: name of the array in the files.
@@ -56,11 +56,14 @@ class StoredTensor:
     pieces: tuple[tuple[Path, Shape, Shape], ...]
 
     def read(self, offset: Shape | None = None, shape: Shape | None = None) -> NDArray[Any]:
-        """Read a part of the array. Raises NonRetryableError if a file cannot be read.
+        """Read a part of the array.
 
         Args:
             offset: index of the part's first element; None for the beginning.
             shape: shape of the part; None for the shape of the whole array.
+
+        Raises:
+            NonRetryableError: a file cannot be read.
         """
         offset = (0,) * len(self.shape) if offset is None else offset
         shape = self.shape if shape is None else shape
@@ -70,7 +73,7 @@ class StoredTensor:
             high = [min(a + b, c + d) for a, b, c, d in zip(offset, shape, begin, extent)]
             if any(a >= b for a, b in zip(low, high)):
                 continue
-            try:  # a file is opened for each piece, so that its memory map is freed
+            try:  # open the file again for each piece, so that its memory map is freed
                 with safe_open(path, framework="numpy") as file:
                     source = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, begin))
                     part = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
@@ -82,7 +85,8 @@ class StoredTensor:
     def blocks(self) -> Iterator[NDArray[Any]]:
         """Yield the whole array in C order, in parts of at most BLOCK bytes.
 
-        Raises NonRetryableError if a file cannot be read.
+        Raises:
+            NonRetryableError: a file cannot be read.
         """
         for offset, shape in _split((0,) * len(self.shape), self.shape, max(1, BLOCK // self.dtype.itemsize)):
             yield self.read(offset, shape)

@@ -42,8 +42,8 @@ class Normalize(torch.autograd.Function):
             x: the input, [m, c, ...].
             weight: the scale, [c], or None.
             bias: the shift, [c], or None.
-            eps: added to the variance.
-            timer: counts the time of the all-reduce as communication.
+            eps: number that is added to the variance.
+            timer: timer that counts the all-reduce as communication, or None.
             alone: whether to compute statistics without other ranks.
             group: process group to reduce over.
 
@@ -51,7 +51,7 @@ class Normalize(torch.autograd.Function):
             The normalized x [m, c, ...] in float32 or float64, the means [c], the variances [c], and the number of
             values per channel [].
         """
-        wide = x if x.dtype == torch.float64 else x.float()  # with autocast x is bfloat16
+        wide = x if x.dtype == torch.float64 else x.float()  # with autocast, x may be bfloat16
         dims = dims_of_channel(x)
         # Ranks may have different numbers of rows, so they reduce sums and counts. A variance is a small difference of
         # two large sums. So each rank subtracts its own mean before squaring, and sums are reduced in float64.
@@ -128,8 +128,8 @@ def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> Non
 
     Args:
         sums: float64 or float32 [k].
-        timer: counts the time as communication, because a rank that waits here is not a straggler.
-        group: the ranks that take different data.
+        timer: timer that counts this call as communication, because a rank that waits here is not a straggler; or None.
+        group: process group of the ranks that take different data.
     """
     if torch.compiler.is_compiling():  # torch.compile cannot trace a timer
         timer = None
@@ -155,7 +155,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
     sums: Tensor | None = None  # with virtual ranks, [n * mean, n * variance, n] of a sub-shard, [2c + 1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [m, c, ...]; keep its shape and dtype. In training, forward and backward pass are collective."""
+        """Normalize x [m, c, ...]; keep its shape and dtype. In training, both passes are collectives."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
             self.update_running(mean, unbiased)
         else:
             torch.cat([total * mean, total * unbiased, total[None]], out=self.sums)
-        # The cast is not in Normalize, because torch 2.11's compiler then computes wrong gradients.
+        # The cast is not in Normalize, because torch 2.11's compiler would then compute wrong gradients.
         return y.to(x.dtype)  # type: ignore[no-any-return]
 
     def _check_count(self, x: Tensor, total: Tensor) -> None:
@@ -197,7 +197,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), pace)
 
     def update_from_sums(self) -> None:
-        """Update the running statistics from ``sums``, after these were summed over the global batch."""
+        """Update the running statistics from ``sums``, which must contain the sums over the global batch."""
         if self.sums is not None:
             mean, variance = (self.sums[:-1] / self.sums[-1]).chunk(2)
             self.update_running(mean, variance)

@@ -1,4 +1,4 @@
-"""Save and restore the parts of a training program in atomic, checksummed checkpoints, with exact types."""
+"""Save the parts of a training program in atomic, checksummed checkpoints, and restore values with the same types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from samestep.torch.stops import StopRequests, exit_stopped
 from samestep.torch.worker_signals import stop_workers
 
 _PART_NAME = re.compile("[a-z_]+")  # a part's name is also a file name
-_APP = "samestep.torch"  # the app in manifests
+_APP = "samestep.torch"  # name of the app in manifests
 _REMEDY = "move the folder away, or pass another one"
 _SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -35,22 +35,22 @@ _SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 class Checkpoints:
     """Save and restore the parts of a program, keep the newest checkpoints in a folder, and handle stop signals.
 
-    A part has ``state_dict`` and ``load_state_dict``, or is a dict of Python values, which is restored in place. Models
-    are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files, and broadcasts their
-    content. After a kill at any time, all checkpoints in the folder are complete.
+    A part is an object with ``state_dict`` and ``load_state_dict``, or a dict of Python values. A restore changes the
+    dict in place. Models are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files,
+    and broadcasts their content. After a kill at any time, all checkpoints in the folder are complete.
 
-    If a part has DTensors, such as a model with FSDP2 or tensor parallelism, each rank writes its part of each tensor.
+    If a part has DTensors, such as a model with FSDP2 or tensor parallelism, each rank writes its shard of each tensor.
     All ranks must then share the folder. The mesh may change before a restore.
 
     Args:
-        folder: folder for this job only. The value on rank 0 is used.
+        folder: folder for this job only. Pass the same folder on all ranks.
         keep: number of newest checkpoints to keep.
         every: number of steps between checkpoints; 0 saves only in `save` and at a stop.
         grace: maximum seconds from a stop signal to the exit; see `StopRequests`. None installs no signal handlers.
         **parts: the parts by name. Names consist of lower-case letters and underscores.
 
     Raises:
-        TypeError: a part could not be restored exactly; the message has the path of the value.
+        TypeError: a part has a value that a restore would change; the message has the path of the value.
         ValueError: an argument is out of range.
     """
 
@@ -130,7 +130,7 @@ class Checkpoints:
         return arrays
 
     def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
-        """Return (newest valid checkpoint or None, error that all ranks must raise or None). Only rank 0 calls this."""
+        """Return (newest valid checkpoint or None, error for all ranks or None). Only rank 0 calls this method."""
         warn_shared_store()
         with contextlib.suppress(OSError):  # the next save reports the error
             checkpoint.clear(self.folder)
@@ -168,10 +168,10 @@ class Checkpoints:
         exit_stopped(128 + signal)
 
     def save(self) -> None:
-        """Save the parts now: copy them on rank 0, and write the files in a thread. Call this method on all ranks.
+        """Save the parts now: copy them, and write the files in a thread. Call this method on all ranks.
 
         Raises:
-            TypeError: a part cannot be saved exactly.
+            TypeError: a part has a value that a restore would change.
             NonRetryableError: the previous checkpoint could not be written.
         """
         rank, _ = place()
@@ -206,9 +206,12 @@ class Checkpoints:
         return structures, groups
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises NonRetryableError if it could not be written.
+        """Wait until the last checkpoint is on the disk.
 
         Ranks other than rank 0 wait only for their own files.
+
+        Raises:
+            NonRetryableError: the checkpoint could not be written.
         """
         with remote_failures(self.folder):
             checkpoint.finish()
@@ -224,7 +227,12 @@ def remote_failures(folder: Path) -> Iterator[None]:
 
 
 def checked_part(name: str, part: Any) -> Any:
-    """Return a part without wrappers. Raises ValueError for an invalid name, or TypeError for an unsupported part."""
+    """Return a part without wrappers.
+
+    Raises:
+        ValueError: the name is invalid.
+        TypeError: the part is neither a dict nor an object with ``state_dict`` and ``load_state_dict``.
+    """
     if not _PART_NAME.fullmatch(name):
         raise ValueError(f"the part's name {name!r} is not made of lower-case letters and underscores: rename it")
     part = unwrapped(part)
@@ -265,7 +273,8 @@ def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> di
 def read_any(folder: Path, verify: bool) -> Checkpoint:
     """Read and verify a checkpoint; verify a sharded checkpoint in blocks.
 
-    Raises CorruptCheckpoint if the checkpoint cannot be used.
+    Raises:
+        CorruptCheckpoint: the checkpoint cannot be used.
     """
     if checkpoint.read(folder, verify=False).pieces:
         return storage.read(folder, verify)
@@ -273,7 +282,7 @@ def read_any(folder: Path, verify: bool) -> Checkpoint:
 
 
 def parse_arrays(content: bytes) -> Arrays:
-    """Return the arrays in the content of a safetensors file; {} for empty content, of a part without arrays."""
+    """Return the arrays in the content of a safetensors file; {} for the empty content of a part without arrays."""
     return safetensors.numpy.load(content) if content else {}
 
 

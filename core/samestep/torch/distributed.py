@@ -28,15 +28,15 @@ _sharing: dict[str, str] = {}
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU or this rank's GPU. With --share-gpu, all ranks use the machine's first GPU.
 
-    For a GPU, torch is set to use only deterministic algorithms, so that bits are equal after a resume. An operation
-    without such an algorithm raises RuntimeError. Convolutions use float32 instead of TF32, as on a CPU.
+    For a GPU, this function restricts torch to deterministic algorithms, so that bits are equal after a resume. An
+    operation without such an algorithm raises RuntimeError. Convolutions use float32 instead of TF32, as on a CPU.
 
     Args:
         requested: "cpu", "cuda", SHARED_GPU, or "auto", which uses GPUs if this machine has one for each of its ranks.
         world: rank, world size and launcher of this process.
 
     Raises:
-        ConfigError: as in `gpu_use`, or ranks of several machines use --share-gpu.
+        ConfigError: as in `gpu_use`, or a job on several machines uses --share-gpu.
         NonRetryableError: CUDA cannot start, for example with an old driver.
     """
     gpus = torch.cuda.device_count()
@@ -91,8 +91,8 @@ def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
     """Return the environment variables with which NCCL accepts several ranks on one GPU.
 
     NCCL rejects two ranks with the same host and GPU. Before NCCL 2.30, each rank therefore gets its own NCCL_HOSTID,
-    and ranks communicate by the loopback interface. The ranks set the variables instead of the launch script, because
-    only ranks can read NCCL's version, and so that a bare torchrun works.
+    and ranks communicate by the loopback interface. The ranks themselves set the variables, because a launch script
+    cannot read NCCL's version, and a bare torchrun does not set the variables.
 
     Args:
         nccl: version of NCCL, such as (2, 28, 9).
@@ -107,11 +107,12 @@ def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
 def memory_fraction(total: float, ranks: int) -> float:
     """Return the fraction of a shared GPU's memory that torch may allocate in each rank.
 
-    Raises ConfigError if no memory is left for a rank beside its CUDA context.
-
     Args:
         total: memory of the GPU in bytes.
         ranks: number of ranks that share the GPU.
+
+    Raises:
+        ConfigError: no memory is left for a rank beside its CUDA context.
     """
     fraction = SHARED_MEMORY / ranks - CONTEXT_BYTES / total
     if fraction <= 0:
@@ -151,7 +152,8 @@ def set_threads(threads: int | None) -> None:
 def backend(device: torch.device, requested: str = "auto") -> str:
     """Return the backend of the process group; "auto" means "nccl" on a GPU and "gloo" on the CPU.
 
-    Raises ConfigError if "nccl" is requested without a GPU.
+    Raises:
+        ConfigError: "nccl" is requested without a GPU.
     """
     if requested == "nccl" and device.type != "cuda":
         raise ConfigError("--backend nccl needs a GPU for each rank: start fewer ranks, or use --backend gloo")
@@ -193,7 +195,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
 
     Args:
         world: rank, world size and launcher of this process.
-        device: device of this rank, on which the backend "auto" depends.
+        device: device of this rank, which determines the backend if ``requested`` is "auto".
         timeout: seconds without progress after which the watchdog ends the rank. Collectives time out 30 s later, so
             that the watchdog, which can name the missing rank, reports first.
         requested: "auto", or the name of a backend.
@@ -265,5 +267,5 @@ def _recorded(function: str) -> list[dict[str, Any]]:
 
 
 def _is_pending(entry: dict[str, Any]) -> bool:
-    """Return whether a collective has not completed. NCCL's collectives are marked as retired with a delay."""
+    """Return whether a collective has not completed. NCCL marks a completed collective as retired after a delay."""
     return not entry["retired"] and entry.get("state") != "completed"

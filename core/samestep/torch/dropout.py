@@ -23,7 +23,7 @@ class ModelRows:
     """The rows of a model's current batch, which its dropouts share.
 
     Attributes:
-        number: key of this object for `keep_mask`, because torch.compile only supports numbers and tensors.
+        number: key of this object for `keep_mask`, which torch.compile can call only with numbers and tensors.
         state: states of torch's generators after the last draw of a dropout, while `DrawWatch` is active; else None.
     """
 
@@ -34,7 +34,11 @@ class ModelRows:
         _models[self.number] = self
 
     def rows(self) -> Rows:
-        """Return the rows of the current batch."""
+        """Return the rows of the current batch.
+
+        Raises:
+            ValueError: `exact` got no rows.
+        """
         if self._source is None:
             raise ValueError("a dropout needs the rows of the batch: pass the sampler, or FixedRows, to exact()")
         return self._source.rows()
@@ -83,13 +87,16 @@ def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
     checkpointing restores this generator, so its second forward pass drops the same values.
 
     Args:
-        x: the input, [k * m, ...].
+        x: the input, [k * m, ...], with k consecutive entries for each row.
         model: the number of a `ModelRows`.
         p: probability of dropping a value.
         by_channel: whether to drop whole channels, the second dimension.
 
     Returns:
         bool [k * m, c, 1, ...] with ``by_channel``, otherwise bool with the shape of x.
+
+    Raises:
+        ValueError: the first dimension of x is not a multiple of m.
     """
     model_rows = _models[model]
     key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
@@ -132,7 +139,7 @@ class RowDropout(dropout._DropoutNd):
     by_channel = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to x [k * m, ...], where m is this rank's number of rows; keep its shape."""
+        """Apply dropout to x [k * m, ...], where m is this rank's number of rows. The result has the shape of x."""
         if not self.training or self.p == 0:
             return x
         draw = keep_mask if torch.compiler.is_compiling() else draw_mask

@@ -1,4 +1,4 @@
-"""Make a model's batch norms, its dropouts and DDP's gradient sums independent of the world size."""
+"""Make batch norms and dropouts independent of the world size, and the order of DDP's sums independent of restarts."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = None) -> Model:
-    """Make the training of ``model`` independent of the world size. Change the model in place, and return it.
+    """Make a model's batch norms and dropouts independent of the world size, and return the model.
 
-    Batch norms compute statistics over all ranks' rows, or over each sub-shard with virtual ranks. The mask of a
-    dropout depends on the row of the global batch. Parameters, buffers and the names in a state_dict stay the same. In
-    a DDP model, gradients are summed in an order that a restart does not change. DDP no longer broadcasts buffers,
-    because they are equal on all ranks. Call this function after DDP and before torch.compile.
+    This function changes the model in place. Batch norms compute statistics over all ranks' rows, or over each
+    sub-shard with virtual ranks. A dropout's mask depends on a row's position in the global batch. Parameters, buffers
+    and the names in a state_dict stay the same. A DDP model then sums gradients in an order that a restart does not
+    change. DDP no longer broadcasts buffers, because the buffers are equal on all ranks. Call this function after DDP
+    and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
     check.
 
     Args:
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
-        rows: the sampler, or a `FixedRows`. It may be None if the model has no dropout.
-        timer: counts the time in which this rank waits for other ranks as communication.
+        rows: the sampler, or a `FixedRows`. Pass None only for a model without dropouts.
+        timer: timer that counts the time in which this rank waits for other ranks as communication.
 
     Raises:
         ValueError: a module cannot be made exact; the message has its name. If a module draws random numbers in another
@@ -129,7 +130,7 @@ def check_draws(name: str, module: nn.Module) -> None:
 
 
 def separate(norms: list[Any], rows: Any) -> None:
-    """Create each norm's buffer ``sums`` for the statistics of a sub-shard, which `GradientTree` adds up.
+    """Create each norm's buffer ``sums`` for the statistics of a sub-shard, which `GradientTree` sums.
 
     Args:
         norms: the model's `GlobalBatchNorm` modules.
@@ -171,14 +172,17 @@ class DrawWatch:
         self._model_rows.state = generator_states()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Compare the states of the generators after a module's forward pass. Inner modules come first.
+        """Compare the states of the generators after a module's forward pass.
 
-        Raises ValueError if the module has drawn random numbers.
+        torch calls this hook for inner modules first.
 
         Args:
             module: the module whose forward pass has ended.
             inputs: ignored.
             output: ignored.
+
+        Raises:
+            ValueError: the module has drawn random numbers.
         """
         if torch.compiler.is_compiling() or self._model_rows.state is None:
             return

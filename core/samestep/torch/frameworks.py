@@ -1,4 +1,4 @@
-"""Check that a framework's settings do not conflict with the kit."""
+"""Check that a framework's settings do not conflict with the samplers of this package."""
 
 from __future__ import annotations
 

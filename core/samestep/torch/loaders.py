@@ -1,4 +1,4 @@
-"""Load batches whose random numbers depend only on the example, and count the batches that the loop receives."""
+"""Load batches whose random numbers depend only on seed, epoch and example, and count the batches that a loop gets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from samestep.torch.worker_signals import stop_workers as stop_workers
 class Seeded(Dataset[Any]):
     """Read ``dataset[index]`` with ``random``, ``numpy.random`` and torch seeded from (seed, epoch, index).
 
-    A random flip or crop is then the same in any worker, batch or rank. The indices of the kit's samplers contain the
-    epoch; for other indices the epoch is 0. Outside workers, the states of the generators are restored after a read.
+    A random flip or crop is then the same in any worker, batch or rank. A sampler of this package passes the epoch with
+    its indices; for other indices the epoch is 0. Outside workers, a read restores the states of the generators.
     All other attributes are forwarded to the dataset.
 
     Args:
@@ -34,7 +34,7 @@ class Seeded(Dataset[Any]):
 
     Raises:
         TypeError: the dataset does not support an index.
-        RuntimeError: raised by a read if both results differ, because the dataset has its own generator.
+        RuntimeError: raised by the first read if both results differ, because the dataset has its own generator.
     """
 
     def __init__(self, dataset: Any, seed: int = 0, verify: bool = True) -> None:
@@ -48,7 +48,7 @@ class Seeded(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # unpickling asks for these before ``dataset`` is set
+        if name == "dataset" or name.startswith("__"):  # unpickling reads these before ``dataset`` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -125,7 +125,7 @@ class Collate:
         self._collate_fn = collate_fn
 
     def __call__(self, examples: Any) -> Any:
-        """Return the batch for the result of the dataset: a list of examples, or a whole batch."""
+        """Return a batch. ``examples`` is a list of examples, or a whole batch that the dataset has created."""
         if not isinstance(examples, list) or examples:
             return self._collate_fn(examples)
         batch = self._collate_fn(read_first(self._dataset))
@@ -153,7 +153,7 @@ def without_rows(value: Any) -> Any:
 def reads_batches(dataset: Any) -> bool:
     """Return whether a dataset reads whole batches by its own method ``__getitems__``.
 
-    torch's Subset always has this method, so it does not count.
+    torch's Subset always has this method, so a Subset does not count.
     """
     if isinstance(dataset, Subset):
         return False
@@ -181,8 +181,8 @@ def check_draws_nothing(dataset: Any) -> None:
 class DataLoader(TorchDataLoader[Any]):
     """torch's DataLoader, for a `GlobalBatchSampler` or an `EvalSampler` as ``batch_sampler``.
 
-    This class wraps the dataset in `Seeded`, and counts the batches that the loop receives. For an empty shard it
-    returns tensors with 0 rows. Its workers survive a stop signal.
+    This class wraps the dataset in `Seeded`, and counts the batches that the loop receives. For an empty shard, the
+    loader returns tensors with 0 rows. The loader's workers survive a stop signal.
 
     A dataset with a method ``__getitems__`` is not wrapped. The method gets the indices of a batch, an int64 array with
     an attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of
@@ -196,7 +196,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     Raises:
         TypeError: the dataset does not support an index.
-        ValueError: ``shuffle`` without a sampler, or a sampler for another number of examples.
+        ValueError: ``shuffle`` is set without a sampler, or the sampler is for another number of examples.
     """
 
     def __init__(self, dataset: Any, *args: Any, seeded: bool = True, **kwargs: Any) -> None:

@@ -47,15 +47,15 @@ def global_mean(
 
     This call is a collective. The value is the same on all ranks. The gradient is this rank's part of the mean's
     gradient, multiplied by the world size, because DDP and FSDP divide by the world size. Do not pass a mean as
-    ``loss_sum``, because this is not detected.
+    ``loss_sum``, because this function cannot detect the mistake.
 
     If a step accumulates gradients of several micro-batches, pass the weight of the whole step as ``of``:
     ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean.
 
     Args:
         loss_sum: a loss with ``reduction="sum"``, or a sum of masked or weighted losses; scalar tensor.
-        weight_sum: number of samples, number of tokens with a loss, or sum of weights. It may be 0. If it is 0 on all
-            ranks, the result and its gradient are 0.
+        weight_sum: number of samples, number of tokens with a loss, or sum of weights; may be 0. If ``weight_sum`` is
+            0 on all ranks, the result and its gradient are 0.
         of: the sum of weights over all ranks and micro-batches of the step, which replaces ``weight_sum``.
         grad_scale: factor of the gradient that replaces the world size. Pass 1 if gradients are summed over ranks.
         group: the ranks that take different data: a process group, or an axis of a device mesh. None means all ranks.
@@ -87,7 +87,8 @@ def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float
     """Return the sum of each value over all ranks. This call is a collective.
 
     Args:
-        *values: numbers or scalar tensors, such as numbers of correct predictions. Pass equally many on all ranks.
+        *values: numbers or scalar tensors, such as numbers of correct predictions. All ranks must pass the same number
+            of values.
         group: as in `global_mean`.
 
     Raises:

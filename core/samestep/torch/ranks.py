@@ -1,4 +1,4 @@
-"""Provide this process's rank, and the kit's collectives, which do not communicate if there is only one rank."""
+"""Provide this process's rank, and collectives that do not communicate if there is only one rank."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def collective_device() -> torch.device:
 def use_gather(size: int, group: Group = None) -> bool:
     """Return whether rank 0 should sum a tensor of ``size`` bytes.
 
-    With gloo, a sum on rank 0 is faster for small tensors, because the number of messages determines their time.
+    With gloo, a sum on rank 0 is faster for small tensors, because the time depends on the number of messages.
     """
     is_gloo = dist.get_backend(group) == "gloo"
     return is_gloo and 1 < dist.get_world_size(group) <= GATHER_MAX_BYTES // max(1, size)
@@ -116,7 +116,7 @@ def is_alone() -> bool:
 
 
 def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
-    """Replace ``tensor`` by its sum over the ranks of a group, in the same order in each start, and return it."""
+    """Replace ``tensor`` by its sum over the ranks of a group, in the same order in each start. Return ``tensor``."""
     if not is_alone():
         ordered_all_reduce(tensor, group)  # collective
     return tensor

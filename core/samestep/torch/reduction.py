@@ -1,8 +1,8 @@
 """Reduce gradients in an order that a restart does not change, so that a resumed run ends with the same bits.
 
 gloo's all-reduce is a ring. With 3 or more ranks, the order of an element's sum depends on its place in the bucket. But
-DDP rebuilds its buckets after the first backward pass. Therefore rank 0 adds up the gradients of small models in rank
-order, and the gradients of larger models are reduced parameter by parameter.
+DDP rebuilds its buckets after the first backward pass. Therefore rank 0 sums the gradients of small models in rank
+order. For larger models, one all-reduce sums the gradient of each parameter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None = None) -> None:
     """Register a DDP hook that reduces gradients in an order which does not depend on DDP's buckets.
 
-    With gloo, rank 0 adds up the gradients of small models in rank order. Otherwise gradients are reduced by parameter.
+    With gloo, rank 0 sums the gradients of small models in rank order. Otherwise, one all-reduce sums the gradient of
+    each parameter.
 
     Args:
         ddp: the model, before its first forward pass. Call this function on all ranks.
-        timer: counts the time of the hook as communication, although other gradients may be computed at the same time.
+        timer: timer that counts the hook as communication, although a GPU may compute other gradients meanwhile.
     """
     gathers = use_gather(sum(parameter.nbytes for parameter in ddp.parameters()))
     reduce = _add_on_rank_0 if gathers else _reduce_by_parameter
@@ -74,7 +75,7 @@ def gradient_tree(
     Args:
         model: the model whose gradients are reduced.
         batches: the run's global batches.
-        buffers: tensors that each micro-batch overwrites, such as statistics of a norm, and that are summed too.
+        buffers: tensors that each micro-batch overwrites, such as statistics of a norm. The tree also sums them.
         *collectives: the framework's all_to_all and all_gather; by default the collectives of torch.
     """
     if not batches.virtual_ranks:
@@ -87,14 +88,14 @@ def gradient_tree(
 
 
 def time_phases(model: nn.Module, optimizer: Optimizer, timer: StepTimer) -> None:
-    """Register hooks that mark a step's last gradient, and the begin and the end of its update, in ``timer``.
+    """Register hooks that mark a step's last gradient, and the beginning and end of its update, in ``timer``.
 
-    A gradient's hook runs before DDP's hook, which may start its reduction. backward() returns after all reductions.
+    A gradient's hook runs before DDP's hook, which may start a reduction. backward() returns after all reductions.
 
     Args:
         model: the model whose gradients are timed.
         optimizer: the optimizer whose updates are timed.
-        timer: gets the marks.
+        timer: the timer to mark.
     """
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: timer.mark(COMPUTE))

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     """The rows of a global batch that a rank computes.
 
     Attributes:
-        step: number of updates before this one.
+        step: number of updates done before this batch.
         first: index of this rank's first row.
         local: number of this rank's rows, which may be 0.
         size: number of rows of the global batch, over all ranks.
@@ -86,7 +86,8 @@ class FixedRows:
     draws its masks from this generator.
 
     Args:
-        virtual_ranks: if set, batch norms compute the statistics of each forward pass without other ranks.
+        virtual_ranks: a number lets batch norms compute the statistics of each forward pass without other ranks; None
+            lets them use all ranks' rows.
         group: the ranks that take different data, as in `GlobalBatchSampler`.
     """
 
@@ -96,20 +97,27 @@ class FixedRows:
         self._rows: Rows | None = None
 
     def set(self, step: int, first: int, local: int, size: int) -> None:
-        """Set the rows of the next forward pass. Raises ValueError if they are not part of the global batch.
+        """Set the rows of the next forward pass.
 
         Args:
-            step: number of updates before this one.
+            step: number of updates done before this batch.
             first: index of this rank's first row in the global batch.
             local: number of this rank's rows.
             size: number of rows of the global batch, over all ranks.
+
+        Raises:
+            ValueError: the rows are not part of the global batch.
         """
         if first < 0 or local < 0 or first + local > size:
             raise ValueError(f"rows {first} to {first + local} are not part of a global batch of {size} rows")
         self._rows = Rows(step, first, local, size)
 
     def rows(self) -> Rows:
-        """Return the rows of the current batch. Raises RuntimeError before the first `set`."""
+        """Return the rows of the current batch.
+
+        Raises:
+            RuntimeError: the program has not called `set`.
+        """
         if self._rows is None:
             raise RuntimeError("FixedRows has no rows yet: call set(step, first, local, size) before the forward pass")
         return self._rows
@@ -124,8 +132,8 @@ class GlobalBatchSampler(Sampler[Indices]):
     position belongs to this epoch until the iteration ends. If a program is restored at such a position, the next
     iteration yields no batch, so that the program first repeats its evaluation.
 
-    The kit's `DataLoader` counts the batches that the loop has received. For any other DataLoader, which may read ahead
-    with workers, iterate over ``sampler.received(loader)``.
+    `samestep.torch.DataLoader` counts the batches that the loop has received. Any other DataLoader may read ahead with
+    workers, so iterate over ``sampler.received(loader)``.
 
     Args:
         dataset_len: number of examples.
@@ -182,7 +190,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             drop_last=drop_last,
         )
         self.seed_steps = seed_steps
-        self.yields_arrays = False  # set by the kit's DataLoader if the dataset reads whole batches
+        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads whole batches
         self._epoch = 0
         self._batch = 0  # steps done in this epoch; equal to len(self) at the epoch's end
         self._is_drawn = False
@@ -226,7 +234,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         self._go_to(*divmod(whole_number("step", step), len(self)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the position to the start of an epoch, unless it is already in this epoch. Only frameworks call this."""
+        """Set the position to the start of an epoch, unless it is in this epoch. Only frameworks call this method."""
         if epoch != self._epoch:
             self._go_to(epoch, 0)
 
@@ -286,8 +294,8 @@ class GlobalBatchSampler(Sampler[Indices]):
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """Divide the batch that the loop has received last into this rank's micro-batches.
 
-        While the loop computes a micro-batch, `rows` returns its rows. The generators are seeded again before each
-        micro-batch, so that dropout masks do not depend on the division.
+        While the loop computes a micro-batch, `rows` returns the rows of this micro-batch. This method seeds the
+        generators again before each micro-batch, so that dropout masks do not depend on the division.
 
         Args:
             batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, ...].
@@ -308,7 +316,8 @@ class GlobalBatchSampler(Sampler[Indices]):
         """Return the rows of the batch or micro-batch that the loop has received last.
 
         Raises:
-            RuntimeError: the loop has received no batch, or it must iterate over `micro_batches` and does not.
+            RuntimeError: the loop has received no batch, or a step has several micro-batches and the loop does not
+                iterate over `micro_batches`.
         """
         step = self._current_step()
         if self._is_cut and self.micro_batch is None:
@@ -343,7 +352,8 @@ class GlobalBatchSampler(Sampler[Indices]):
         """Return the position, and the settings of the order of examples. Call this method after an optimizer step.
 
         Raises:
-            RuntimeError: the loop does not use the kit's DataLoader or `received`, so batches are not counted.
+            RuntimeError: no batches are counted, because the loop uses neither `samestep.torch.DataLoader` nor
+                `received`.
         """
         if self._is_drawn and not self._is_counted:
             raise RuntimeError(
@@ -353,7 +363,11 @@ class GlobalBatchSampler(Sampler[Indices]):
         return {"step": self.step, "epoch": self._epoch, **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set a saved position. Raises ValueError if the state belongs to another order of examples."""
+        """Set the position to a position that `state_dict` returned.
+
+        Raises:
+            ValueError: the state belongs to another order of examples.
+        """
         for name, value in self._order().items():
             if state[name] != value:
                 raise ValueError(f"the checkpoint has {name} {state[name]}, not {value}: set it back, or start anew")
@@ -373,9 +387,9 @@ class GlobalBatchSampler(Sampler[Indices]):
 class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
-    Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless
-    ``blocks`` does. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end,
-    except with ``even``.
+    Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless a
+    program computes ``blocks`` from the world size. Ranks may have different numbers of blocks. So without ``even``, an
+    evaluation must not communicate before its end.
 
     Args:
         dataset_len: number of examples.
@@ -414,7 +428,7 @@ class EvalSampler(Sampler[Indices]):
         self._is_even = even
         self._group = process_group(group)
         self._given = checked_place(rank, world_size, self._group)
-        self.yields_arrays = False  # set by the kit's DataLoader if the dataset reads whole batches
+        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads whole batches
 
     @property
     def num_blocks(self) -> int:
@@ -443,7 +457,15 @@ class EvalSampler(Sampler[Indices]):
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return an int or a NumPy integer as an int. Raises TypeError for a bool and for other types."""
+    """Return an int or a NumPy integer as an int.
+
+    Args:
+        name: name of the argument, for the error.
+        value: the argument.
+
+    Raises:
+        TypeError: the value is a bool, or not an integer.
+    """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {value!r:.60}")
     return index(value)

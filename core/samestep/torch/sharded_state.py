@@ -1,4 +1,4 @@
-"""Save and restore tensors that are sharded over a device mesh, without a rank that holds a whole tensor.
+"""Save and restore tensors that are sharded over a device mesh, so that no rank needs memory for a whole tensor.
 
 A checkpoint stores the shape of the whole tensor, and each rank writes its part. If several ranks hold the same part,
 the first of them writes it. On a restore, each rank reads the part that it holds on the current mesh.
@@ -59,8 +59,8 @@ def _has_rank_0(mesh: Any) -> bool:
 def part_of(tensor: Any) -> Part:
     """Return this rank's part of a DTensor.
 
-    Each axis of the mesh that shards a dimension divides it as `torch.chunk` does. FSDP2 divides the shards of tensor
-    parallelism further, and its placements have the attribute ``split_factor``.
+    Each axis of the mesh that shards a dimension divides this dimension as `torch.chunk` does. FSDP2 divides the shards
+    of tensor parallelism further, and its placements have the attribute ``split_factor``.
 
     Raises:
         TypeError: the tensor contains sums that are not reduced yet.
@@ -88,7 +88,7 @@ def part_of(tensor: Any) -> Part:
 
 
 def to_array(value: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array. It may be a view of a CPU tensor.
+    """Return a tensor as an array, which may be a view of a CPU tensor.
 
     A dtype that NumPy lacks, such as bfloat16, becomes unsigned integers of the same width. A complex tensor becomes
     real, with a last dimension of 2.
@@ -176,7 +176,7 @@ def parameters_of(part: Any) -> list[Any]:
 
 
 def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
-    """Return the parameter whose sharding a tensor of an optimizer has; None for other tensors, such as a counter.
+    """Return the parameter that is sharded like a tensor of an optimizer's state; None if no parameter is.
 
     Args:
         parameters: parameters of the optimizer, from `parameters_of`.

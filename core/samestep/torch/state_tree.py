@@ -47,7 +47,7 @@ def encode(tree: Any, name: str, with_values: bool = True) -> tuple[Any, Arrays]
         tree: a value that consists of None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict,
             OrderedDict, Counter, defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device.
             DTensors are returned unchanged among the arrays.
-        name: name of the tree, with which paths in messages begin.
+        name: name of the tree. Paths in messages begin with this name.
         with_values: whether to read the arrays. False only checks the tree, and returns empty arrays.
 
     Returns:

@@ -22,7 +22,7 @@ _exit_code: int | None = None  # exit code of a stopped program; None before a s
 
 
 class StopRequests:
-    """Receive stop signals, and agree with all ranks on a step to stop after.
+    """Receive stop signals, and agree with all ranks on the step after which all stop.
 
     A rank exits at once, without saving, at a signal before its first step, at a second signal, and ``grace`` seconds
     after a signal.
@@ -53,7 +53,7 @@ class StopRequests:
     def step(self) -> int:
         """Count a step, and call `agree` after some steps. Call this method after each step on all ranks.
 
-        The steps between two calls of `agree` take about a quarter of the grace time, but there are at most 64.
+        Two calls of `agree` are about a quarter of the grace time apart, and at most 64 steps.
 
         Returns:
             The signal that the ranks agreed on, or 0. The value is the same on all ranks.

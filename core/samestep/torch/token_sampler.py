@@ -1,4 +1,4 @@
-"""Divide a dataset of texts into global batches by tokens, which are the same at any world size."""
+"""Divide a dataset of texts, by numbers of tokens, into global batches that are the same at any world size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
     In each step, iterate over `micro_batches`, and call `scale` with the loss summed over the target tokens. The loss
     is then the mean over the target tokens of the global batch, without communication.
 
-    The dataset must pad on the right, because `micro_batches` cuts off the columns after a micro-batch's longest
+    The dataset must pad on the right, because `micro_batches` removes the columns after a micro-batch's longest
     example. Padding on the right does not affect the losses of a causal model.
 
     Args:
@@ -82,8 +82,8 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """Divide the batch that the loop has received last into this rank's micro-batches.
 
-        If a rank has no micro-batches and ``virtual_ranks`` is None, an empty micro-batch is yielded, because DDP
-        requires a backward pass on each rank.
+        If a rank has no micro-batches and ``virtual_ranks`` is None, this method yields an empty micro-batch, because
+        DDP requires a backward pass on each rank.
 
         Args:
             batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, tokens, ...] or [rows].

@@ -14,11 +14,13 @@ from samestep.trace import Trace, digest
 
 
 def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
-    """Call ``trace`` before and after each update of ``parameters`` by any optimizer of this process.
+    """Let ``trace`` digest each update of ``parameters`` by any optimizer of this process.
+
+    Hooks call `Trace.begin_update` before the update, and `Trace.end_update` after it.
 
     Args:
         parameters: the weights by name, in the same order on all ranks. A rank digests only its own shard of a DTensor.
-        trace: the trace, whose attributes are set.
+        trace: the trace. This function sets its attributes.
     """
     own = {id(parameter) for parameter in parameters.values()}
 

@@ -44,9 +44,9 @@ def all_gather(tensor: Tensor) -> Tensor:
 class GradientTree:
     """Sum the gradients and losses of a step's micro-batches, with the same bits at any world size.
 
-    The tree replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients, which the ranks exchange after the
-    last micro-batch. If the gradients are large, each rank sums one slice of them, and sends and receives about as many
-    bytes as an all-reduce.
+    The tree replaces DDP's reduction. A rank keeps a few sums of gradients, the nodes of `samestep.virtual_ranks`. The
+    ranks exchange these sums after the last micro-batch. If the gradients are large, each rank sums one slice of them,
+    and sends and receives about as many bytes as an all-reduce.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class GradientTree:
         all_to_all: AllToAll = all_to_all,
         all_gather: Callable[[Tensor], Tensor] = all_gather,
     ) -> None:
-        """Prepare sums of the parameters' gradients, which must have the same dtype.
+        """Prepare the sums of the parameters' gradients. All gradients must have the same dtype.
 
-        The statistics of the norms that `exact` has replaced are also summed, and update the running statistics.
+        The tree also sums the statistics of norms that `exact` has replaced, and updates their running statistics.
 
         Args:
             model: the model with the parameters.
             batches: the run's global batches, for this rank.
-            buffers: tensors that each micro-batch overwrites, such as statistics of a norm, and that are summed too.
+            buffers: tensors that each micro-batch overwrites, such as statistics of a norm. The tree also sums them.
             all_to_all: the framework's collective, with the interface of this module's `all_to_all`.
             all_gather: the framework's collective, with the interface of this module's `all_gather`.
         """
@@ -77,13 +77,13 @@ class GradientTree:
         self._all_gather = all_gather
         self._sizes = [tensor.numel() for tensor in (*self._parameters, *self._buffers)]
         self._sizes.append(1)  # the size of the loss
-        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # makes slices equal
+        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # for equal slices
         self._nodes: list[Node] = []
 
     def add(self, micro_batch: tuple[int, int], loss: Tensor) -> None:
         """Add the gradients of one micro-batch to the tree, and set the parameters' ``grad`` to None.
 
-        Gradients are not added to zeros, because -0.0 + 0.0 has another sign.
+        This method copies gradients instead of adding them to zeros, because -0.0 + 0.0 is +0.0.
 
         Args:
             micro_batch: (k, count) of the micro-batch.
@@ -101,10 +101,11 @@ class GradientTree:
         """Set the gradient of each parameter to the sum over the global batch. This call is a collective.
 
         Args:
-            step: number of updates done before this one.
+            step: number of updates done before this step.
 
         Returns:
-            The summed loss of the global batch on rank 0, and 0 on all other ranks, so that a sum over ranks is right.
+            The summed loss of the global batch on rank 0, and 0 on all other ranks, so that the sum over ranks is this
+            loss.
         """
         nodes = self._nodes
         self._nodes = []

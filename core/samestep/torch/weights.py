@@ -15,17 +15,24 @@ from samestep.run import Groups
 
 
 def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Return a checkpoint's arrays by group and name. Raises NonRetryableError if `load` could not restore an array."""
+    """Return a checkpoint's arrays by group and name.
+
+    Raises:
+        NonRetryableError: `load` could not restore an array.
+    """
     return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
 
 
 def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of a checkpoint, or only weights. Raises ValueError if an array does not fit.
+    """Load the arrays of a checkpoint, or only weights.
 
     Args:
-        model: gets the weights.
-        optimizer: gets the state, if ``groups`` has the group "optimizer".
+        model: the model that gets the weights.
+        optimizer: the optimizer that gets the state, if ``groups`` has the group "optimizer".
         groups: arrays by group and name.
+
+    Raises:
+        ValueError: an array does not fit.
     """
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))
@@ -48,7 +55,8 @@ def _array(name: str, tensor: Tensor) -> NDArray[Any]:
 def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     """Return the optimizer's state as arrays named ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
 
-    Raises NonRetryableError if a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype.
+    Raises:
+        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype.
     """
     arrays = {}
     for name, parameter in model.named_parameters():
@@ -62,7 +70,11 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes match the model."""
+    """Load arrays from `model_arrays`.
+
+    Raises:
+        ValueError: a name, shape or dtype differs from the model's.
+    """
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
@@ -70,12 +82,15 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
-    """Load arrays from `optimizer_arrays`. Raises ValueError unless each array fits its parameter.
+    """Load arrays from `optimizer_arrays`.
 
     Args:
         model: the model whose parameters the optimizer updates.
-        optimizer: gets the state.
+        optimizer: the optimizer that gets the state.
         arrays: arrays by name, from `optimizer_arrays`.
+
+    Raises:
+        ValueError: an array does not fit its parameter.
     """
     parameters = dict(model.named_parameters())
     group_of = {}

@@ -75,7 +75,8 @@ class WorkerInit:
 def remember_workers(iteration: Any) -> None:
     """Register a DataLoader iteration with workers for `stop_workers`, which is also called at Python's exit.
 
-    multiprocessing's exit function sends TERM to workers, which ignore it once, and then waits without a time limit.
+    multiprocessing's exit function sends TERM to the workers, and then waits for them without a time limit. But a
+    worker ignores the first signal.
     """
     if not _iterations:
         atexit.unregister(stop_workers)
@@ -84,6 +85,6 @@ def remember_workers(iteration: Any) -> None:
 
 
 def stop_workers() -> None:
-    """End all workers. Otherwise an exit in the middle of an epoch would wait 5 s for each worker."""
+    """End all workers. Without this call, an exit in the middle of an epoch would wait 5 s for each worker."""
     for iteration in list(_iterations):
         iteration._shutdown_workers()
