@@ -1,4 +1,4 @@
-"""Compare ResNet-50's training step on CPU in MindSpore, at several settings, and in torchvision.
+"""Time ResNet-50's training step on CPU, with several settings of MindSpore and with torchvision.
 
 The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. All steps start from the same
 weights. MindSpore and torch need separate environments:
@@ -106,7 +106,7 @@ def data(batch: int, size: int) -> Any:
 
 
 def kernels(verbose: str) -> list[str]:
-    """Return lines of oneDNN's milliseconds by kind of primitive and implementation, the 8 largest first."""
+    """Return a line for each of the 8 slowest kinds of oneDNN primitive and implementation, with its milliseconds."""
     spent: dict[str, float] = defaultdict(float)
     for line in verbose.splitlines():
         fields = line.split(",")
