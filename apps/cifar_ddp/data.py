@@ -102,7 +102,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler) -> DataLoader:
-    """Return the loader that --input chooses. Both inputs give the same batches."""
+    """Return the loader that --input selects. Both loaders return the same batches."""
     if options.input == "memory":
         return DataLoader(train_set, batch_sampler=sampler)
     samples = Samples(train_set)

@@ -70,7 +70,7 @@ class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs 
         self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's init
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
             self.maxpool = nn.Identity()
 
 

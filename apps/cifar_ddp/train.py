@@ -66,7 +66,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 def learning_rate(options: Options, step: int, steps: int) -> float:
     """Return the learning rate of update ``step`` of ``steps``.
 
-    A function of the step needs no state in checkpoints. A torch scheduler does, because it counts its calls.
+    A function of the step needs no state in checkpoints. A torch scheduler counts its calls, so it needs state.
     """
     if step < options.warmup_steps:
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
@@ -91,7 +91,7 @@ def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tens
 def compute_gradients(
     options: Options, model: DistributedDataParallel, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches, and return their summed loss."""
+    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of all of them."""
     losses: list[Tensor] = []
     last = sampler.batches.num_micro_batches(sampler.step - 1) - 1
     for micro_images, micro_labels in sampler.micro_batches((images, labels)):

@@ -1,10 +1,11 @@
-"""Show the result of every collective, check it, and measure its time.
+"""Show and check the result of every collective, and measure the collective's time.
 
     bash scripts/run_collectives_lab.sh 4 primitives
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/primitives.py
 
-Each primitive is one short function of this file. Its result is checked against a definition, which computes each
-rank's output from all ranks' inputs. A "whole" tensor [world_size, m] has a row for each rank. A "part" [m] is one row.
+Each primitive is one short function of this file. The program compares its result with a definition, which computes
+each rank's output from all ranks' inputs. A "whole" tensor [world_size, m] has a row for each rank. A "part" [m] is one
+row.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def others(p: int) -> float:
 
 
 def twice_others(p: int) -> float:
-    """Return the bus factor of all_reduce: a reduce_scatter and an all_gather."""
+    """Return the bus factor of all_reduce, which consists of a reduce_scatter and an all_gather."""
     return 2 * (p - 1) / p
 
 
@@ -296,7 +297,7 @@ def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
 
 
 def check(names: list[str], world: env.World, device: torch.device) -> list[dict[str, Any]]:
-    """Check each primitive against its definition for every dtype, layout and root, and list wrong roots by rank."""
+    """Compare each primitive with its definition for every dtype, layout and root. List the wrong roots by rank."""
     p = dist.get_world_size()
     has_one_clock = world.node_count == 1
     checks = []
@@ -339,7 +340,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def left_early() -> bool:
     """Return whether this rank left the last collective before every rank had entered it.
 
-    The result is valid on one machine only, where all ranks read the same clock.
+    The answer is valid only if all ranks run on one machine, where they read the same clock.
     """
     _, begun, ended = session.events[-1]
     last_begun = max(gather_json(begun))
@@ -399,7 +400,7 @@ def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> Tensor | None:
-    """Return this rank's result of the reduction ``name`` by definition, or None if it has no result."""
+    """Return this rank's result of the reduction ``name`` by definition, or None if the rank gets no result."""
     rank = dist.get_rank()
     if name == "reduce" and rank != root:
         return None
@@ -429,10 +430,10 @@ def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.devi
 
 
 def check_operators(names: list[str], operators: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """Check each operator in each reduction for every dtype, layout and root, and list wrong cases by rank.
+    """Compare each operator in each reduction with its definition for every dtype, layout and root.
 
-    If the backend rejects an operator, the result has the backend's message. Undefined cases that the backend accepts
-    are not checked.
+    The result lists the wrong cases by rank. If the backend rejects an operator, the result has the backend's message.
+    The function does not check undefined cases that the backend accepts.
 
     Raises:
         NonRetryableError: a supported reduction failed.
@@ -499,7 +500,7 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
 def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Measure ``repeats`` calls on a whole float32 tensor of ``count`` bytes, after two calls to warm up.
 
-    A barrier precedes each call. If the world size does not divide the tensor, it is a few bytes smaller.
+    A barrier precedes each call. If ``count`` is not a multiple of the smallest possible size, the tensor is smaller.
     """
     primitive = PRIMITIVES[name]
     p = dist.get_world_size()
@@ -594,7 +595,7 @@ def main() -> None:
 
 
 def timings(names: list[str], options: Options, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure each primitive on sizes from 1 KiB to --max-bytes in powers of 4, and the barrier, without size, once."""
+    """Measure each primitive at sizes from 1 KiB to --max-bytes in powers of 4. Measure the barrier once."""
     if options.no_timing:
         return
     sizes = [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
@@ -656,7 +657,7 @@ def rank_names(p: int) -> list[str]:
 
 
 def rank_note(p: int, note: str) -> str:
-    """Return the note of a table, with the shown ranks if the table does not show all."""
+    """Return the note of a table. If the table does not show all ranks, name the shown ranks."""
     if p > SHOWN_RANKS:
         return f"{note} Ranks 0 to {SHOWN_RANKS - 1}."
     return note
@@ -739,7 +740,7 @@ def _count_wrong(case: dict[str, Any]) -> int:
 def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
     """Yield a table of medians with a column per size, and a table of all quartiles and bandwidths."""
     columns = sorted({size_class(t["bytes"]) for t in timed if t["bytes"]})
-    columns = columns or [0]  # only the barrier was measured, which has no size
+    columns = columns or [0]  # the program measured only the barrier, which has no size
     medians: dict[str, dict[int, str]] = {}
     for t in timed:
         column = size_class(t["bytes"]) if t["bytes"] else columns[0]
@@ -765,7 +766,7 @@ def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
 
 
 def size_class(count: int) -> int:
-    """Round ``count`` bytes up to a power of 2: a tensor is a few bytes smaller if p does not divide its size."""
+    """Round ``count`` bytes up to a power of 2, because a tensor may be a few bytes smaller than its nominal size."""
     return 1 << (count - 1).bit_length()
 
 

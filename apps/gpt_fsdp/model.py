@@ -86,7 +86,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Compute SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020.
 
-    The hidden size is 8/3 of the width. Three matrices then have as many parameters as two with 4 times the width.
+    The hidden size is 8/3 of the width, so three matrices have as many parameters as two with 4 times the width.
     """
 
     def __init__(self, width: int) -> None:
@@ -186,7 +186,7 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Draw normal weights that are the same at any mesh, because each depends on (seed, parameter, index).
+    """Draw normal weights that are the same at any mesh, because each weight depends only on (seed, parameter, index).
 
     Output matrices of a residual branch have a standard deviation that is smaller by the factor 1 / sqrt(2 * layers).
     Source: Radford et al., GPT-2, 2019, section 2.3.

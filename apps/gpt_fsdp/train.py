@@ -55,7 +55,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``. Checkpoints need no state of the schedule."""
+    """Return the learning rate of update ``step`` of ``steps``. The schedule has no state for checkpoints."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -77,11 +77,11 @@ def train_step(
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch, and return the sum of its windows' mean losses.
+    """Update once with this rank's shard of a global batch, and return the sum of the mean losses of its windows.
 
     FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
-    be empty. Each loss is therefore scaled, so that the gradient is the mean over the global batch. The gradients of
-    each micro-batch are reduced at once. Otherwise a rank would hold gradients of the whole model.
+    be empty. The function therefore scales each loss, so that the gradients are the mean over the global batch. FSDP
+    reduces the gradients of each micro-batch at once. Otherwise, a rank would hold gradients of the whole model.
     """
     dtype = getattr(torch, options.dtype)
     losses = []
@@ -124,7 +124,7 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run equally many passes."""
+    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run as many passes."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)

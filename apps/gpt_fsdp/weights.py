@@ -17,7 +17,7 @@ def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGro
     """Return this rank's shards for a checkpoint: ``{"model": {name: shard}, "optimizer": {name: shard}}``.
 
     Raises:
-        NonRetryableError: `load` could not restore some state of the optimizer.
+        NonRetryableError: the optimizer has state that `load` cannot restore.
     """
     return {"model": model_shards(model, mesh), "optimizer": optimizer_shards(model, optimizer, mesh)}
 

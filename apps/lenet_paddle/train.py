@@ -52,7 +52,7 @@ APP = Path(__file__).resolve().parent.name
 
 def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optimizer:
     """Return the optimizer of --optimizer."""
-    if options.optimizer == "adam":  # as in PyTorch, epsilon is added to the root of the corrected moment
+    if options.optimizer == "adam":  # like PyTorch, Paddle adds epsilon to the root of the corrected moment
         return paddle.optimizer.Adam(options.lr, parameters=model.parameters())
     return paddle.optimizer.Momentum(options.lr, options.momentum, parameters=model.parameters())
 
@@ -206,7 +206,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:
-    """Return whether this rank writes the run's scalars for VisualDL: rank 0 does, with --visualdl."""
+    """Return whether this rank writes the run's scalars for VisualDL, as rank 0 does with --visualdl."""
     if not options.visualdl or options.evaluate_only:
         return False
     return world.rank == 0

@@ -28,7 +28,11 @@ class Split:
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
-    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
+    """Return the training and the test set.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:

@@ -46,7 +46,11 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
-    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
+    """Return the training and the test set.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
@@ -57,7 +61,7 @@ def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) ->
 
 
 class Batches:
-    """An iterable of the next ``count`` batches, with the length that Lightning requires."""
+    """An iterable of the next ``count`` batches. It has a length, which Lightning requires."""
 
     def __init__(self, batches: Iterable[Any], count: int) -> None:
         self.batches = batches
@@ -71,7 +75,7 @@ class Batches:
 
 
 class Data(LightningDataModule):
-    """Provide the global batches of each epoch, and this rank's blocks of the test set."""
+    """Provide this rank's shards of each epoch's global batches, and this rank's blocks of the test set."""
 
     def __init__(
         self, run: Run, sampler: GlobalBatchSampler, eval_sampler: EvalSampler, train_set: Split, test_set: Split
@@ -86,7 +90,8 @@ class Data(LightningDataModule):
     def train_dataloader(self) -> Batches:
         """Return the batches of Lightning's current epoch that lie between the run's first and last step.
 
-        Lightning calls this method in each epoch (``reload_dataloaders_every_n_epochs``), and validates at its end.
+        Lightning calls this method in each epoch (``reload_dataloaders_every_n_epochs``), and validates after the
+        batches.
         """
         assert self.trainer is not None
         epoch_begin = self.trainer.current_epoch * len(self.sampler)

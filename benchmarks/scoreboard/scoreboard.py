@@ -1,7 +1,7 @@
 """Run `samestep check` on popular examples of other projects, and on apps of this project.
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
-    bash scripts/test.sh -e scoreboard -- --only torchft,ray --row recovery-time --rounds 5       # two programs in turns
+    bash scripts/test.sh -e scoreboard -- --only torchft,ray --row recovery-time --rounds 5       # two in turns
     bash scripts/test.sh -e scoreboard     # measure all cells, and write cells.json and the page
 
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # print our changes of an example

@@ -125,7 +125,7 @@ def language_model(folder: Path) -> None:
 
 
 class Subject(NamedTuple):
-    """A program, with its command and options for `samestep check`. ``origin`` names the folder of an example's edits."""
+    """A program, with its command and options for `samestep check`. ``origin`` is the name of an example's folder."""
 
     command: Sequence[str]
     packages: Sequence[str] = ("torch",)
