@@ -4,7 +4,7 @@
 
 The first table has the seconds from a SIGKILL of ranks until the job logs a step that began after the kill. Its rows
 are jobs of mnist_elastic, and of mnist_ddp, which restarts. The second table has the seconds from a SIGKILL of one of
-three ranks of mnist_elastic until its successor has made an update, for each --start-method. The third table has the
+three ranks of mnist_elastic until its successor has made an update, by --start-method. The third table has the
 images per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of their ratios. Jobs take
 turns in each round.
 """

@@ -8,7 +8,7 @@ weights. MindSpore and torch need separate environments:
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
 Each setting runs in its own process. The settings take turns in `--rounds` rounds, which spreads the machine's other
-load over all settings. The table shows the processor time of all threads beside the elapsed time, which varies more.
+load over all settings. The table shows the elapsed time, and the processor time of all threads, which varies less.
 """
 
 from __future__ import annotations

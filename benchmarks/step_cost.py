@@ -233,7 +233,7 @@ def start(steps: int) -> tuple[Run, Split]:
 def end(run: Run) -> NoReturn:
     """Delete the run's folder, and end this process."""
     run.monitor.stop()
-    dist.barrier()  # after it, no rank writes a heartbeat
+    dist.barrier()  # then no rank writes heartbeats any more
     if run.world.rank == 0:
         shutil.rmtree(run.options.run_dir, ignore_errors=True)
     os._exit(0)  # gloo's threads may abort a normal exit

@@ -6,7 +6,7 @@
 The tool renames the app in files, paths and commands, except in paths to files that the tool does not copy. The tool
 writes READMEs from templates. It omits programs that measure figures of the app's README, and their tests. It also
 omits each test file that names another app, `stored` runs of an earlier version, or a folder that only the repository
-has (benchmarks, deploy, docs). The copy runs the tests that the app leaves to other apps, so `skipped_marks` in the
+has (benchmarks, deploy, docs). The copy runs the tests that the app leaves to other apps. So `skipped_marks` in the
 copy's app_spec.py keeps only marks that depend on the framework.
 
 The tool runs on the system's Python, and needs only the standard library. pip builds the wheel.

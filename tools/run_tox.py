@@ -37,7 +37,7 @@ class Words:
         selected: arguments of pytest, after `--`.
         names: environments that `-e` names.
         whole: whether all environments run.
-        parallel: whether the arguments include `-p`.
+        parallel: whether tox's arguments include `-p`.
         installs_only: whether tox only installs environments, and runs no test.
     """
 

@@ -82,7 +82,7 @@ def make_norm(kind: str, channels: int) -> nn.Module:
 
 
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
-    """Return the model with the initial weights that --seed decides.
+    """Return the model with initial weights drawn from --seed.
 
     The weights are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """

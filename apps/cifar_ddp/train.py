@@ -9,7 +9,7 @@ Each part of a step, from the schedule to batch normalization, depends only on t
 global batch. The step is therefore the same at any world size, and after a restart. README.md shows how common
 mistakes change the losses.
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
     compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
-    for images, labels in run.batches(loader):  # up to --max-steps
+    for images, labels in run.batches(loader):  # ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
@@ -201,7 +201,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
         if average:
             average.update(model, run.step)
-        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

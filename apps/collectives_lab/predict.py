@@ -2,10 +2,10 @@
 
     bash scripts/run_collectives_lab.sh 2 predict --run-dir=RUN     after primitives with the same --run-dir
 
-Each primitive's times are fitted on every second size, and tested on the remaining sizes. The fit of isend_irecv gives
-the latency a and the seconds per byte b. The fit of all_reduce gives the seconds per summed byte c. Standard formulas
-then predict times, and a simulation shows the effect of stragglers. The formulas assume a link of equal speed between
-any two ranks, without congestion or topology.
+The program fits a line to each primitive's times at every second size, and tests the line at the remaining sizes. The
+fit of isend_irecv gives the latency a and the seconds per byte b. The fit of all_reduce gives the seconds per summed
+byte c. Standard formulas then predict times, and a simulation shows the effect of stragglers. The formulas assume a
+link of equal speed between any two ranks, without congestion or topology.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Windows(Dataset[Any]):
         targets = np.where(at < self.stop, targets, IGNORED)
         return torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
 
-    __getitems__ = batch  # the method that a DataLoader calls
+    __getitems__ = batch  # a DataLoader calls this method
 
 
 def read(options: Options) -> NDArray[np.uint8]:

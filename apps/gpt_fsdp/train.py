@@ -6,8 +6,8 @@
     python apps/gpt_fsdp/train.py                         # one process
 
 Every rank runs this file, and holds a shard of the weights, gradients and optimizer state. The comment "collective"
-marks each call in which a rank waits for the others. FSDP gathers a block's weights in the forward and backward passes,
-and reduces its gradients in the backward pass. Tensor parallelism reduces activations within a block.
+marks each call in which a rank waits for the other ranks. FSDP gathers a block's weights in the forward and backward
+passes, and reduces its gradients in the backward pass. Tensor parallelism reduces activations within a block.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run as many passes."""
+    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run equally many passes."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -177,10 +177,10 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     exact(model, sampler)  # draws dropout masks by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
-    for windows in run.batches(loader):  # up to --max-steps
+    for windows in run.batches(loader):  # ends at the run's last step
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
-        actions = run.after_step(loss * counts)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss * counts)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

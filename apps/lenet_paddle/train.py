@@ -178,7 +178,7 @@ def train(run: Run, options: Options, device: str) -> None:
             correct: `count_correct` of this rank's shard.
         """
         top1, top2 = correct.tolist()
-        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step, sends a heartbeat
+        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step and records progress
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

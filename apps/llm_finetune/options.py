@@ -58,7 +58,7 @@ class Options(CommonOptions):
     """Hold the options of this app. The sizes of its global batches are numbers of tokens.
 
     Attributes:
-        model_sha256: fingerprint of the model's files, or None for tiny.
+        model_sha256: fingerprint of the model's files, or None for the model tiny.
         requested_model: value of --model on the command line, or None.
     """
 

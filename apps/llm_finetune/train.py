@@ -9,7 +9,7 @@ samples of a global batch, their micro-batches and the number of targets depend 
 The step is therefore the same at any world size, and after a restart. README.md shows how common mistakes change
 the losses.
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         before = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
         log.info(f"held-out loss {before['test_loss']:.4f} before training")
 
-    for tokens, labels in run.batches(loader):  # up to --max-steps
+    for tokens, labels in run.batches(loader):  # ends at the run's last step
         tokens = tokens.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
-        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

@@ -143,7 +143,7 @@ def setup_environment(options: Options) -> dict[str, str]:
     if options.transport == "mpi":
         settings["HOROVOD_WITH_MPI"] = "1"
     if settings.get("HOROVOD_WITH_MPI") == "1":
-        settings["HOROVOD_MPICXX"] = shutil.which("mpicxx") or ""  # a build works only with its own MPI
+        settings["HOROVOD_MPICXX"] = shutil.which("mpicxx") or ""  # each MPI needs its own build
     return settings
 
 

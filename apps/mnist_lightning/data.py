@@ -38,11 +38,11 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
-        images = self.images.index_select(0, chosen)  # self.images[chosen] is slower
+        images = self.images.index_select(0, chosen)  # faster than self.images[chosen]
         normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
         return normalized, self.labels.index_select(0, chosen)
 
-    __getitems__ = batch  # the method that a DataLoader calls
+    __getitems__ = batch  # a DataLoader calls this method
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
@@ -84,7 +84,7 @@ class Data(LightningDataModule):
         self.run = run
         self.sampler = sampler
         self.eval_sampler = eval_sampler
-        self.batches = run.batches(DataLoader(train_set, batch_sampler=sampler, seeded=False))  # up to --max-steps
+        self.batches = run.batches(DataLoader(train_set, batch_sampler=sampler, seeded=False))  # up to the last step
         self.eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
 
     def train_dataloader(self) -> Batches:

@@ -195,7 +195,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the options do not suit ``ranks`` ranks.
 
     The launch script passes the ranks of one machine, and a rank passes the world size. Batch normalization divides by
-    the number of values - 1, and the last layers have one pixel for each 32 x 32 pixels of an image.
+    the number of values - 1. The last layers have one pixel for each 32 x 32 pixels of an image.
     """
     if options.parallel != "data" and ranks == 1:
         raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")

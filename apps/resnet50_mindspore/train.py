@@ -140,7 +140,7 @@ class AfterUpdate:
         self.model.batches_tracked += not options.freeze_bn
         if step == run.first_step:
             distributed.all_gather(np.zeros(1))  # collective: wait once until all ranks have compiled the step
-        actions = run.after_step()  # counts the step, sends a heartbeat; the loss stays on the device
+        actions = run.after_step()  # counts the step and records progress; the loss stays on the device
         if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, weights are those of its end
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
             actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times

@@ -1,7 +1,7 @@
 """Convert weights, running statistics and optimizer state to arrays and back.
 
 The arrays have torchvision's names. MindSpore and torchvision have the same layouts (convolutions OIHW, linear layers
-[out, in]) and the same rule for running statistics (unbiased variance, new = 0.9 old + 0.1 batch).
+[out, in]). They also compute running statistics in the same way (unbiased variance, new = 0.9 old + 0.1 batch).
 
 Each rank has its own running statistics ("buffers") of its images. Checkpoints and evaluations use the average of the
 buffers over ranks. Afterwards, each rank continues with its own buffers, so the result does not depend on the number
