@@ -238,7 +238,15 @@ def train(case: Case, steps: int, folder: Path) -> Results:
 
 
 def run_rank(case: Case, steps: int, rank: int, port: int, folder: Path) -> None:
-    """Train as one rank of a case, and write its results and its output to files."""
+    """Train as one rank of a case, and write its results and its output to files.
+
+    Args:
+        case: the case.
+        steps: number of steps.
+        rank: this rank.
+        port: port of the rendezvous.
+        folder: folder for the files of all ranks.
+    """
     import torch
 
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)

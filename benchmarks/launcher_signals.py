@@ -82,7 +82,14 @@ def free_port() -> int:
 
 
 def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path) -> str:
-    """Start a job, send its launcher the signal ``number``, and return the outcome as two cells of a table."""
+    """Start a job, send its launcher the signal ``number``, and return the outcome as two cells of a table.
+
+    Args:
+        app: name of the app.
+        command: command line of the launcher.
+        number: the signal.
+        folder: folder for the job.
+    """
     values = {"bin": bin_of(app), "train": ROOT / "apps" / app / "train.py", "port": free_port()}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
     environ |= {"BENCHMARK_MARK": folder.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "core")}

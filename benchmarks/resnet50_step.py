@@ -43,7 +43,16 @@ def measure(step: Any, steps: int) -> dict[str, Any]:
 
 
 def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path, mode: str) -> dict[str, Any]:
-    """Measure the app's training step in one process."""
+    """Measure the app's training step in one process.
+
+    Args:
+        depth: depth of the ResNet.
+        batch: images per step.
+        size: side of an image, in pixels.
+        steps: number of timed steps.
+        weights: file of the initial weights.
+        mode: "graph" or "pynative".
+    """
     sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
     import mindspore as ms
     import numpy as np

@@ -50,7 +50,14 @@ def bare(first_step: Path) -> None:
 
 
 def seconds_until(done: Callable[[], bool], command: list[str], environ: dict[str, str], log: Path) -> float:
-    """Run a job to its end, and return the seconds from the job's start until ``done`` returns True."""
+    """Run a job to its end, and return the seconds from the job's start until ``done`` returns True.
+
+    Args:
+        done: returns True after the first step.
+        command: command line of the job.
+        environ: environment of the job.
+        log: file for the job's output.
+    """
     with log.open("wb") as output:
         begun = time.perf_counter()
         job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

@@ -64,7 +64,14 @@ def endless(loader: DataLoader) -> Iterator[Any]:
 
 
 def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Iterator[Any]:
-    """Yield a rank's shards of shuffled batches endlessly, as a loop without the kit would."""
+    """Yield a rank's shards of shuffled batches endlessly, as a loop without the kit would.
+
+    Args:
+        dataset: the dataset.
+        batch: samples of a global batch.
+        rank: this rank.
+        world_size: number of ranks.
+    """
     while True:
         order = torch.randperm(len(dataset)).numpy()
         for begin in range(0, len(dataset) - batch + 1, batch):

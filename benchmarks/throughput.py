@@ -244,7 +244,14 @@ def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int
 
 
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one app at one number of ranks, and return the attempt of the least spread."""
+    """Measure one app at one number of ranks, and return the attempt of the least spread.
+
+    Args:
+        app: name of the app.
+        n: number of ranks.
+        data: folder with the images.
+        options: the options of this script.
+    """
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
     workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
     choice = APPS[app].workers

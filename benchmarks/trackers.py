@@ -51,7 +51,15 @@ def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable[[], object] = lambda: None) -> float:
-    """Train once, and return the milliseconds per step. Call ``halfway`` after half of the steps."""
+    """Train once, and return the milliseconds per step. Call ``halfway`` after half of the steps.
+
+    Args:
+        folder: folder for the run.
+        ranks: number of ranks.
+        steps: number of steps.
+        options: further options of the app.
+        halfway: function to call after half of the steps.
+    """
     run_dir = folder / "run"
     command = ["bash", str(ROOT / "scripts" / "run_mnist_ddp.sh"), str(ranks), f"--run-dir={run_dir}", "--quiet"]
     command += ["--dataset=mnist-5k", "--epochs=1000", "--log-every=1", "--checkpoint-every=50", f"--max-steps={steps}"]

@@ -60,7 +60,11 @@ def table(language: str) -> str:
 
 
 def short(seen: str, language: str) -> str:
-    """Return the short form of a message of `samestep check`. Raises SystemExit if no pattern of SHORT matches."""
+    """Return the short form of a message of `samestep check`.
+
+    Raises:
+        SystemExit: no pattern of SHORT matches.
+    """
     for pattern, english, chinese in SHORT:
         found = re.search(pattern, seen)
         if found:

@@ -118,6 +118,11 @@ def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ())
     """Resolve a file of requirements with uv, and keep the versions in ``locked`` that still fit.
 
     uv does not get the hashes in ``locked``, because it would treat them as PyPI's. Exit with an error if uv fails.
+
+    Args:
+        source: path of the file of requirements.
+        locked: entries of the present lock.
+        excluded: names of packages to leave out.
     """
     pythons = re.search(r"^# python: (\S+)", source.with_name("requirements.in").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as name:

@@ -180,7 +180,14 @@ def move(average: nn.Module, model: nn.Module) -> None:
 
 
 def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
-    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch."""
+    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch.
+
+    Args:
+        train_set: the training set.
+        step: number of the step, from 0.
+        count: number of parts.
+        wrong: the mistake, one of WAYS.
+    """
     batches = GlobalBatches(len(train_set.labels), BATCH, SEED)
     images = []
     labels = []

@@ -123,7 +123,15 @@ def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
 
 
 def train(name: str, options: Options, world: env.World, training: Split, test: Split) -> tuple[dict[str, Any], Tensor]:
-    """Train by one strategy, and return the measurements and the final weights [n]. Times exclude evaluations."""
+    """Train by one strategy, and return the measurements and the final weights [n]. Times exclude evaluations.
+
+    Args:
+        name: name of the strategy.
+        options: options of ``aggregate``.
+        world: this process's place among the ranks.
+        training: the training set.
+        test: the test set.
+    """
     strategy = STRATEGIES[name]()
     trainer = Trainer(strategy, options, training, world)
     total = options.epochs * trainer.batches.steps_per_epoch

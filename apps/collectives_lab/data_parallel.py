@@ -65,6 +65,12 @@ def in_pieces(model: nn.Module, count: int) -> Callable[[Tensor, BatchSlice], Te
 def measure(strategy: Strategy, steps: int, training: Split, world: World = ALONE) -> dict[str, Any]:
     """Train ``steps`` steps by a strategy. All ranks of ``world`` must call this function.
 
+    Args:
+        strategy: the strategy.
+        steps: number of steps.
+        training: the training set.
+        world: this process's place among the ranks; by default a single rank.
+
     Returns:
         A dict with the first step's "gradients" and the final "weights", both float64 [21840]. It also has the model's
         "calls" per step, and the "module" that the strategy prepared.
@@ -148,7 +154,14 @@ def main() -> None:
 
 
 def compared(name: str, way: dict[str, Any], plain: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Return the largest differences between two results of `measure`: of the way ``name``, and of the plain step."""
+    """Return the largest differences between two results of `measure`: of the way ``name``, and of the plain step.
+
+    Args:
+        name: name of the way.
+        way: result of the way.
+        plain: result of the plain step.
+        processes: number of processes that the way uses.
+    """
     gradients = (way["gradients"] - plain["gradients"]).abs()
     weights = (way["weights"] - plain["weights"]).abs()
     return {

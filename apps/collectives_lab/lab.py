@@ -30,7 +30,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequence[str]) -> None:
-    """Run the program of a command on ``n`` ranks. If the program fails, exit with code 1. Ranks report the reason."""
+    """Run the program of a command on ``n`` ranks. If the program fails, exit with code 1. Ranks report the reason.
+
+    Args:
+        torchrun: torchrun's command line.
+        command: name of the command.
+        n: number of ranks.
+        arguments: arguments of the program.
+    """
     # torchrun uses the last --nproc-per-node of its command line.
     words = [*torchrun, f"--nproc-per-node={n}", str(HERE / f"{command}.py"), *arguments]
     code = subprocess.run(words, check=False).returncode

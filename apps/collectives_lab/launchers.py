@@ -44,7 +44,15 @@ CLOSE_STEPS = 100  # largest number of steps after which weights are compared, b
 
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
-    """Return the command line that runs the small job by the launcher ``way``."""
+    """Return the command line that runs the small job by the launcher ``way``.
+
+    Args:
+        way: key of WAYS.
+        n: number of ranks.
+        run_dir: run dir of the job.
+        steps: number of steps.
+        dying: rank that kills itself, or -1.
+    """
     kind, _ = WAYS[way]
     job = [str(HERE / "small_job.py"), kind, str(n), str(run_dir), str(steps), str(dying)]
     if kind != "rank":
@@ -64,7 +72,13 @@ def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[s
 
 
 def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
-    """Run a job, and return its exit code, duration, error messages and results."""
+    """Run a job, and return its exit code, duration, error messages and results.
+
+    Args:
+        name: name of the launcher, for messages.
+        words: command line of the job.
+        run_dir: run dir of the job.
+    """
     root = Root(run_dir)
     root.make_folder("log")
     for old in run_dir.glob("*.json"):

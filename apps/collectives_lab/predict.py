@@ -59,6 +59,11 @@ def ring(n: float, p: int, link: Link) -> float:
 
     Source, also of `halving_doubling` and `tree`: Thakur, Rabenseifner & Gropp, "Optimization of collective
     communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005.
+
+    Args:
+        n: bytes of the vector.
+        p: number of ranks.
+        link: latency and seconds per byte.
     """
     return _reduce_scatter_all_gather(n, p, link, p - 1)
 

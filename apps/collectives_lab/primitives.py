@@ -266,6 +266,13 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
     """Return the input of ``rank``: small integers, which are exact in every dtype and differ between ranks.
 
     Every rank can compute the inputs of all ranks, so checking a result needs no collective.
+
+    Args:
+        primitive: the primitive.
+        rank: the rank.
+        m: length of a row.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
     """
     shape = primitive.shape(m)
     count = torch.arange(math.prod(shape), device=device)
@@ -318,7 +325,14 @@ def check(names: list[str], world: env.World, device: torch.device) -> list[dict
 
 
 def check_root(name: str, inputs: list[Tensor], layout: str, root: int) -> bool:
-    """Run a primitive, and return whether this rank's result matches the definition, or has no definition."""
+    """Run a primitive, and return whether this rank's result matches the definition, or has no definition.
+
+    Args:
+        name: name of the primitive.
+        inputs: inputs of all ranks.
+        layout: key of LAYOUTS.
+        root: rank of the root.
+    """
     rank = dist.get_rank()
     x = laid_out(inputs[rank], layout)
     with collective(name):
@@ -413,6 +427,13 @@ def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> T
 def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.device) -> str:
     """Try a reduction, and return the backend's message if the backend rejects it, otherwise "".
 
+    Args:
+        name: name of the reduction.
+        operator: name of the operator.
+        dtype: key of DTYPES.
+        group: process group for the call.
+        device: device of the tensors.
+
     Raises:
         NonRetryableError: the reduction failed although the backend must support it, or a rank is missing.
     """
@@ -463,7 +484,16 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
 
 
 def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: int, device: torch.device) -> bool:
-    """Run a reduction, and return whether this rank's result matches the operator's definition."""
+    """Run a reduction, and return whether this rank's result matches the operator's definition.
+
+    Args:
+        name: name of the reduction.
+        operator: name of the operator.
+        dtype: key of DTYPES.
+        layout: key of LAYOUTS.
+        root: rank of the root.
+        device: device of the tensors.
+    """
     p = dist.get_world_size()
     rank = dist.get_rank()
     numbers = DTYPES[dtype]
@@ -501,6 +531,12 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
     """Measure ``repeats`` calls on a whole float32 tensor of ``count`` bytes, after two calls to warm up.
 
     A barrier precedes each call. If ``count`` is not a multiple of the smallest possible size, the tensor is smaller.
+
+    Args:
+        name: name of the primitive.
+        count: size of the whole tensor, in bytes.
+        repeats: number of timed calls.
+        device: device of the tensor.
     """
     primitive = PRIMITIVES[name]
     p = dist.get_world_size()

@@ -284,7 +284,13 @@ def sleeps_in_round(condition: Condition, i: int) -> bool:
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
-    """Return, in milliseconds per step, the longest sleep of any rank and the extra time of ``rank``."""
+    """Return, in milliseconds per step, the longest sleep of any rank and the extra time of ``rank``.
+
+    Args:
+        result: result of ``straggler`` at one world size.
+        condition: a measured condition of the result.
+        rank: the rank.
+    """
     alike = [each for each in result["conditions"] if each["strategy"] == condition["strategy"]]
     base = next(each for each in alike if each["milliseconds"] == 0)
     sleeps = [max(rank["slept"] for rank in block["ranks"]) for block in condition["blocks"]]

@@ -26,6 +26,12 @@ def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGro
 def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups: StoredGroups) -> None:
     """Load this rank's shards from arrays that were saved at any mesh. The optimizer's arrays may be missing.
 
+    Args:
+        model: the model.
+        optimizer: the model's optimizer.
+        mesh: mesh (dp, tp) of the ranks.
+        stored_groups: stored arrays by group and name.
+
     Raises:
         ValueError: an array does not fit the model or the optimizer.
     """

@@ -87,7 +87,14 @@ def ranks_on_machine(requested: str, world: World) -> int:
 
 
 def refuse_gpus(gpus: str | None, world: World, *, available: int, ranks: int) -> NoReturn:
-    """Raise ConfigError, because this machine has too few GPUs for --device gpu or --gpus."""
+    """Raise ConfigError, because this machine has too few GPUs for --device gpu or --gpus.
+
+    Args:
+        gpus: value of --gpus, or None.
+        world: this rank's place in the job.
+        available: number of GPUs of this machine.
+        ranks: number of GPUs that the ranks need.
+    """
     users = f"{ranks} ranks"
     if world.local_world_size is None and world.local_rank is not None:
         users = f"local rank {world.local_rank}"

@@ -49,6 +49,11 @@ def base_name(options: Options) -> str:
 def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
     """Return the text of the model card.
 
+    Args:
+        options: options of the run.
+        run_dir: run dir of the run.
+        is_adapter: whether the folder has only LoRA's matrices.
+
     Raises:
         ConfigError: the run has no result.
     """

@@ -213,7 +213,14 @@ def compute_norms_in_float64(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str:
-    """Return a completion of ``prompt`` with at most ``most`` tokens, by greedy decoding."""
+    """Return a completion of ``prompt`` with at most ``most`` tokens, by greedy decoding.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        prompt: text of the user's message.
+        most: largest number of new tokens.
+    """
     causal = causal_model(model)
     was_training = model.training
     model.eval()

@@ -89,7 +89,13 @@ def main() -> None:
 
 
 def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> str:
-    """Return a digest of everything on which the wheel's content depends."""
+    """Return a digest of everything on which the wheel's content depends.
+
+    Args:
+        torch_version: version of torch.
+        flags: result of `build_flags`.
+        mpi: folder of mpicxx, or None without MPI.
+    """
     tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
     made_of: list[object] = [VERSION, SHA256, CHANGES, tools, torch_version, sys.implementation.cache_tag, flags]
     if mpi:
@@ -159,7 +165,14 @@ def finds_nvcc(home: str | None) -> bool:
 
 
 def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
-    """Build the wheel, and move it to ``folder`` atomically. Print progress to stderr, and write a log of the build."""
+    """Build the wheel, and move it to ``folder`` atomically. Print progress to stderr, and write a log of the build.
+
+    Args:
+        folder: folder for the wheel.
+        flags: result of `build_flags`.
+        torch_version: version of torch.
+        mpi: folder of mpicxx, or None without MPI.
+    """
     compiler = os.environ.get("CXX", "c++").split()[0]
     for tool, package in ((compiler, "g++"), ("make", "make")):
         if shutil.which(tool) is None:

@@ -56,6 +56,12 @@ def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
     """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher trains alone.
 
+    Args:
+        world: this process's place in the job.
+        device: this rank's device.
+        timeout: seconds without progress after which the watchdog acts.
+        transport: "gloo" or "mpi".
+
     Raises:
         ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
     """

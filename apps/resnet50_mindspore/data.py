@@ -40,6 +40,11 @@ class Split:
         not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. With the other
         weights, the mean of weight * loss, averaged over ranks, is the mean loss over the samples.
 
+        Args:
+            batches: this rank's shards of the global batches.
+            steps: numbers of the steps.
+            image_size: side of an image, in pixels.
+
         Returns:
             Per step: images float32 [rows, 3, image_size, image_size], labels int32 [rows], weights float32 [rows].
         """
@@ -63,6 +68,12 @@ class Split:
         """Return the samples [first, last) without augmentation, in batches of ``rows``.
 
         The weight of a sample is 1. Samples that pad the last batch have weight 0.
+
+        Args:
+            first: number of the first sample.
+            last: number after the last sample.
+            rows: number of rows of a batch.
+            image_size: side of an image, in pixels.
         """
 
         def make(begin: int) -> Batch:
@@ -149,6 +160,12 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
 
     With ``sinks``, MindSpore sends the shards to the device in advance. The CPU does not support data sinking.
     MindSpore reads the first batch when the first loop starts.
+
+    Args:
+        run: the run.
+        train_step: cell that computes one update.
+        shards: this rank's batches.
+        sinks: whether to use data sinking.
     """
     if sinks:
         loop = ms.data_sink(train_step, shards, run.options.sink_size)

@@ -84,7 +84,15 @@ def numbers(images: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def mindspore_epoch(folder: Path, ranks: int, rows: int, shuffle: bool, drop: bool) -> Epoch:
-    """Return one epoch of MindSpore's sharding, with ``rows`` samples per rank and step."""
+    """Return one epoch of MindSpore's sharding, with ``rows`` samples per rank and step.
+
+    Args:
+        folder: folder of the files.
+        ranks: world size.
+        rows: number of samples per rank and step.
+        shuffle: whether MindSpore shuffles.
+        drop: whether MindSpore omits an incomplete last batch.
+    """
     shards = []
     sizes = set()
     for rank in range(ranks):

@@ -54,6 +54,12 @@ def until_accurate(
     """Train until the target accuracy, and return the step, accuracy and seconds of each evaluation.
 
     The seconds count from the start of the first step, and include evaluations and the start of a loader's workers.
+
+    Args:
+        options: the options of this program.
+        steps_per_epoch: number of steps of an epoch.
+        step: takes the step with this number.
+        accuracy: evaluates, and returns the test accuracy.
     """
     found: list[dict[str, float]] = []
     begun = time.perf_counter()

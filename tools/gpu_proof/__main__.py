@@ -39,7 +39,14 @@ def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
 
 
 def try_rows(proof: Proof, chosen: Sequence[Entry], results: Results, side_by_side: bool) -> None:
-    """Run rows, and write each result as soon as it is known."""
+    """Run rows, and write each result as soon as it is known.
+
+    Args:
+        proof: the proof.
+        chosen: the rows.
+        results: the results.
+        side_by_side: whether rows run in parallel.
+    """
 
     def prove(numbered: tuple[int, Entry]) -> None:
         results.note([try_row(proof, numbered[1], numbered[0])])

@@ -171,7 +171,13 @@ def what_ended(log: Path) -> str:
 
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
-    """Raise RuntimeError unless a run resumed ``times`` times and its weights equal those of the undisturbed run."""
+    """Raise RuntimeError unless a run resumed ``times`` times and its weights equal those of the undisturbed run.
+
+    Args:
+        whole: run dir of the undisturbed run.
+        run_dir: run dir of the resumed run.
+        times: expected number of resumes.
+    """
     expected = result(whole)
     found = result(run_dir)
     check_equal("weights", {"undisturbed": expected["weights_sha256"], "disturbed": found["weights_sha256"]})
@@ -201,6 +207,15 @@ def stop(
 
     Rank 0 waits in this step until the signal arrives, because a step takes only milliseconds. If a fault ``before`` is
     given, the job restarts before this step.
+
+    Args:
+        row: the row that runs.
+        app: name of the app.
+        ranks: number of ranks.
+        options: the app's options.
+        step: number of the update, from 1.
+        before: a fault that happens first, or None.
+        others: further arguments of `Row.start`.
     """
     pause = {"rank": 0, "step": step - 1, "kind": "pause", "start": 1 if before else 0}
     with row.start(app, ranks, options, faults=[*([before] if before else []), pause], **others) as job:
