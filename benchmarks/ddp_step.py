@@ -66,7 +66,7 @@ def exchange(local: Tensor) -> Future[Tensor]:
     """Return the mean of all ranks' buckets ``local``. Each rank sums one part, and sends the sum to all ranks.
 
     A rank sends 2 (p - 1) / p n bytes, as in a ring, for p ranks and buckets of n bytes. The hook blocks, because
-    gloo's threads cannot wait for each other. So no gradient is computed during the exchange.
+    gloo's threads cannot wait for each other. So the rank computes no gradients during the exchange.
     """
     p = dist.get_world_size()
     parts = F.pad(local, (0, -len(local) % p)).view(p, -1)

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = {"rank": "a rank", "ranks": "all ranks", "save": "rank 0 during a save"}
 METHODS = ("fork", "exec")
-BETWEEN = 20  # least number of steps from a restart to the next kill
+BETWEEN = 20  # minimum number of steps between a restart and the next kill
 LIMIT = 120.0  # timeout of each wait, in seconds
 
 

@@ -195,7 +195,7 @@ def differences(one: Training, other: Training) -> list[float]:
 
 
 def alike(one: Training, other: Training) -> int:
-    """Return the number of updates before the first whose loss differs from 1 rank's by more than a millionth."""
+    """Return how many updates precede the first one whose loss differs from 1 rank's by more than a millionth."""
     found = differences(one, other)
     return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
 

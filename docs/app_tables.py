@@ -4,7 +4,7 @@
     python3 docs/app_tables.py --check    # only compares
 
 The texts of an app come from tests/<app>/about.json, and the version of its framework from its requirements.in.
-docs/comparison.py makes the comparison from the results of the scoreboard. The program uses the standard library only.
+docs/comparison.py makes the comparison from the results of the scoreboard. The program uses only the standard library.
 """
 
 from __future__ import annotations

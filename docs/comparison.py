@@ -1,6 +1,6 @@
 """Make the table that compares Samestep with published examples, from benchmarks/scoreboard/cells.json.
 
-docs/app_tables.py writes this table into README.md and README.zh.md. The module uses the standard library only.
+docs/app_tables.py writes this table into README.md and README.zh.md. The module uses only the standard library.
 """
 
 from __future__ import annotations

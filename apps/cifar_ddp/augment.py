@@ -15,7 +15,7 @@ PADDING = 4  # width of the border around the image before cropping, in pixels
 def choices(
     indices: NDArray[np.int64], seed: int, epoch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return random crop positions and flips, as functions of (seed, epoch, index).
+    """Return random crop positions and flips, which depend only on (seed, epoch, index).
 
     With a generator per rank or worker, the values would depend on the number of ranks or workers, and on resumes.
 

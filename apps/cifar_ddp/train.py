@@ -96,7 +96,7 @@ def compute_gradients(
     last = sampler.batches.num_micro_batches(sampler.step - 1) - 1
     for micro_images, micro_labels in sampler.micro_batches((images, labels)):
         is_last = len(losses) == last
-        with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
+        with nullcontext() if is_last else model.no_sync():  # DDP reduces only at the last micro-batch
             loss_sum = summed_loss(options, model, micro_images, micro_labels)
             # Scale to the mean over the global batch: shards and micro-batches may differ in size or be empty.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients

@@ -39,7 +39,7 @@ from samestep.options import (
 
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None means all
-BLOCKS = 64  # number of blocks of a file that its fingerprint covers
+BLOCKS = 64  # number of blocks that a file's fingerprint covers
 BLOCK = 2**16  # size of a block, in bytes
 
 

@@ -272,7 +272,7 @@ class GradientTree:
         scalars = [np.asarray(value.numpy(), self._dtype).reshape(1) for value in sums]
         row = np.concatenate([*gradients, *scalars])
         for parameter in self._parameters:
-            parameter.clear_gradient(False)  # removes the gradient: with zeros, -0.0 + 0.0 would change a sign
+            parameter.clear_gradient(False)  # removes the gradient, because -0.0 + 0.0 would change a sign
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int, count: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.run import Groups
 
-# Suffixes of Paddle's optimizer state for a parameter: of Momentum, then of Adam.
+# Suffixes of the names of Paddle's optimizer state, first of Momentum, then of Adam.
 ACCUMULATORS = ("velocity_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 

@@ -44,7 +44,7 @@ TEXT = Path(__file__).resolve().parent / "text" / "definitions.jsonl"
 SIZES = {"definitions-240": 240, "definitions": None}  # rows from the start of the embedded file; None means all
 MODELS = ("smollm2-135m", "tiny")  # names for --model; any other value of --model is a folder
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BLOCKS = 64  # number of blocks of a file that its fingerprint covers
+BLOCKS = 64  # number of blocks that a file's fingerprint covers
 BLOCK = 2**16  # size of a block, in bytes
 
 

@@ -81,7 +81,7 @@ def compute_gradients(
     count = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
     for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
         is_last = len(losses) == count - 1
-        with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
+        with nullcontext() if is_last else model.no_sync():  # DDP reduces only at the last micro-batch
             loss_sum = model(micro_tokens, micro_labels)
             # Scale to the mean over the global batch's targets: micro-batches have different numbers of targets.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients

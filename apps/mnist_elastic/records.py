@@ -190,7 +190,7 @@ class Records:
         return bool(values["step"] > self.saved)
 
     def add(self, values: dict[str, Any], groups: Groups | None = None) -> None:
-        """Write the log line and the checkpoint of a step, and keep the final state. Do each only once.
+        """Write the log line and the checkpoint of a step, and keep the final state, unless this is already done.
 
         Args:
             values: numbers of a log line, as `Members.record` sends them.

@@ -1,4 +1,4 @@
-"""Define the programs of the scoreboard: their commands, as in their documentation, and their data."""
+"""Define the scoreboard's programs, with their data and the commands from their documentation."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ ranks share the GPU (--share-gpu), so the times of these rows do not apply to se
 - same step: With dropout and augmentation, losses in float64 are the same at 1, 2 and 3 ranks, within 1e-12.
 - hang: A rank gets SIGSTOP. The report names the rank, the rank's line, and the collective in which other ranks wait.
 - sharded: gpt_fsdp has the same losses at four meshes, and resumes a checkpoint at another mesh.
-- elastic: A rank of mnist_elastic is killed and rejoins. The weights are bitwise equal to a run with one rank.
+- elastic: A rank of mnist_elastic is killed, and its successor rejoins. The weights are bitwise equal to a run with one
+  rank.
 - kit: A loop uses samestep.torch without an app. Losses in float64 are the same at 1, 2 and 3 ranks. A killed and
   resumed job has the same weights as an undisturbed job.
 - losses: The first losses on the device equal the losses on the CPU, within a tolerance.

@@ -38,7 +38,7 @@ STEPS = {"mnist_ddp": 100, "cifar_ddp": 20, "llm_finetune": 20}
 QUICK_STEPS = 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12
-END_LIMIT = 10.0  # seconds in which the other ranks must end
+END_LIMIT = 10.0  # time limit for the other ranks to end, in seconds
 # Seconds without progress until the watchdog reports a hang. Importing an optimizer or starting CUDA takes some
 # seconds.
 HANG_TIMEOUTS = {"cpu": 25, "cuda": 40}
