@@ -99,7 +99,7 @@ def start(command: list[str], folder: Path, n: int) -> None:
         try:
             process.wait(LIMIT)
         except BaseException as error:  # also KeyboardInterrupt
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun and the launch script forward it to their ranks
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun and the launch script forward TERM to their ranks
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:

@@ -31,7 +31,7 @@ up to --attempts attempts. The table shows the attempt with the least spread, an
 
 The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which needs
 matplotlib for --png, and the packages of accelerate and lightning. The script installs torchvision in a separate
-folder, which only the loops import, because its import needs a fix beside a CPU torch.
+folder, which only the loops use, because torchvision's import needs a fix beside a CPU torch.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
-WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
+WINDOW = 10  # steps between two lines of metrics.jsonl (the apps' default)
 LIMIT = 900  # timeout of each run, in seconds
 SPREAD = 1.3  # if a variant's fastest round / slowest round is larger, the row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
-# Never pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
+# Never use pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
 PEERS = {"accelerate": "accelerate==1.15.0", "lightning": "pytorch-lightning==2.6.6"}
 LOADERS = ("textbook", *PEERS)  # variants that have a DataLoader
 

@@ -5,8 +5,8 @@
 
 Each app lists its paths in tests/<app>/device_paths.py. The list must have every device that the app's --device
 accepts, except auto. Each path with the status "run" or "simulated" must name an existing test. A path with the status
-"proof" names rows of tools/gpu_proof.sh, and gets their outcome in benchmarks/gpu_proof.json. The program uses the
-standard library only.
+"proof" names rows of tools/gpu_proof.sh, and gets their outcome in benchmarks/gpu_proof.json. The program uses only
+the standard library.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Source:
                 self._imported |= {alias.name for alias in node.names}
 
     def messages(self, others: Sequence[Source] = ()) -> Iterator[tuple[str, str]]:
-        """Yield the text and exit code of each message. ELLIPSIS replaces parts that only the running program knows."""
+        """Yield the text and exit code of each message. ELLIPSIS replaces parts that are known only at run time."""
         made = [(call, code) for name, code in ERRORS.items() for call in self._calls.get(name, [])]
         printed = [call for name in ("error", *AFTER_ERROR) for call in self._calls.get(name, [])]
         made += [(call, PRINTED[name]) for call in printed if (name := ast.unparse(call.func)) in PRINTED]
@@ -102,7 +102,7 @@ class Source:
                         yield re.sub(f"{ELLIPSIS}+", ELLIPSIS, line).rstrip(": "), code
 
     def words(self, node: ast.expr, bound: Scope, depth: int = 0) -> list[str]:  # noqa: C901
-        """Return the possible strings of an expression, with ELLIPSIS for values that only the running program knows.
+        """Return the possible strings of an expression, with ELLIPSIS for values that are known only at run time.
 
         Args:
             node: the expression.

@@ -9,8 +9,8 @@ The repository's pages link to other pages, files and folders of the repository.
 - A link to any other file or folder in git leads to source/<its path>, which shows the file or lists the folder.
 
 The repository's README.md becomes the first page. Each module that `modules` returns gets a page of its
-docstrings. The configuration is the repository's mkdocs.yml, with its empty sections filled in. The program uses the
-standard library only.
+docstrings. The configuration is the repository's mkdocs.yml, with its empty sections filled in. The program uses only
+the standard library.
 """
 
 from __future__ import annotations

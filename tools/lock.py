@@ -41,7 +41,8 @@ GPU = re.compile(r"(nvidia|cuda)-.*|triton")  # packages that only a build for N
 # The SHA-256 of each Linux file that https://download.pytorch.org/whl/cpu/<package>/ lists. PyPI's wheels of torch, for
 # x86-64 and for aarch64, need NVIDIA's packages. So the lock for CPUs has the hashes of torch's build for CPUs only.
 # For the apps, torchvision's wheels from PyPI work beside either build of torch, so the lock has the hashes of both
-# indexes. The hash of torchvision for Python 3.14 on x86-64 is unknown. A new version needs its hashes here first.
+# indexes. The hash of torchvision for Python 3.14 on x86-64 is unknown. To use a new version, first add its hashes
+# here.
 CPU_INDEX = {
     ("torch", "2.13.0"): """
         6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b  cp311-manylinux_2_28_x86_64

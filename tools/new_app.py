@@ -246,7 +246,7 @@ def find_environments(tox: str, name: str) -> list[str]:
 
 
 def provenance() -> str:
-    """Return core's version, and the commit if git knows it."""
+    """Return core's version, and the commit if git can report it."""
     version: str = re.findall(r'(?m)^__version__ = "(.*)"', read("core/samestep/__init__.py"))[0]
     with contextlib.suppress(OSError, UsageError):
         version += f" at commit {run(['git', '--git-dir=.git', 'rev-parse', '--short=12', 'HEAD'], '', ROOT).strip()}"
@@ -259,7 +259,7 @@ def run(command: Sequence[str], problem: str, folder: Path) -> str:
     Raises:
         UsageError: the command failed. The message has ``problem`` and the command's last error line.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # git hooks set them
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # git hooks set GIT_*
     done = subprocess.run(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"it ended with code {done.returncode}"]

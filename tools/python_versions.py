@@ -6,7 +6,7 @@
 uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. uv
 takes a minute for all apps, and downloads 20 MB. uv resolves for Linux on x86-64 with glibc 2.28 or newer.
 
-The program records the versions in python_versions.json beside this file, and writes them into the line
+The program records the versions in python_versions.json beside this file, and writes them to the line
 ``# python: 3.11 3.12`` of each requirements.in. The launch script looks for Pythons in the order of this line. If
 wheels exist for a Python that the app does not support, a line of requirements.in lists the supported versions::
 

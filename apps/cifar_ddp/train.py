@@ -91,7 +91,7 @@ def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tens
 def compute_gradients(
     options: Options, model: DistributedDataParallel, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of all of them."""
+    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of these micro-batches."""
     losses: list[Tensor] = []
     last = sampler.batches.num_micro_batches(sampler.step - 1) - 1
     for micro_images, micro_labels in sampler.micro_batches((images, labels)):
@@ -196,7 +196,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
-        # A module compiled by torch 2.13 fails on an empty shard. If one is empty, all ranks use the uncompiled module.
+        # A module compiled by torch 2.13 fails on an empty shard. If a shard is empty, all ranks use the uncompiled
+        # module.
         step_model = compiled if no_empty_shards(sampler, run.step) else ddp
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
         if average:

@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def compared(name: str, way: dict[str, Any], plain: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Return the largest differences between two results of `measure`: of the way ``name``, and of the plain step.
+    """Return the largest differences between the results ``way`` and ``plain`` of `measure`.
 
     Args:
         name: name of the way.

@@ -549,7 +549,7 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
         with collective(name):
             primitive.run(x, 0)
         spans.append(session.events[-1][1:])
-        x.fill_(1)  # otherwise sums grow to infinity, which is slower on some processors
+        x.fill_(1)  # otherwise, sums would grow to infinity, which slows some processors down
     timing: dict[str, Any] = {"primitive": name, "bytes": 4 * m * p}
     if name == "barrier":
         timing["bytes"] = 0

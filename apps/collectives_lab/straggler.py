@@ -70,7 +70,8 @@ def conditions(options: Options) -> list[Condition]:
     """Return the conditions to measure.
 
     The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
-    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly those sleeps.
+    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly the sleeps of
+    this option.
     """
     if options.sleeps:
         return _listed(options)
@@ -138,7 +139,7 @@ class Delayed(Strategy):
         seconds = self.condition.milliseconds / 1000
         if self.condition.kind == "random":
             seconds = float(self.random.exponential(seconds))
-        finish()  # otherwise the GPU computes while its rank sleeps
+        finish()  # otherwise, the GPU would compute while its rank sleeps
         begun = time.monotonic()
         time.sleep(seconds)
         self.slept.append((begun, time.monotonic()))

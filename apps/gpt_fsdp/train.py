@@ -168,7 +168,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     loader = DataLoader(train_set, batch_sampler=sampler, seeded=False)
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, even=True, group=mesh["dp"])
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
-    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel ranks have the same loss, so only the first one counts
+    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel ranks have the same loss, so only the first counts
     shape = "x".join(map(str, mesh.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     metadata = {**distributed.run_metadata(device, model), "mesh": shape}

@@ -34,8 +34,9 @@ def gpu_count() -> int:
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
     """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
 
-    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank does not know how many ranks its machine has. "auto" then
-    selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same device.
+    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank cannot determine the number of ranks on its machine. "auto"
+    then selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same
+    device.
 
     Args:
         requested: "auto", "cpu" or "gpu".
@@ -76,7 +77,7 @@ def check_launcher() -> None:
 
 
 def ranks_on_machine(requested: str, world: World) -> int:
-    """Return the number of GPUs that this machine must have before this rank may select one."""
+    """Return the number of GPUs that this machine must have before this rank may select a GPU."""
     if world.local_world_size is not None:
         return world.local_world_size
     if world.local_rank is None:

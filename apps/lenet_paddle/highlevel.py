@@ -143,7 +143,8 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Return this rank's loss, top-1 and top-2 counts and number of examples, float64 [4], for train.evaluate.
 
         paddle.Model gathers scores and labels of all ranks, so every rank has the counts of all ranks. Only rank 0
-        returns them. paddle.Model requires equal shapes, so shorter shards get a padding row, whose label is NO_LABEL.
+        returns these counts. paddle.Model requires equal shapes, so shorter shards get a padding row, whose label is
+        NO_LABEL.
         """
         n = len(test.labels)
         rank = dist.get_rank()

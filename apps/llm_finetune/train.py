@@ -76,7 +76,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def compute_gradients(
     model: DistributedDataParallel, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
 ) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of all of them."""
+    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of these micro-batches."""
     losses: list[Tensor] = []
     count = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
     for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):

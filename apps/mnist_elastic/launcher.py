@@ -152,7 +152,7 @@ class Job:
                 self._take(self._switchboard.inbox.get(timeout=0.1))
             self._watch_ranks()
             files.check()
-            self.run.monitor.beat()  # the launcher's heartbeat; each rank has its own watchdog
+            self.run.monitor.beat()  # records the launcher's progress; each rank has its own watchdog
             if not self._has_begun and self._may_begin(begun_at):
                 self._has_begun = True
                 for each in self._ranks.all():

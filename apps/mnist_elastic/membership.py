@@ -345,7 +345,7 @@ class Members:
 
     def note(self, step: int, loss: Tensor) -> None:
         """Set the checks of the next sub-shard, whose summed loss is ``loss``."""
-        asks = self.launcher.left_group == self._group  # a rank has left this group, or waits to join
+        asks = self.launcher.left_group == self._group  # whether a rank has left this group, or waits to join
         self.checks[:3] = torch.tensor((1, step % STEPS, asks))
         self.checks[3] = loss.detach()
 

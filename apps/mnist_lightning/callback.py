@@ -30,7 +30,7 @@ class RunCallback(pl.Callback):
         current: Any = fit.epoch_progress.current
         current.processed = epoch
         current.completed = epoch  # trainer.current_epoch
-        # trainer.global_step: the first counter without --virtual-ranks, the second with it
+        # trainer.global_step is the first counter, or the second counter with --virtual-ranks.
         fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first
         fit.epoch_loop.manual_optimization.optim_step_progress.total.completed = first
         fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # Lightning's loggers use this step number

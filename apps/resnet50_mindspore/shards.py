@@ -79,7 +79,7 @@ def write_numbered(folder: Path) -> None:
 
 
 def numbers(images: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the numbers [m] of images [m, 32, 32, 3]."""
+    """Return the numbers [m] that the first pixels of images [m, 32, 32, 3] encode."""
     return np.asarray(images[:, 0, 0] @ np.array([1, 1 << 8, 1 << 16]), np.int64)
 
 

@@ -39,9 +39,9 @@ LOSSES: list[tuple[str, list[str], float]] = [
 ]
 RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # number of ranks; mnist_ddp has its own rows
 RECOVERY_STEPS = 20
-COMPILE_SECONDS = 60.0  # duration of a compiled run and a killed run, with a warm compiler cache
+COMPILE_SECONDS = 60.0  # seconds for a compiled run and a killed run, with a warm compiler cache
 ROUNDS = 5  # largest number of rounds of `speed`
-ROUND_SECONDS = 30.0  # duration of one round
+ROUND_SECONDS = 30.0  # duration of one round, in seconds
 
 
 def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -> dict[str, Any]:
