@@ -5,9 +5,9 @@
     python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
 Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
-the Trainer's defaults. Its first three columns have the relative difference from one rank: the largest of the steps'
-mean losses per target token, the largest of the gradients' norms, and that of the final weights. The other columns have
-the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
+the Trainer's defaults. Its first columns have the relative differences from one rank. They compare the mean losses per
+target token (largest over the steps), the norms of the gradients (likewise), and the final weights. The other columns
+have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
 
 The model's own loss and RMSNorm round to float32, which changes each number by about 1e-7. So the program replaces
 both.

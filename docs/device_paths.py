@@ -102,7 +102,7 @@ class DevicePath(NamedTuple):
     transport: str
     part: str  # part of the program, or how the ranks are started
     how: str  # one of HOW
-    by: str  # a folder of tests or file::function; for "read" a source; for "proof" kinds such as "bits; killed"
+    by: str  # a folder of tests, file::function, a source (if ``how`` is "read"), or kinds of rows (if "proof")
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def groups(model: nn.Layer, optimizer: Optimizer) -> Groups:
 
 
 def load(model: nn.Layer, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or only those of "model".
+    """Load the arrays of `groups`, or only the group "model".
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return each trained parameter once, by its name in the weights file.
 
-    With LoRA, the names are those of adapter_model.safetensors, without the component ``default``.
+    With LoRA, adapter_model.safetensors has the same names, which lack the component ``default``.
     """
     named = model.named_parameters()
     return {name.replace(".default.", "."): parameter for name, parameter in named if parameter.requires_grad}

@@ -41,7 +41,7 @@ def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
 
 
 def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) -> None:
-    """Load the arrays of `groups`, or only those of "model".
+    """Load the arrays of `groups`, or only the group "model".
 
     If the world size differs from the checkpoint's, every rank continues with the averaged buffers.
 
@@ -104,7 +104,7 @@ def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the running statistics averaged over ranks [k], and those of each rank [world_size, k]. Collective."""
+    """Return the running statistics averaged over ranks [k], and each rank's own [world_size, k]. Collective."""
     each = all_gather(buffers(model))  # collective
     return each.mean(axis=0, dtype=np.float64).astype(np.float32), each
 

@@ -171,7 +171,7 @@ def what_ended(log: Path) -> str:
 
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
-    """Raise RuntimeError unless a run resumed ``times`` times and its weights equal those of the undisturbed run.
+    """Raise RuntimeError unless a run resumed ``times`` times and has the weights of the undisturbed run.
 
     Args:
         whole: run dir of the undisturbed run.
