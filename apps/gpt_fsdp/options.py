@@ -1,7 +1,6 @@
 """Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module with the system's Python, so the module uses only the standard library and
-samestep.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations

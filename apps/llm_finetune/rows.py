@@ -1,7 +1,6 @@
 """Read conversations from a JSON Lines file, and check each row.
 
-The launch script imports this module with the system's Python, so the module uses only the standard library and
-samestep.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations

@@ -38,11 +38,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
-    """Return the training and the test set.
-
-    Raises:
-        ConfigError: a file is missing or damaged.
-    """
+    """Return the training and the test set. A missing or damaged file raises ConfigError."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:

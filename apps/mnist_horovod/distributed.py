@@ -56,12 +56,6 @@ def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
     """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher trains alone.
 
-    Args:
-        world: this process's place in the job.
-        device: this rank's device.
-        timeout: seconds without progress after which the watchdog acts.
-        transport: "gloo" or "mpi".
-
     Raises:
         ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
     """
@@ -132,7 +126,7 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
         return optimizer
     compressor = getattr(hvd.Compression, options.compression)
     wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compressor, op=hvd.Sum)
-    wrapped.load_state_dict(optimizer.state_dict())  # equal on all ranks, so no broadcast, which would load a pickle
+    wrapped.load_state_dict(optimizer.state_dict())  # equal on all ranks; hvd.broadcast_optimizer_state loads a pickle
     return wrapped  # type: ignore[no-any-return]
 
 

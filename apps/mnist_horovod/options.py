@@ -1,7 +1,6 @@
 """Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module with the system's Python, so the module uses only the standard library and
-samestep.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -93,11 +92,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in.
-
-    Raises:
-        ConfigError: an option is invalid, or options contradict each other.
-    """
+    """Return the options with all defaults filled in. An invalid option raises ConfigError."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")

@@ -46,11 +46,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
-    """Return the training and the test set.
-
-    Raises:
-        ConfigError: a file is missing or damaged.
-    """
+    """Return the training and the test set. A missing or damaged file raises ConfigError."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
@@ -90,8 +86,7 @@ class Data(LightningDataModule):
     def train_dataloader(self) -> Batches:
         """Return the batches of Lightning's current epoch that lie between the run's first and last step.
 
-        Lightning calls this method in each epoch (``reload_dataloaders_every_n_epochs``), and validates after the
-        batches.
+        Lightning calls this method per epoch (``reload_dataloaders_every_n_epochs``), and validates after each epoch.
         """
         assert self.trainer is not None
         epoch_begin = self.trainer.current_epoch * len(self.sampler)
