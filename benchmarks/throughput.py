@@ -124,7 +124,7 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """Return the folder of torchvision; or LOOPS, which is on the path anyway, if ``python`` can import torchvision."""
+    """Return the folder of torchvision. It is LOOPS, which is on the path anyway, if ``python`` has torchvision."""
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"

@@ -530,7 +530,7 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
 def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Measure ``repeats`` calls on a whole float32 tensor of ``count`` bytes, after two calls to warm up.
 
-    A barrier precedes each call. If ``count`` is not a multiple of the smallest possible size, the tensor is smaller.
+    A barrier precedes each call. If ``count`` is not a multiple of 4 * world size, the tensor is a few bytes smaller.
 
     Args:
         name: name of the primitive.

@@ -108,7 +108,7 @@ class History:
 
 
 class RunFiles:
-    """Detect that a user has removed or replaced the run dir or its metrics.jsonl since the start."""
+    """Detect the removal or replacement of the run dir, or of its metrics.jsonl, after the start."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

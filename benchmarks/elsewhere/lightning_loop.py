@@ -1,4 +1,4 @@
-"""Train with PyTorch Lightning, as its guides recommend. Rank 0 starts this program, and Lightning the other ranks.
+"""Train with PyTorch Lightning, as its guides recommend. This process is rank 0; Lightning starts the others.
 
 The module comes from the tutorial "PyTorch Lightning CIFAR10". The Trainer accumulates and clips gradients. The length
 of the schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows "GPU training

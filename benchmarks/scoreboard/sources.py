@@ -108,7 +108,8 @@ def apply(text: str, script: str) -> str:
     """Apply an ed script to a text, and return the result. The script may append (a), change (c) and delete (d) lines.
 
     Raises:
-        ValueError: the script has another command, names a line outside the text, or is not ordered from the last line.
+        ValueError: the script has another command, names a line outside the text, or does not proceed from the last
+            line to the first.
     """
     lines = text.splitlines()
     commands = script.splitlines()
