@@ -305,9 +305,9 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
 def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> float:
     """Return the seconds per step under the condition ``measured``, by the statistic for the condition ``like``.
 
-    The default is the median over the strategy's cycles (one step, or several steps for local SGD). For random
-    delays, the statistic is the mean, because few long delays cause most of the cost. For a sleep per block, it is the
-    median over blocks. For a single sleep in the training, it is the mean over blocks.
+    The default is the median over the strategy's cycles (one step, or several steps for local SGD). For random delays,
+    the statistic is the mean, because a median would ignore the longest delays. For a sleep per block, it is the median
+    over blocks. For a single sleep in the training, it is the mean over blocks.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] in ("once", "start"):

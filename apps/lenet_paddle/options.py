@@ -198,7 +198,7 @@ def setup_environment(options: Options) -> dict[str, str]:
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """Raise ConfigError if Paddle's launcher would assign more ranks than this machine has GPUs.
+    """Raise ConfigError if --gpus is used with a CPU build, or if Paddle's launcher needs more GPUs than are present.
 
     The launch script calls this function in the app's environment. The function counts GPUs by Paddle's GPU build, and
     only if the launcher counts them too.
