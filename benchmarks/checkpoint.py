@@ -4,19 +4,19 @@
 
 Three variants take turns in each round, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. Rank 0
-  turns model and optimizer into arrays, sums the bits of each array, and calls `checkpoint.save`, which copies the
-  arrays. A thread then hashes, writes and syncs the files, renames the folder and deletes the oldest of three
-  checkpoints. Training continues meanwhile; *whole* is the time until the thread is done.
+- save: This variant does the work of mnist_ddp's rank 0 between two steps, except the gather of all ranks' checksums.
+  It converts the model and the optimizer to arrays, computes a checksum of each array, and calls `checkpoint.save`,
+  which copies the arrays. A thread then hashes, writes and syncs the files, renames the folder, and deletes the oldest
+  of three checkpoints. Training continues meanwhile. *whole* is the time until the thread has finished.
 
-- plain: writes and syncs as many files of the same sizes, without a folder, rename, checksum or deletion.
+- plain: This variant writes and syncs the same number of files of the same sizes, without a rename or a checksum.
 
-- torch.save: writes and syncs one file of the same tensors.
+- torch.save: This variant writes and syncs one file of the same tensors.
 
 The script times two models: mnist_ddp's model with SGD momentum, and a model of 200 MB without optimizer state. A ratio
-is the time of save divided by the time of another variant, in each round. Each cell has the median and the quartiles.
-Run the script with a Python that has apps/mnist_ddp's requirements. To compare two commits, run the scripts of both
-checkouts in turns.
+divides the time of save by the time of another variant in the same round. Each cell has the median and the quartiles.
+Run the script with a Python that has apps/mnist_ddp's requirements. To compare two commits, alternate between the
+scripts of their checkouts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Ways:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        """Save three times, so that later saves also delete the oldest checkpoint."""
+        """Save three times, so that each later save also deletes the oldest checkpoint."""
         self.model = model
         self.optimizer = optimizer
         self.run_dir = folder / "run"
@@ -83,7 +83,7 @@ class Ways:
         self.contents = [path.read_bytes() for path in sorted(saved.iterdir())]
 
     def save(self) -> Path:
-        """Compute checksums and save, as an app's step does. Return the checkpoint's folder."""
+        """Compute checksums and save, as mnist_ddp's rank 0 does. Return the checkpoint's folder."""
         groups = weights.groups(self.model, self.optimizer)
         for arrays in groups.values():
             for array in arrays.values():
@@ -94,7 +94,7 @@ class Ways:
         return checkpoint.save(self.run_dir, "benchmark", self.step, groups, state, arithmetic, keep=3)
 
     def plain(self) -> None:
-        """Write and sync the same bytes."""
+        """Write the bytes of each file of a checkpoint to a file in ``place``, and sync it."""
         for number, content in enumerate(self.contents):
             with (self.place / str(number)).open("wb") as file:
                 file.write(content)
@@ -102,7 +102,7 @@ class Ways:
                 os.fsync(file.fileno())
 
     def torch_save(self) -> None:
-        """Write and sync the same state by `torch.save`."""
+        """Write the model and the optimizer to one file by `torch.save`, and sync it."""
         with (self.place / "all.pt").open("wb") as file:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
             file.flush()
@@ -123,7 +123,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
         for name in names[number % 3 :] + names[: number % 3]:
             shutil.rmtree(ways.place, ignore_errors=True)
             ways.place.mkdir()
-            os.sync()  # no variant waits for the writes of the variant before
+            os.sync()  # so that no variant waits for the writes of the previous variant
             begun = time.perf_counter()
             contestants[name]()
             taken[name].append(1000 * (time.perf_counter() - begun))
@@ -135,7 +135,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
 
 
 def shown(values: list[float], digits: int) -> str:
-    """Return the median and the quartiles as text."""
+    """Return the median and the quartiles of ``values`` as text."""
     first, median, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
     return f"{median:,.{digits}f} ({first:,.{digits}f} to {third:,.{digits}f})"
 

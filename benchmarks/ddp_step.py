@@ -2,15 +2,15 @@
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/ddp_step.py [--rounds 25] [--compile]
-    ... benchmarks/ddp_step.py --check      # check the gradients of the variants with a hook; time nothing
+    ... benchmarks/ddp_step.py --check      # only check the gradients of the variants with a hook
 
 All variants take turns in one job, on the same global batches of 128 real digits in memory. Times are medians, in
-milliseconds. A ratio compares a variant with the plain step (contiguous tensors, stock DDP and SGD) of the same round.
+milliseconds. A ratio compares a variant with the same round's plain step (contiguous tensors, stock DDP and SGD).
 ``--compile`` adds torch.compile, which needs a C++ compiler.
 
-The variants with a hook replace DDP's all-reduce by sums in rank order. These sums do not depend on a gradient's place
-in a bucket. The sums of a ring depend on this place, from 3 ranks on. All gradients of this model are in one bucket of
-87 KB.
+The variants with a hook replace DDP's all-reduce by sums in rank order. Such a sum does not depend on a gradient's
+place in a bucket. From 3 ranks on, the sum of a ring all-reduce depends on this place. All gradients of this model fit
+in one bucket of 87 KB.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ Shards = list[tuple[Tensor, Tensor, int]]  # images, labels, size of the global 
 
 
 def in_rank_order(rows: Tensor) -> Tensor:
-    """Return the mean [n] of the ranks' rows [world_size, n], summed from rank 0 on."""
+    """Return the mean [n] of the ranks' rows [world_size, n], which are summed in rank order."""
     return sum(rows) / len(rows)  # type: ignore[return-value]  # Python's sum keeps the order, unlike torch.sum
 
 
 def gather(local: Tensor) -> Future[Tensor]:
-    """Return the mean of all ranks' buckets ``local``, which every rank gathers and sums.
+    """Return the mean of all ranks' buckets ``local``. Each rank gathers and sums all buckets.
 
     A rank receives (p - 1) n bytes, for p ranks and buckets of n bytes.
     """
@@ -63,10 +63,10 @@ def gather(local: Tensor) -> Future[Tensor]:
 
 
 def exchange(local: Tensor) -> Future[Tensor]:
-    """Return the mean of all ranks' buckets ``local``. Each rank sums one part and sends it to all ranks.
+    """Return the mean of all ranks' buckets ``local``. Each rank sums one part, and sends the sum to all ranks.
 
     A rank sends 2 (p - 1) / p n bytes, as in a ring, for p ranks and buckets of n bytes. The hook blocks, because
-    gloo's threads cannot wait for each other. So no gradient is computed during the exchange.
+    gloo's threads cannot wait for each other. So the rank computes no gradients during the exchange.
     """
     p = dist.get_world_size()
     parts = F.pad(local, (0, -len(local) % p)).view(p, -1)
@@ -79,7 +79,7 @@ def exchange(local: Tensor) -> Future[Tensor]:
 
 
 def by_rank_0(local: Tensor) -> Future[Tensor]:
-    """Return the mean of all ranks' buckets ``local``, which rank 0 sums and broadcasts, as in the app."""
+    """Return the mean of all ranks' buckets ``local``. Rank 0 sums and broadcasts, as in the app."""
     ordered_all_reduce(local)
     done: Future[Tensor] = Future()
     done.set_result(local.div_(dist.get_world_size()))
@@ -102,7 +102,15 @@ def variant(
     inner: Callable[[nn.Module], nn.Module] = lambda model: model,
     **sgd: Any,
 ) -> Callable[[], object]:
-    """Return a training step. ``weights`` is the memory format of convolutions' weights; None keeps the app's."""
+    """Return a function that takes a training step.
+
+    Args:
+        shards: the batches of this rank, which repeat.
+        weights: memory format of the convolutions' weights; None keeps the app's format.
+        wrap: returns the model that exchanges gradients.
+        inner: returns the model that ``wrap`` gets.
+        sgd: further arguments of torch's SGD.
+    """
     model = build_model("net", 0.5, torch.float32, 1)
     if weights is not None:
         nn.utils.convert_conv2d_weight_memory_format(model, weights)
@@ -121,7 +129,7 @@ def variant(
 
 
 def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: int) -> Tensor:
-    """Return all gradients [n] after ``passes`` backward passes. DDP reorders its buckets after the first pass."""
+    """Return all gradients [n] of the last of ``passes`` backward passes. DDP reorders its buckets after the first."""
     model = build_model("net", 0.0, torch.float32, 1)
     wrapped = wrap(model)
     for images, labels, size in shards[:1] * passes:
@@ -135,10 +143,11 @@ def check(shards: Shards) -> str:
     """Compare the hooks' gradients, and return the result as text.
 
     Raises:
-        AssertionError: gradients of hooks differ from DDP's by more than rounding, or from each other in a bit.
+        AssertionError: the gradients of a hook differ from DDP's by more than rounding, or from another hook's in a
+            bit.
     """
     stock = gradients(shards, DistributedDataParallel, 1)
-    sizes = (0.001, 0.03, 25)  # MB per bucket, which has one or two gradients, several, or all
+    sizes = (0.001, 0.03, 25)  # MB per bucket: a bucket contains one or two gradients, several, or all
     ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]
     found = [
         gradients(shards, functools.partial(hooked, hook, bucket_cap_mb=size), passes)

@@ -1,12 +1,12 @@
-"""Measure how long ranks pause if other ranks are killed, how soon a killed rank returns, and images per second.
+"""Measure how long a kill delays the other ranks, how soon the killed rank's successor trains, and images per second.
 
     PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
 
-The first table has the seconds from a SIGKILL of ranks until the job logs a step that began after the kill. It has jobs
-of mnist_elastic, and of mnist_ddp, which restarts. The second table has the seconds from a SIGKILL of one of three
-ranks of mnist_elastic until its successor has made an update, for each --start-method. The third table has the images
-per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of their ratios. Jobs take turns in
-each round.
+The first table has the seconds from a SIGKILL of ranks until the job logs a step that began after the kill. Its rows
+are jobs of mnist_elastic, and of mnist_ddp, which restarts. The second table has the seconds from a SIGKILL of one of
+three ranks of mnist_elastic until its successor has made an update, by --start-method. The third table has the
+images per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of their ratios. Jobs take
+turns in each round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ JOBS = [  # app, ranks, and how many of them are killed at once
     ("mnist_ddp", 3, 1),
 ]
 METHODS = ("fork", "exec")
-RETURNING = 3  # ranks of a job in which killed ranks come back
+RETURNING = 3  # number of ranks of a job whose killed ranks return
 KILLS = 4  # number of kills in each job
 FIRST = 30  # steps before the first kill
 LIMIT = 120.0  # timeout of each wait, in seconds
@@ -50,7 +50,7 @@ class Job:
         self._process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)  # type: ignore[call-overload]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl that have a step."""
+        """Return the values of each line of metrics.jsonl that has a step."""
         path = self.run_dir / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         return [values for line in text.split("\n")[:-1] if "step" in (values := json.loads(line))]
@@ -60,7 +60,7 @@ class Job:
         return max((line["step"] for line in self.lines()[-1:]), default=0)
 
     def ranks(self, first: int) -> dict[int, int]:
-        """Return the PIDs, by rank, of running ranks from ``first`` on that have made an update."""
+        """Return the PIDs, by rank, of the running ranks that have made an update. Omit ranks below ``first``."""
         found = {}
         for path in (self.run_dir / "log").glob("alive-[0-9]"):
             beat = json.loads(path.read_text())
@@ -76,14 +76,20 @@ class Job:
             time.sleep(0.005)
 
     def pause(self, ranks: int, first: int, killed: int) -> float:
-        """Kill ``killed`` ranks at once, and return the seconds until the other ranks have taken a new step."""
+        """Kill ranks, and return the seconds until the job logs a step that began after the kill.
+
+        Args:
+            ranks: number of running ranks from ``first`` on.
+            first: lowest rank that may be killed.
+            killed: number of ranks to kill at once.
+        """
         self.wait_for(lambda: self.step() > FIRST and len(self.ranks(first)) == ranks)
         time.sleep(random.uniform(0.2, 1.0))
         for pid in random.sample([*self.ranks(first).values()], killed):
             os.kill(pid, signal.SIGKILL)
         begun = time.monotonic()
         before = self.step()
-        self.wait_for(lambda: self.step() > before + 1)  # the step at the kill may have been complete
+        self.wait_for(lambda: self.step() > before + 1)  # the ranks may complete one step that began before the kill
         return time.monotonic() - begun
 
     def absence(self, ranks: int) -> float:

@@ -2,14 +2,15 @@
 
     .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --json benchmarks/finetune_trainer.json
     .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --quick     # one case, three steps
-    python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # measures nothing
+    python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
 Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
-the Trainer's defaults. Its first columns are the largest relative differences from one rank. They compare the mean loss
-over the target tokens of each global batch, the gradients' norms, and the final weights. The other columns are the
-relative errors of ``eval_loss``, whose true value is the mean over all target tokens of the test set.
+the Trainer's defaults. Its first columns have the relative differences from one rank. They compare the mean losses per
+target token (largest over the steps), the norms of the gradients (likewise), and the final weights. The other columns
+have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
 
-The model's own loss and RMSNorm round to float32, which changes every figure by 1e-7. So the program replaces both.
+The model's own loss and RMSNorm round to float32, which changes each number by about 1e-7. So the program replaces
+both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ APP = ROOT / "apps" / "llm_finetune"
 BATCH = 16  # samples of a global batch
 STEPS = 12
 QUICK_STEPS = 3
-LIMIT = 300  # most seconds to wait for each rank of a case
+LIMIT = 300  # timeout of each rank of a case, in seconds
 COLUMNS = ("loss", "norm", "weights", "evaluation", "evaluation alone")
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
 Results = dict[str, Any]
@@ -50,7 +51,7 @@ class Case:
         samples: size of the training set.
         test_samples: size of the test set.
         dropout: LoRA's dropout, with LoRA of rank 4; None trains all weights.
-        averages: the Trainer's setting ``average_tokens_across_devices``.
+        averages: value of the Trainer's setting ``average_tokens_across_devices``.
         takes_count: whether the model's loss takes the number of targets of the global batch.
     """
 
@@ -64,7 +65,7 @@ class Case:
     takes_count: bool = True
 
     def alone(self) -> Case:
-        """Return the reference: one rank, whose micro-batch is the global batch."""
+        """Return the reference case, in which one rank trains on each global batch in one micro-batch."""
         return replace(self, name="", ranks=1, accumulate=1, averages=True, takes_count=True)
 
 
@@ -83,7 +84,7 @@ CASES = [
 
 
 def features(case: Case) -> tuple[list[Results], list[Results]]:
-    """Return the tokens and labels of the training samples and of the test samples, from the app's embedded texts."""
+    """Return the training samples and the test samples, each with tokens and labels, from the app's embedded texts."""
     from data import IGNORED, ByteTokenizer, tokenize
     from options import TEXT
     from rows import read_rows
@@ -113,7 +114,7 @@ def collate(samples: list[Results]) -> Results:
 
 
 def summed_loss(logits: Any, labels: Any) -> tuple[Any, Any]:
-    """Return the summed loss and the number of targets of a batch, in the dtype of the scores."""
+    """Return the summed loss of a batch, in the dtype of ``logits``, and its number of targets."""
     import torch
     import torch.nn.functional as F
 
@@ -123,7 +124,7 @@ def summed_loss(logits: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def exact_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
-    """Return the loss of the model's own loss function, without rounding to float32."""
+    """Return the loss that the model's own loss function computes, but without rounding to float32."""
     loss, count = summed_loss(logits, labels)
     if num_items_in_batch is None:
         return loss / count
@@ -168,9 +169,9 @@ def settings(case: Case, steps: int, folder: Path) -> Any:
 
 
 def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
-    """Return a list that gets (step, summed loss, number of targets) of each training micro-batch.
+    """Return a list, to which each training micro-batch will append (step, summed loss, number of targets).
 
-    The loss is the true loss of the weights before the step, without dropout. The Trainer logs its own loss in float32.
+    The loss uses the weights before the step, and no dropout. The Trainer's own log rounds the loss to float32.
     """
     import torch
 
@@ -191,7 +192,7 @@ def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
 
 
 def true_evaluation(model: Any, test: list[Results]) -> float:
-    """Return the mean loss over all target tokens of the test set, from each sample alone."""
+    """Return the mean loss over all target tokens of the test set, by evaluating one sample at a time."""
     import torch
 
     total = 0.0
@@ -221,7 +222,7 @@ def train(case: Case, steps: int, folder: Path) -> Results:
         data_collator=collate,
     )
     if not case.takes_count:
-        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward takes no other arguments
+        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward takes no further keyword arguments
     losses = record_losses(trainer)
     trainer.train()
     measured = trainer.evaluate()["eval_loss"]
@@ -237,7 +238,15 @@ def train(case: Case, steps: int, folder: Path) -> Results:
 
 
 def run_rank(case: Case, steps: int, rank: int, port: int, folder: Path) -> None:
-    """Train as one rank of a case, and write its results and its output to files."""
+    """Train as one rank of a case, and write its results and its output to files.
+
+    Args:
+        case: the case.
+        steps: number of steps.
+        rank: this rank.
+        port: port of the rendezvous.
+        folder: folder for the files of all ranks.
+    """
     import torch
 
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -264,7 +273,7 @@ def free_port() -> int:
 
 
 def run(case: Case, steps: int) -> Results:
-    """Train a case in ranks that are forked from this process, and return its results. Exit if a rank fails."""
+    """Train a case in ranks forked from this process, and return its results. Exit with an error if a rank fails."""
     context = multiprocessing.get_context("fork")
     port = free_port()
     with tempfile.TemporaryDirectory() as name:
@@ -298,12 +307,12 @@ def mean_losses(ranks: Sequence[Sequence[tuple[int, float, int]]]) -> list[float
 
 
 def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference of two curves."""
+    """Return the largest relative difference between two curves at the same step."""
     return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the norm of the difference of two vectors, over the norm of the first."""
+    """Return the norm of the difference of two vectors, divided by the norm of the first vector."""
     import numpy as np
 
     first = np.array(one)
@@ -311,7 +320,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def measure(cases: Sequence[Case], steps: int) -> list[Results]:
-    """Return a row of figures for each case."""
+    """Return a row of the table for each case."""
     references: dict[Case, Results] = {}
     rows = []
     for case in cases:

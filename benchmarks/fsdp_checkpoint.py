@@ -5,12 +5,12 @@
 
 Two variants take turns on all ranks, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: the work of `Shards.save` between two steps. It copies the rank's parts of model and optimizer, and exchanges
-  the lists of their contents. A thread of each rank then hashes, writes and syncs the rank's files. Rank 0's thread
-  waits for all ranks, writes the manifest, renames the folder and deletes the oldest of two. Training continues
-  meanwhile; *whole* is the time until the thread is done.
+- save: Each rank does the work of `Shards.save` between two steps. It copies its parts of the model and the optimizer,
+  and exchanges the lists of their contents with the other ranks. A thread of each rank then hashes, writes and syncs
+  the rank's files. Rank 0's thread waits for all ranks, writes the manifest, renames the folder and deletes the oldest
+  of two checkpoints. Training continues meanwhile. *whole* is the time until the thread has finished.
 
-- plain: each rank writes and syncs as many files of the same sizes, without an exchange.
+- plain: Each rank writes and syncs the same number of files of the same sizes, without an exchange.
 
 Times are milliseconds of the slowest rank, as medians and quartiles. A ratio compares the two variants of a round.
 """
@@ -90,7 +90,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
         for name in list(contestants)[:: 1 if number % 2 else -1]:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            os.sync()  # no variant waits for the writes of the variant before
+            os.sync()  # so that no variant waits for the writes of the previous variant
             dist.barrier()
             begun = time.perf_counter()
             contestants[name]()
@@ -102,7 +102,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
 
 
 def shown(values: list[float], digits: int) -> str:
-    """Return the median and the quartiles as text."""
+    """Return the median and the quartiles of ``values`` as text."""
     first, median, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
     return f"{median:,.{digits}f} ({first:,.{digits}f} to {third:,.{digits}f})"
 

@@ -5,7 +5,7 @@
 
 The three variants take turns in one job, each on its own batches. Times are medians of the slowest rank, in
 milliseconds. A ratio compares a variant with the app's step of the same round. ``--keep-memory`` keeps the C library's
-defaults for memory (see distributed.release_memory_early).
+memory settings, which distributed.release_memory_early otherwise changes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def app(options: Options) -> Callable[[int], object]:
 
 
 def plain(options: Options, wrap: Callable[[GPT], nn.Module]) -> Callable[[int], object]:
-    """Return a function that takes a step as in tutorials: random windows per rank, mean losses, torch's clipping."""
+    """Return a function that takes a step as in tutorials, with random windows, mean losses, and torch's clipping."""
     torch.manual_seed(1)
     model = GPT(options.layers, options.width, options.heads)
     for parameter in model.parameters():

@@ -1,12 +1,12 @@
-"""Send a signal to a job's launcher, started without the launch script, and report how the job ends.
+"""Start a job by its launcher, without the launch script, send the launcher a signal, and report how the job ends.
 
-    python3.11 benchmarks/launcher_signals.py mnist_ddp lenet_paddle     # the table of docs/signals.md, of these apps
+    python3.11 benchmarks/launcher_signals.py mnist_ddp lenet_paddle     # print the rows of docs/signals.md
     PYTHON=/path/to/python python3.11 benchmarks/launcher_signals.py mnist_horovod
 
 Each launcher starts two ranks of the app, and gets TERM, INT or USR1 as soon as they train. The table shows the
-launcher's exit code, the seconds until the last rank had ended, and whether the ranks saved the step at which they
-stopped. The app's launch script makes the environment .venvs/<app>; PYTHON selects another Python. Launchers that are
-not installed are left out.
+launcher's exit code, the seconds until the last rank had ended, and whether the ranks saved their last step. The script
+uses .venvs/<app>, which the app's launch script makes; PYTHON selects another Python. The script omits launchers that
+are not installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIGITS = "--dataset=mnist-5k --epochs=500 --global-batch-size=250 --log-every=10
 IMAGES = "--dataset=synthetic-cifar10 --depth=18 --image-size=16 --epochs=500 --log-every=2".split()
 TORCHRUN = ["{bin}/torchrun", "--standalone", "--nproc-per-node=2", "{train}"]
 MPI = ["-np", "2", "{bin}/python", "{train}", "--transport=mpi"]
-ROOT_MAY = "--allow-run-as-root --oversubscribe"  # options of Open MPI
+ROOT_MAY = "--allow-run-as-root --oversubscribe"  # options of Open MPI's mpirun
 LAUNCHERS: dict[str, dict[str, Sequence[str]]] = {
     "mnist_ddp": {
         "`torchrun`": [*TORCHRUN, *DIGITS],
@@ -59,7 +59,7 @@ LAUNCHERS: dict[str, dict[str, Sequence[str]]] = {
 
 
 def processes(mark: str, word: str = "") -> list[int]:
-    """Return the PIDs of the processes with the mark in their environment and the word in their command."""
+    """Return the PIDs of the processes that have ``mark`` in their environment and ``word`` in their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -82,7 +82,14 @@ def free_port() -> int:
 
 
 def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path) -> str:
-    """Start a job, send its launcher a signal, and return the outcome as two cells of a table."""
+    """Start a job, send its launcher the signal ``number``, and return the outcome as two cells of a table.
+
+    Args:
+        app: name of the app.
+        command: command line of the launcher.
+        number: the signal.
+        folder: folder for the job.
+    """
     values = {"bin": bin_of(app), "train": ROOT / "apps" / app / "train.py", "port": free_port()}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
     environ |= {"BENCHMARK_MARK": folder.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "core")}

@@ -20,7 +20,7 @@ TIMES = 60
 
 
 def median(work: Callable[[], object]) -> float:
-    """Return the median milliseconds of ``work``, without its first 10 calls."""
+    """Call ``work`` repeatedly, and return the median milliseconds of the calls after the first 10."""
     taken = []
     for _ in range(TIMES):
         begun = time.perf_counter()
@@ -30,7 +30,7 @@ def median(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print a table in Markdown."""
+    """Time the step and each layer, and print a Markdown table."""
     network = paddle.vision.models.LeNet()
     optimizer = paddle.optimizer.Adam(0.001, parameters=network.parameters())
     images = paddle.randn([BATCH, 1, 28, 28])

@@ -1,11 +1,11 @@
-"""Measure the seconds from a SIGKILL to the first step of the restarted job, by fork and by exec.
+"""Measure the seconds from a SIGKILL to the restarted job's first step, with --start-method fork and exec.
 
     python benchmarks/recovery_time.py [--faults rank ranks save] [--methods fork exec] [--kills 10] [--json FILE]
 
 Each row is one job of mnist_ddp, which is killed repeatedly and then runs to its end. The faults are a SIGKILL to a
 random rank, to all ranks, and to rank 0 while it writes a checkpoint. The measured time ends when rank 0 has logged a
-step of the next start. Each job must end with the weights of an undisturbed job. All jobs use this Python, which needs
-the app's packages. ``--json`` keeps the other rows of its file.
+step after the restart. Each job must end with the weights of an undisturbed job. All jobs use this Python, which needs
+the app's packages. ``--json`` replaces only the measured rows of its file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = {"rank": "a rank", "ranks": "all ranks", "save": "rank 0 during a save"}
 METHODS = ("fork", "exec")
-BETWEEN = 20  # least number of steps from a restart to the next kill
+BETWEEN = 20  # minimum number of steps between a restart and the next kill
 LIMIT = 120.0  # timeout of each wait, in seconds
 
 
@@ -49,7 +49,7 @@ class Job:
             )
 
     def wait_for(self, condition: Callable[[], Any], interval: float = 0.005) -> Any:
-        """Poll until ``condition`` returns a true value, and return this value."""
+        """Poll until ``condition`` returns a true value, and return this value. Exit if the job ends or hangs."""
         deadline = time.monotonic() + LIMIT
         while not (found := condition()):
             if time.monotonic() > deadline or self._process.poll() is not None:
@@ -76,13 +76,13 @@ class Job:
         folder = self.run_dir / "checkpoints"
         complete = [path.name for path in folder.glob("step-*")]
         for path in folder.glob(".step-*.tmp"):
-            # An old checkpoint has such a name while it is deleted.
+            # An old checkpoint has such a name while the job deletes it.
             if path.name.removeprefix(".") > max(complete, default=""):
                 return path
         return None
 
     def kill(self, fault: str, chance: random.Random) -> float | None:
-        """Kill ranks, and return the seconds until the next start has logged a step; None if the save ended before."""
+        """Kill ranks, and return the seconds until a step after the restart; None if the save ended before the kill."""
         first = self.last_step() + BETWEEN
         self.wait_for(lambda: self.last_step() >= first)
         pids = self.pids()
@@ -96,7 +96,7 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         begun = time.perf_counter()
         was_hit = fault != "save" or save.exists()
-        # A start replaces metrics.jsonl, and writes a line about itself before its first step.
+        # Each start of the job replaces metrics.jsonl, and writes a line without a step before its first step.
         self.wait_for(lambda: self._metrics.stat().st_ino != before and self.last_step() > 0)
         seconds = time.perf_counter() - begun
         if was_hit:
@@ -113,7 +113,15 @@ class Job:
 
 
 def measure(fault: str, method: str, options: argparse.Namespace, folder: Path, length: str) -> dict[str, Any]:
-    """Kill one job ``options.kills`` times, and return its row: the seconds of each kill, and the final weights."""
+    """Kill one job ``options.kills`` times, and return its row of results.
+
+    Args:
+        fault: "rank", "ranks" or "save".
+        method: value of --start-method.
+        options: the options of this script.
+        folder: folder for the job.
+        length: the app's option for the length of the training.
+    """
     chance = random.Random(f"{fault} {method}")
     job = Job(options.ranks, folder, length, f"--start-method={method}")
     seconds: list[float] = []
@@ -128,7 +136,7 @@ def measure(fault: str, method: str, options: argparse.Namespace, folder: Path, 
 
 
 def write(path: Path, machine: dict[str, Any], row: dict[str, Any]) -> None:
-    """Write a row into the file, replacing the row of the same fault and method."""
+    """Write a row to the file. The row replaces an older row of the same fault and method."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [old for old in rows if (old["fault"], old["method"]) != (row["fault"], row["method"])]
     path.write_text(json.dumps({"machine": machine, "rows": [*kept, row]}, indent=1) + "\n")
@@ -147,7 +155,7 @@ def main() -> None:
         options.faults = ["save"]
         options.kills = 1
 
-    steps_per_kill = 50  # a kill during a save waits for the next save
+    steps_per_kill = 50  # because the fault "save" waits for the next save
     length = f"--epochs={1 + options.kills * steps_per_kill // 32}"  # an epoch has 32 steps
     machine = {"arch": platform.machine(), "cores": len(os.sched_getaffinity(0)), "ranks": options.ranks}
     are_equal = True

@@ -1,4 +1,4 @@
-"""Compare ResNet-50's training step on CPU in MindSpore, at several settings, and in torchvision.
+"""Time ResNet-50's training step on CPU, with several settings of MindSpore and with torchvision.
 
 The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. All steps start from the same
 weights. MindSpore and torch need separate environments:
@@ -8,7 +8,7 @@ weights. MindSpore and torch need separate environments:
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
 Each setting runs in its own process. The settings take turns in `--rounds` rounds, which spreads the machine's other
-load over all settings. The table shows the processor time of all threads beside the elapsed time, which varies more.
+load over all settings. The table shows the elapsed time, and the processor time of all threads, which varies less.
 """
 
 from __future__ import annotations
@@ -43,7 +43,16 @@ def measure(step: Any, steps: int) -> dict[str, Any]:
 
 
 def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path, mode: str) -> dict[str, Any]:
-    """Measure the app's training step in one process."""
+    """Measure the app's training step in one process.
+
+    Args:
+        depth: depth of the ResNet.
+        batch: images per step.
+        size: side of an image, in pixels.
+        steps: number of timed steps.
+        weights: file of the initial weights.
+        mode: "graph" or "pynative".
+    """
     sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
     import mindspore as ms
     import numpy as np
@@ -106,7 +115,7 @@ def data(batch: int, size: int) -> Any:
 
 
 def kernels(verbose: str) -> list[str]:
-    """Return lines of oneDNN's milliseconds by kind of primitive and implementation, the 8 largest first."""
+    """Return a line for each of the 8 slowest kinds of oneDNN primitive and implementation, with its milliseconds."""
     spent: dict[str, float] = defaultdict(float)
     for line in verbose.splitlines():
         fields = line.split(",")

@@ -1,4 +1,4 @@
-"""Compare training at several ranks with training at 1 rank, in Accelerate, in Lightning and in cifar_ddp.
+"""Compare training at several ranks with training at 1 rank, for Accelerate, Lightning and cifar_ddp.
 
     bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
@@ -68,7 +68,7 @@ PROGRAMS = (
 
 @dataclass(frozen=True)
 class Update:
-    """One update of all ranks: the mean loss of the samples, their indices, and the learning rate if recorded."""
+    """One update of all ranks, with the samples' mean loss, the samples' indices, and the learning rate if recorded."""
 
     loss: float
     samples: list[int]  # sorted, with repetitions
@@ -85,7 +85,7 @@ class Training:
 
 
 def start(command: list[str], folder: Path, n: int) -> None:
-    """Run a command to its end, or exit with its output. After an exception, stop the command first."""
+    """Run a command to its end. If it fails, exit with its output; after an exception, stop the command first."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # the default of the launch scripts
@@ -99,7 +99,7 @@ def start(command: list[str], folder: Path, n: int) -> None:
         try:
             process.wait(LIMIT)
         except BaseException as error:  # also KeyboardInterrupt
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun and the launch script forward it to their ranks
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun and the launch script forward TERM to their ranks
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
@@ -163,7 +163,7 @@ def ours(program: Program, n: int, folder: Path) -> Training:
 
 
 def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
-    """Train a program at each number of ranks, and return the runs by number of ranks."""
+    """Train by a program at each number of ranks in ``ranks``, and return the runs by number of ranks."""
     found = {}
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def write(path: Path, about: str, measured: dict[str, dict[int, Training]]) -> N
 
 
 def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
-    """Return the machine and the runs from a file of `write`."""
+    """Return the machine and the runs from a file that `write` wrote."""
     stored = json.loads(path.read_text())
 
     def training(run: dict[str, Any]) -> Training:
@@ -188,20 +188,20 @@ def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
 
 
 def differences(one: Training, other: Training) -> list[float]:
-    """Return the relative difference of each update's loss between ``one``, at 1 rank, and ``other``."""
+    """Return the relative difference of each update's loss between the run ``one`` at 1 rank and the run ``other``."""
     if len(one.updates) != len(other.updates):
         raise ValueError(f"{len(one.updates)} updates at 1 rank, but {len(other.updates)}")
     return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]
 
 
 def alike(one: Training, other: Training) -> int:
-    """Return the number of updates before the first whose loss differs from 1 rank's by more than a millionth."""
+    """Return how many updates precede the first one whose loss differs from 1 rank's by more than a millionth."""
     found = differences(one, other)
     return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
 
 
 def rate_difference(one: Training, other: Training) -> str:
-    """Return the largest difference of an update's learning rates, relative to the largest rate at 1 rank, as text."""
+    """Return as text the largest difference of an update's learning rates, divided by the largest rate at 1 rank."""
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     if not known:
@@ -259,7 +259,7 @@ def machine() -> str:
 
 
 def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
-    """Draw the losses of programs with ``drawn``, and the differences between most ranks and 1. Needs matplotlib."""
+    """Draw the losses of each program with ``drawn``, and how the losses at most ranks differ from 1 rank's."""
     import matplotlib.pyplot as plt
 
     panels = [program for program in PROGRAMS if program.drawn]
@@ -308,7 +308,7 @@ def main() -> None:
     if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
         sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
     begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then `start` stops its ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raises, so that `start` stops the ranks
     if options.from_json and not options.from_json.is_file():
         sys.exit(
             f"error: --from-json {options.from_json}: no such file; leave it out to measure, or name one of --json"

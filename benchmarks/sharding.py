@@ -3,11 +3,11 @@
     python benchmarks/sharding.py [--rounds 3] [--quick] [--json FILE]
 
 On every rank, DistributedSampler makes a list of the whole epoch's order before it returns the first index. sharding
-computes the requested indices only, and stores no list. Both shuffle, for a job of one rank. Each measurement runs in a
-new process, and counts time and memory after the imports. DistributedSampler runs with up to 10,000,000 samples. The
-bytes per sample there show whether more samples would fit into this machine's memory. The memory of sharding is
-measured with batches of 128. A block of 2^20 indices needs some arrays of this size for any number of samples. If this
-Python lacks torch, the columns of DistributedSampler are empty.
+computes only the requested indices, and stores no list. Both shuffle, for a job of one rank. Each measurement runs in a
+new process, and counts time and memory after the imports. DistributedSampler runs with up to 10,000,000 samples. Its
+bytes per sample show whether more samples would fit into this machine's memory. The memory of sharding is
+measured with batches of 128. A block of 2^20 indices needs some arrays of this size, whatever the number of samples. If
+this Python lacks torch, the columns of DistributedSampler are empty.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ sys.path.insert(0, str(ROOT / "core"))
 BLOCK = 1 << 20
 BATCH = 128
 SAMPLES = (60_000, 10_000_000, 10**9, 10**12)
-LARGEST_LIST = 10_000_000  # most samples for which DistributedSampler runs
+LARGEST_LIST = 10_000_000  # largest number of samples for which DistributedSampler runs
 Figures = dict[str, float]
 
 
 def resident(field: str) -> float:
-    """Return this process's resident memory in MiB: ``VmRSS`` is the current memory, ``VmHWM`` the peak."""
+    """Return this process's resident memory in MiB: the current for the field ``VmRSS``, the peak for ``VmHWM``."""
     status = Path("/proc/self/status").read_text()
     return next(float(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(field))
 
 
 def measure_sharding(n: int, seconds: float) -> Figures:
-    """Measure first batch, memory and speed of sharding in this process, for an epoch of ``n`` samples."""
+    """Measure sharding's first batch, memory and speed in this process, for an epoch of ``n`` samples."""
     import numpy as np
     from samestep.sharding import GlobalBatches, permute
 
@@ -70,7 +70,7 @@ def measure_sharding(n: int, seconds: float) -> Figures:
 
 
 def measure_sampler(n: int) -> Figures:
-    """Measure torch's sampler in the same way. Its speed covers a whole epoch, including the time to make the list."""
+    """Measure torch's sampler in the same way. The speed covers a whole epoch, including the time to make the list."""
     from torch.utils.data import Dataset, DistributedSampler
 
     class Samples(Dataset[int]):
@@ -99,7 +99,7 @@ def in_fresh_process(kind: str, n: int, seconds: float) -> Figures:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed."""
+    """Return the versions of Python and of each package in ``names`` that is installed."""
     found = {"python": platform.python_version()}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Measure the seconds and the memory of a whole short run that starts by fork, by exec or by bare torchrun.
+"""Measure the seconds and the memory of a whole short run, started by fork, by exec or by bare torchrun.
 
     python benchmarks/start_methods.py [--app mnist_ddp] [--ranks 1 2 4] [--rounds 5] [--steps 30] [--json FILE]
 
@@ -53,7 +53,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """Return a process's proportional set size in KiB, or 0 for a process that has ended."""
+    """Return a process's proportional set size in KiB, or 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -69,7 +69,16 @@ def watch_memory(job: subprocess.Popen[bytes], peaks: list[int]) -> None:
 
 
 def run(app: str, way: str, ranks: int, steps: int, folder: Path, peaks: list[int] | None) -> tuple[float, str]:
-    """Return a run's seconds and its weights_sha256."""
+    """Return a run's seconds and its weights_sha256.
+
+    Args:
+        app: name of the app.
+        way: how the run starts.
+        ranks: number of ranks.
+        steps: number of steps.
+        folder: folder for the run.
+        peaks: list that gets the largest PSS, or None to measure no memory.
+    """
     run_dir = folder / way
     options = [*OPTIONS[app], f"--max-steps={steps}", f"--run-dir={run_dir}", "--device=cpu"]
     log = folder / f"{way}.log"

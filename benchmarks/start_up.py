@@ -4,10 +4,10 @@
 
 The launch script forks its ranks from a process that has imported the program, or with --start-method exec starts a
 Python per rank. The script checks its options, finds and verifies the data, locks the run directory, looks for a
-checkpoint, and monitors the job. Bare torchrun starts a minimal script: rendezvous, a model of the same size in DDP,
-one step. Both use this Python (with --venv, the Python in .venvs/mnist_ddp) and the same number of threads. Rank 0
-writes a file after the first step. The starts take turns. An uncounted first round makes the environment and the data,
-and fills the system's file cache.
+checkpoint, and monitors the job. Bare torchrun starts a minimal script, which joins the ranks and takes one step of a
+DDP model of the same size. Both use this Python (with --venv, the Python in .venvs/mnist_ddp) and the same number of
+threads. Rank 0 writes a file after the first step. The starts take turns. An uncounted first round makes the
+environment and the data, and fills the system's file cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def bare(first_step: Path) -> None:
-    """Run a rank of the bare torchrun job, and write the file ``first_step`` after the step."""
+    """Run a rank of the bare torchrun job. After the step, rank 0 writes the file ``first_step``."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -50,7 +50,14 @@ def bare(first_step: Path) -> None:
 
 
 def seconds_until(done: Callable[[], bool], command: list[str], environ: dict[str, str], log: Path) -> float:
-    """Run a job to its end, and return the seconds from its start until ``done`` returned True."""
+    """Run a job to its end, and return the seconds from the job's start until ``done`` returns True.
+
+    Args:
+        done: returns True after the first step.
+        command: command line of the job.
+        environ: environment of the job.
+        log: file for the job's output.
+    """
     with log.open("wb") as output:
         begun = time.perf_counter()
         job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

@@ -53,7 +53,7 @@ from samestep.virtual_ranks import nodes_of_ranks  # noqa: E402
 from train import build_optimizer, train_step  # noqa: E402
 from virtual_ranks import VirtualRanks  # noqa: E402
 
-AT_ONCE = 10  # steps that are timed together, and between two log lines
+AT_ONCE = 10  # steps that are timed together, and steps between two log lines
 BATCH = 128  # images over all ranks
 
 
@@ -64,7 +64,14 @@ def endless(loader: DataLoader) -> Iterator[Any]:
 
 
 def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Iterator[Any]:
-    """Yield a rank's shards of shuffled batches without end, as a loop without the kit would."""
+    """Yield a rank's shards of shuffled batches endlessly, as a loop without the kit would.
+
+    Args:
+        dataset: the dataset.
+        batch: samples of a global batch.
+        rank: this rank.
+        world_size: number of ranks.
+    """
     while True:
         order = torch.randperm(len(dataset)).numpy()
         for begin in range(0, len(dataset) - batch + 1, batch):
@@ -74,7 +81,7 @@ def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Ite
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Take the step of a loop without the kit."""
+    """Take a step without the kit, and return the loss."""
     optimizer.zero_grad()
     loss = F.nll_loss(model(images), labels)
     loss.backward()
@@ -84,7 +91,7 @@ def plain_step(
 
 @dataclass(frozen=True)
 class Variant:
-    """The parts of a step beside training.
+    """The parts of a step in addition to training.
 
     Attributes:
         name: the text of the table's row.
@@ -170,7 +177,7 @@ class Loop:
 
 
 def variants_of(virtual_ranks: list[int], world_size: int) -> list[Variant]:
-    """Return the variants of --virtual-ranks, which are named by the data that a rank exchanges."""
+    """Return the variants of --virtual-ranks. Their names include the amount of data that a rank exchanges."""
     share = max(1, len(os.sched_getaffinity(0)) // world_size)
     variants = [
         Variant("no virtual ranks, 1 thread", threads=1),
@@ -189,7 +196,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step of each loop in each round, by name."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first round warms up
-        first = number % len(loops)  # each round begins with another loop
+        first = number % len(loops)  # each round begins with the next loop
         for loop in loops[first:] + loops[:first]:
             begun = time.perf_counter()
             loop.ten_steps()
@@ -211,7 +218,7 @@ def rows(taken: dict[str, list[float]]) -> Iterator[str]:
 
 
 def start(steps: int) -> tuple[Run, Split]:
-    """Join the other ranks; return a run of mnist_ddp in a temporary folder, and its training set.
+    """Join the other ranks, and return a run of mnist_ddp in a temporary folder and its training set.
 
     Args:
         steps: largest number of steps.
@@ -233,14 +240,14 @@ def start(steps: int) -> tuple[Run, Split]:
 def end(run: Run) -> NoReturn:
     """Delete the run's folder, and end this process."""
     run.monitor.stop()
-    dist.barrier()  # then no rank writes a heartbeat
+    dist.barrier()  # then no rank writes heartbeats any more
     if run.world.rank == 0:
         shutil.rmtree(run.options.run_dir, ignore_errors=True)
     os._exit(0)  # gloo's threads may abort a normal exit
 
 
 def describe_job(run: Run) -> str:
-    """Return the line above the table."""
+    """Return the line above the table, with the ranks, the threads and torch's version."""
     return f"{run.world.world_size} ranks, {torch.get_num_threads()} threads each, torch {torch.__version__}\n"
 
 

@@ -1,6 +1,6 @@
 """Compare the apps' samples per second with tutorials' loops, with other libraries, and with the compute limit.
 
-    python3.11 benchmarks/throughput.py                        # all; some hours on 2 cores
+    python3.11 benchmarks/throughput.py                        # measure all; takes hours on 2 cores
     python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
     python3.11 benchmarks/throughput.py --apps mnist_ddp --contestants app,limit
 
@@ -9,29 +9,29 @@ number of steps, images, and threads per rank. The images are 60,000 digits (the
 cifar_ddp, they are 50,000 images of synthetic-cifar10 (repeated), which all variants crop and flip. The times exclude
 start-up, the first steps, evaluation and checkpoints.
 
-- *textbook*: the training loop of the framework's own tutorial or example (loops/textbook_ddp.py, loops/<app>.py). It
-  has per-sample transforms, DistributedSampler, and a DataLoader with the faster of 0 and 2 workers. Paddle's loader
-  has no workers, because it aborts with workers.
+- *textbook*: the training loop of the framework's own tutorial or example (loops/textbook_ddp.py, loops/<app>.py). The
+  loop has per-sample transforms, DistributedSampler, and a DataLoader with 0 or 2 workers, whichever is faster.
+  Paddle's loader has no workers, because it aborts with workers.
 
-- *accelerate*, *lightning*: the same layers and dataset through Accelerator.prepare and through a Trainer, likewise
-  with the faster of 0 and 2 workers (loops/accelerate_loop.py, loops/lightning_loop.py).
+- *accelerate*, *lightning*: the same layers, dataset and workers through Accelerator.prepare and through Lightning's
+  Trainer (loops/accelerate_loop.py, loops/lightning_loop.py).
 
 - *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl.
 
-- *limit*: the app's own step on its own first 32 batches, normalized in memory before the clock starts. The step
-  samples, logs and saves nothing.
+- *limit*: the app's own step on the app's first 32 batches, which are normalized in memory before the clock starts.
+  This variant samples, logs and saves nothing.
 
 - *plain-limit* (mnist_ddp): the limit with contiguous tensors and stock DDP and SGD, without this project's
   optimizations of the step.
 
 - *fused-limit* (mnist_horovod): the limit with hvd.DistributedOptimizer and Horovod's own tensor fusion.
 
-If a variant's fastest round is over 1.3 times as fast as its slowest round, the script measures the row again, up to
---attempts times. The table shows the attempt with the least spread, and the number of attempts.
+If a variant's fastest round is over 1.3 times as fast as its slowest round, the script measures the row again. It makes
+up to --attempts attempts. The table shows the attempt with the least spread, and the number of attempts.
 
 The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which needs
-matplotlib for --png, and the packages of accelerate and lightning. torchvision is in a separate folder for the loops
-only, because its import needs a fix beside a CPU torch.
+matplotlib for --png, and the packages of accelerate and lightning. The script installs torchvision in a separate
+folder, which only the loops use, because torchvision's import needs a fix beside a CPU torch.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
-WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
+WINDOW = 10  # steps between two lines of metrics.jsonl (the apps' default)
 LIMIT = 900  # timeout of each run, in seconds
 SPREAD = 1.3  # if a variant's fastest round / slowest round is larger, the row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
-# Never pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
+# Never use pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
 PEERS = {"accelerate": "accelerate==1.15.0", "lightning": "pytorch-lightning==2.6.6"}
 LOADERS = ("textbook", *PEERS)  # variants that have a DataLoader
 
 
 @dataclass(frozen=True)
 class Row:
-    """An app, and the programs of loops/ that are compared with the app."""
+    """An app, and the programs of loops/ that the script compares with the app."""
 
     launcher: tuple[str, ...]  # {n} becomes the number of ranks, {folder} a temporary folder
     batch: int  # samples of a global batch
@@ -76,7 +76,7 @@ class Row:
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
     torchvision: bool = True  # whether the loops need torchvision from its separate folder
-    workers: tuple[int, ...] = (0, 2)  # numbers of DataLoader workers; a loop gets the fastest number
+    workers: tuple[int, ...] = (0, 2)  # possible numbers of DataLoader workers; a loop gets the fastest of them
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
@@ -102,7 +102,7 @@ CONTESTANTS = tuple(dict.fromkeys(contestant for row in APPS.values() for contes
 
 
 def environment(app: str) -> str:
-    """Return the path of the Python that runs ``app`` and the loops. Make its environment if needed."""
+    """Return the path of the Python that runs ``app`` and the loops. Create its environment if it is missing."""
     if "PYTHON" in os.environ:
         return os.environ["PYTHON"]
     folder = ROOT / ".venvs" / f"benchmark-{app}"
@@ -124,7 +124,7 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """Return the folder with torchvision, or LOOPS, which is on the path anyway, if this Python can import it."""
+    """Return the folder of torchvision. It is LOOPS, which is on the path anyway, if ``python`` has torchvision."""
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"
@@ -138,7 +138,7 @@ def torchvision(python: str) -> Path:
 
 
 def write_digits(folder: Path, python: str) -> None:
-    """Write 60,000 training digits, the embedded 4,000 repeated, as IDX files for torchvision and the apps."""
+    """Write the embedded digits, repeated to 60,000 training digits, as IDX files for torchvision and the apps."""
     code = (
         "import sys; from pathlib import Path; import numpy as np; from samestep.data import datasets, files\n"
         "found = datasets.load('mnist-5k', Path('.')); raw = Path(sys.argv[1])\n"
@@ -192,7 +192,16 @@ def run(command: list[str], folder: Path, n: int, python: str, *path: Path) -> N
 
 
 def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: argparse.Namespace) -> float:
-    """Return samples per second over the timed steps of one run."""
+    """Run a contestant once, and return the samples per second of the timed steps.
+
+    Args:
+        app: name of the app.
+        contestant: name of the variant.
+        n: number of ranks.
+        workers: number of DataLoader workers.
+        data: folder with the images.
+        options: the options of this script.
+    """
     row = APPS[app]
     python = environment(app)
     with tempfile.TemporaryDirectory() as name:
@@ -222,12 +231,12 @@ Speeds = dict[str, list[float]]  # samples per second in each round, by variant
 
 
 def spread(speeds: Speeds) -> float:
-    """Return the largest ratio of a variant's fastest round to its slowest."""
+    """Return the largest ratio of a variant's fastest round to the variant's slowest round."""
     return max(max(values) / min(values) for values in speeds.values())
 
 
 def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
-    """Repeat until a spread is within SPREAD. Return the attempt of least spread, and the number of attempts."""
+    """Repeat until the spread is at most SPREAD. Return the attempt of least spread, and the number of attempts."""
     tried: list[Speeds] = []
     while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
         tried.append(attempt())
@@ -235,7 +244,14 @@ def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int
 
 
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one app at one number of ranks, and return the attempt of the least spread."""
+    """Measure one app at one number of ranks, and return the attempt of the least spread.
+
+    Args:
+        app: name of the app.
+        n: number of ranks.
+        data: folder with the images.
+        options: the options of this script.
+    """
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
     workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
     choice = APPS[app].workers
@@ -267,7 +283,7 @@ def ratios(result: dict[str, Any], other: str) -> list[float]:
 
 
 def cell(result: dict[str, Any], contestant: str) -> str:
-    """Return a variant's speed, its workers, and the app's relative speed as text; empty if it did not run."""
+    """Return a variant's speed, its workers, and the app's relative speed as text; "" if the variant did not run."""
     speeds = result["speeds"]
     if contestant not in speeds:
         return ""
@@ -305,7 +321,7 @@ def machine(apps: list[str]) -> str:
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draw bars of the median samples per second, with their range. Needs matplotlib."""
+    """Draw bars of the median samples per second with the range of the rounds. This function needs matplotlib."""
     import matplotlib.pyplot as plt
 
     results = measured["results"]
@@ -378,7 +394,7 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names of a comma-separated list. Exit if a name is not in ``known``."""
+    """Return the names in a comma-separated list. Exit with an error if a name is not in ``known``."""
     names = text.split(",")
     unknown = sorted(set(names) - set(known))
     if unknown:

@@ -1,21 +1,21 @@
-"""Measure the seconds to 0.90 accuracy on Fashion-MNIST's test set, for cifar_ddp and for a tutorial's loop.
+"""Measure the seconds until 0.90 accuracy on Fashion-MNIST's test set, for cifar_ddp and for a tutorial's loop.
 
     python3.11 benchmarks/time_to_accuracy.py              # N = 1 and 2, twice: about 20 minutes on 2 cores
-    python3.11 benchmarks/time_to_accuracy.py --augment    # both crop and flip
+    python3.11 benchmarks/time_to_accuracy.py --augment    # both loops crop and flip images
 
-    python3.11 benchmarks/time_to_accuracy.py --shares     # each setting's share
-    python3.11 benchmarks/time_to_accuracy.py --inputs     # --input memory beside --input loader --workers 2
+    python3.11 benchmarks/time_to_accuracy.py --shares     # what each setting contributes
+    python3.11 benchmarks/time_to_accuracy.py --inputs     # compare --input memory with --input loader
 
 - *app*: cifar_ddp as its launch script starts it, with the options RECIPE, timed by its own metrics.jsonl.
 
-- *textbook*: the same layers in the same order, and batches of the same size (loops/time_to_accuracy.py). It has
+- *textbook*: the same layers in the same order, and batches of the same size (loops/time_to_accuracy.py). The loop has
   torchvision's dataset with per-sample transforms, a DataLoader with --workers, DistributedSampler, BatchNorm2d, and
-  Adam at 1e-3 without a schedule, in float32, contiguous.
+  Adam at 1e-3 without a schedule. It computes in float32 with contiguous tensors.
 
 The two loops take turns, with the same threads per rank. Both evaluate the whole test set every 100 steps, and at each
 epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the target.
-They include all earlier evaluations, but no start-up. The script stops the textbook loop after --cap times the app's
-seconds, and then reports "> x".
+They include all earlier evaluations, but exclude start-up. The script stops the textbook loop after --cap times the
+app's seconds, and then reports "> x".
 
 Fashion-MNIST comes from Debian's package dataset-fashion-mnist, or from --data-dir/fashion-mnist. The script uses the
 Python of .venvs/cifar_ddp, or PYTHON=/path/to/python.
@@ -41,13 +41,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 128
 LIMIT = 1800  # timeout of each run, in seconds
-# The recipe of docs/cifar_ddp_speed.md that reaches 0.90 first.
+# The recipe of docs/cifar_ddp_speed.md that reaches 0.90 soonest.
 RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "--dropout=0", "--label-smoothing=0"]
 RECIPE += [f"--global-batch-size={BATCH}"]
 PLAIN = ["--no-augment", "--epochs=1"]
 AUGMENTED = ["--augment", "--epochs=2"]
 # Each setting, and the options that turn it off. loops/time_to_accuracy.py defines the names without options.
-# The settings in SAME take the recipe's steps up to rounding, so they reach the target at the same step.
+# Without a setting in SAME, each step equals the recipe's step up to rounding, and reaches the target at the same step.
 SHARES = {
     "the recipe": [],
     "contiguous": [],
@@ -69,7 +69,7 @@ SAME = ("contiguous", "torch's norm", "loader, 2 workers")
 
 
 def environment() -> str:
-    """Return the path of the app's Python. Exit if this Python is missing."""
+    """Return the path of the app's Python. Exit with an error if the file is missing."""
     python = os.environ.get("PYTHON") or str(ROOT / ".venvs" / "cifar_ddp" / "bin" / "python")
     if not Path(python).exists():
         sys.exit(f"error: no {python}: run `bash scripts/run_cifar_ddp.sh 1 --epochs=1` once, or set PYTHON")
@@ -120,7 +120,7 @@ def run(command: list[str], folder: Path, n: int, python: str) -> None:
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """Stop the launcher by TERM, so that it stops its ranks, which are in other sessions."""
+    """Stop the launcher by TERM, so that the launcher stops its ranks, which are in other sessions."""
     if job.poll() is None:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,7 +131,7 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 class Bench:
-    """Start runs with shared settings, each in its own folder."""
+    """Start runs with shared settings. Each run gets its own folder."""
 
     def __init__(self, options: argparse.Namespace, data: Path, python: str) -> None:
         self.options = options
@@ -149,7 +149,7 @@ class Bench:
         lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
         seconds = 0.0
         seen = 0
-        for line in lines:  # samples_per_second covers all time since the line before
+        for line in lines:  # samples_per_second covers all time since the previous line
             seconds += (line["samples_seen"] - seen) / line["samples_per_second"]
             seen = line["samples_seen"]
             line["seconds"] = seconds
@@ -229,7 +229,7 @@ def shares(bench: Bench) -> None:
     variants = {name: [*RECIPE, *PLAIN, *words] for name, words in SHARES.items()}
     together = {
         name: words for name, words in variants.items() if "loader" not in name
-    }  # workers would load during other steps
+    }  # a loader's workers would load during other variants' steps
     rounds = 1 if bench.options.quick else 12
     timed = ["steps", f"--variants={json.dumps(together)}", f"--rounds={rounds}", "--max-seconds=0"]
     times = bench.loop(1, *timed)
@@ -249,7 +249,7 @@ def shares(bench: Bench) -> None:
             cells += ["the same", "", f"{1 / ratio:.2f}, as a step"]
         else:
             most = recipe["seconds"] * bench.options.cap if recipe else LIMIT
-            # A constant rate has no horizon, so it may continue until the cap.
+            # A constant learning rate has no horizon, so this variant may train until the cap.
             more = ["--epochs=9"] if "--schedule=constant" in words else []
             variant = json.dumps({name: [*words, *more]})
             found = bench.reached(bench.loop(1, "app", f"--variants={variant}", f"--max-seconds={most}")[name])
@@ -261,7 +261,7 @@ def shares(bench: Bench) -> None:
 
 
 def inputs(bench: Bench) -> None:
-    """Print the app's samples per second with --input memory and with --input loader, and whether losses are equal."""
+    """Print the app's samples per second with --input memory and --input loader, and whether the losses are equal."""
     print("| ranks | memory | loader, 2 workers | memory / loader | losses | load |\n|---|---|---|---|---|---|")
     warm_up, steps = (1, 2) if bench.options.quick else (20, 100)
     for n in map(int, bench.options.ranks.split(",")):

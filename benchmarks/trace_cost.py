@@ -4,7 +4,7 @@
         benchmarks/trace_cost.py [--rounds 100]
 
 All variants take the app's step in one job, in turns of fifty steps, with a log line's sync after every tenth step. The
-first variant writes no losses, and its log line has the last step's loss alone. The other variants write the loss of
+first variant writes no losses, and its log line has only the last step's loss. The other variants write the loss of
 every step to log/losses.bin. The last two variants also compute digests of all weights and gradients on rank 0, at one
 of the fifty steps or at each step.
 
@@ -43,7 +43,7 @@ LOG_EVERY = 10
 
 @dataclass(frozen=True)
 class Variant:
-    """The records of a run beside its log lines.
+    """The records that a run makes in addition to its log lines.
 
     Attributes:
         name: the text of the table's row.
@@ -84,7 +84,7 @@ class Loop:
             updates.watch(dict(model.named_parameters()), self.trace)
 
     def fifty_steps(self) -> None:
-        """Take fifty steps, with a sync after each tenth."""
+        """Take fifty steps, with a log line's sync after each tenth step."""
         recorder = self.run.recorder
         recorder.metrics = self.metrics
         recorder.trace = self.trace
@@ -94,7 +94,7 @@ class Loop:
             self.ten_steps()
 
     def ten_steps(self) -> None:
-        """Take ten steps and a sync."""
+        """Take ten steps, and then a log line's sync."""
         running_loss = torch.zeros((), dtype=torch.float64)
         for _ in range(LOG_EVERY):
             images, labels = next(self.batches)
@@ -114,7 +114,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step of each loop in each round, by name."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first round warms up
-        first = number % len(loops)  # each round begins with another loop
+        first = number % len(loops)  # each round begins with the next loop
         for loop in loops[first:] + loops[:first]:
             begun = time.perf_counter()
             loop.fifty_steps()
@@ -124,7 +124,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
 
 
 def loss_cost() -> float:
-    """Return the milliseconds per step for which a write of the losses of ten steps delays rank 0."""
+    """Return the mean milliseconds, per step, by which a write of ten steps' losses delays rank 0."""
     writes = 1_000
     with tempfile.TemporaryDirectory() as folder:
         losses = StepLosses(Path(folder), None)

@@ -2,9 +2,9 @@
 
     python benchmarks/trackers.py [--rounds 5] [--ranks 2] [--steps 600] [--quick] [--json FILE]
 
-The launch script runs both with this Python, which needs mlflow (not mlflow-skinny). Each step writes a line of
-metrics.jsonl, and every 50th step writes a checkpoint. Usual runs write less. The milliseconds per step are the
-seconds in a run's result, divided by its steps. Runs without and with --track take turns, and a ratio compares the two
+The launch script uses this Python, which needs mlflow (not mlflow-skinny). Each step writes a line of metrics.jsonl,
+and every 50th step writes a checkpoint. Usual runs write less. The milliseconds per step are the seconds in a run's
+result, divided by the number of steps. Runs without and with --track take turns, and a ratio compares the two
 runs of a round. The server has the lowest CPU priority, because it simulates a server on another machine.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 900.0  # seconds for a run, and for the start of the server
+LIMIT = 900.0  # timeout of a run, and of the server's start, in seconds
 
 
 def free_port() -> int:
@@ -51,7 +51,15 @@ def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable[[], object] = lambda: None) -> float:
-    """Return the milliseconds per step of one run; call ``halfway`` after half of its steps."""
+    """Train once, and return the milliseconds per step. Call ``halfway`` after half of the steps.
+
+    Args:
+        folder: folder for the run.
+        ranks: number of ranks.
+        steps: number of steps.
+        options: further options of the app.
+        halfway: function to call after half of the steps.
+    """
     run_dir = folder / "run"
     command = ["bash", str(ROOT / "scripts" / "run_mnist_ddp.sh"), str(ranks), f"--run-dir={run_dir}", "--quiet"]
     command += ["--dataset=mnist-5k", "--epochs=1000", "--log-every=1", "--checkpoint-every=50", f"--max-steps={steps}"]
@@ -74,7 +82,7 @@ def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable
 
 
 def train_tracked(folder: Path, ranks: int, steps: int) -> float:
-    """Return the milliseconds per step of one run whose server stops halfway."""
+    """Train once with --track, stop the server after half of the steps, and return the milliseconds per step."""
     port = free_port()
     server = start_server(folder, port)
     os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"

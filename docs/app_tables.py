@@ -1,10 +1,10 @@
 """Make the table of apps and the comparison in README.md and in README.zh.md.
 
     python3 docs/app_tables.py            # writes the tables
-    python3 docs/app_tables.py --check    # compares, and writes nothing
+    python3 docs/app_tables.py --check    # only compares
 
 The texts of an app come from tests/<app>/about.json, and the version of its framework from its requirements.in.
-docs/comparison.py makes the comparison from the results of the scoreboard. The program uses the standard library only.
+docs/comparison.py makes the comparison from the results of the scoreboard. The program uses only the standard library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def with_table(name: str, page: str, first_cell: str, made: str) -> str:
-    """Replace a table of a page, and return the page's new text.
+    """Return the text of a page in which a new table replaces an old table.
 
     Args:
         name: file name of the page, for the error message.
@@ -77,7 +77,7 @@ def row(app: str, about: dict[str, Any], language: str) -> str:
 
 
 def pin(app: str, package: str) -> str:
-    """Return the version of a package that an app pins. A pin in a comment counts: setup.sh builds that package."""
+    """Return the version of a package that an app pins. A pin in a comment counts; setup.sh builds that package."""
     requirements = (ROOT / "apps" / app / "requirements.in").read_text()
     pins = re.findall(rf"(?m)^(?:# )?{re.escape(package)}==(\S+)", requirements)
     if not pins:

@@ -1,9 +1,9 @@
-"""Draw docs/causes.svg: the relative difference of the losses at 1 and 2 ranks, for one cause at a time.
+"""Draw docs/causes.svg, which shows the relative difference between losses at 1 and 2 ranks for each cause.
 
     .venvs/mnist_ddp/bin/python docs/causes.py FOLDER
 
-The program saves the output of docs/causes_loop.py at 1 and 2 ranks in FOLDER. It repeats no run whose output FOLDER
-already contains. The two runs take one minute on 2 cores.
+The program saves the output of docs/causes_loop.py at 1 and 2 ranks in FOLDER. It skips a run if FOLDER already
+contains the run's output. The two runs take one minute on 2 cores.
 """
 
 from __future__ import annotations

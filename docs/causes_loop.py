@@ -43,7 +43,14 @@ def read_digits(dtype):
 
 
 def make_loader(cause, train_set, rank, size):
-    """Return the loader and its GlobalBatchSampler, or None as sampler if the cause replaces it."""
+    """Return the loader and its GlobalBatchSampler; the sampler is None if the cause replaces it.
+
+    Args:
+        cause: name of the cause.
+        train_set: the training set.
+        rank: this rank.
+        size: number of ranks.
+    """
     if cause == "padding":
         padded = DistributedSampler(train_set, seed=1)
         return torch.utils.data.DataLoader(train_set, BATCH_SIZE // size, sampler=padded), None

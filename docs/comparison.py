@@ -1,6 +1,6 @@
 """Make the table that compares Samestep with published examples, from benchmarks/scoreboard/cells.json.
 
-docs/app_tables.py writes this table into README.md and README.zh.md. The module uses the standard library only.
+docs/app_tables.py writes this table into README.md and README.zh.md. The module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADS = {
     "zh": "| 程序 | 杀掉一个 rank | 向作业发送 TERM | 检查点损坏 | 与 1 个 rank 样本相同 | 评估 |",
 }
 ROWS = ("resume-position", "term", "checkpoint-damaged", "one-rank", "evaluation")
-# Pattern of a message of `samestep check`, and its short form in English and Chinese. The first match counts.
+# Pattern of a message of `samestep check`, and its short form in English and Chinese. The first match applies.
 SHORT = (
     (r"resumes at step \d+ of \d+, sample for sample", "resumes exactly", "精确恢复"),
     (r"resumes at step (\d+): (\d+) samples repeated, 0 lost", "repeats {2} samples", "重复 {2} 个样本"),
@@ -60,7 +60,11 @@ def table(language: str) -> str:
 
 
 def short(seen: str, language: str) -> str:
-    """Return the short form of a message of `samestep check`. Raises SystemExit if no pattern of SHORT matches."""
+    """Return the short form of a message of `samestep check`.
+
+    Raises:
+        SystemExit: no pattern of SHORT matches.
+    """
     for pattern, english, chinese in SHORT:
         found = re.search(pattern, seen)
         if found:
@@ -71,7 +75,7 @@ def short(seen: str, language: str) -> str:
 
 
 def seconds(cells: dict[str, Any], program: str, language: str) -> str:
-    """Return how many seconds a program needs to recover, as text; "" if the job must be started again."""
+    """Return as text how many seconds a program needs to recover; "" if a user must start the job again."""
     seen = cells["recovery-time"][program]["seen"]
     if "without a new start" not in seen:
         return ""

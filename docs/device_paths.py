@@ -1,12 +1,12 @@
 """Make docs/devices.md, which lists how each device path of each app was tested.
 
     python docs/device_paths.py            # writes the page, and the status lines of both READMEs
-    python docs/device_paths.py --check    # compares, and prints the differences
+    python docs/device_paths.py --check    # only prints the differences
 
 Each app lists its paths in tests/<app>/device_paths.py. The list must have every device that the app's --device
 accepts, except auto. Each path with the status "run" or "simulated" must name an existing test. A path with the status
-"proof" names rows of tools/gpu_proof.sh, and gets their outcome in benchmarks/gpu_proof.json. The program uses the
-standard library only.
+"proof" names rows of tools/gpu_proof.sh, and gets their outcome in benchmarks/gpu_proof.json. The program uses only
+the standard library.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from gpu_proof.rows import entries  # noqa: E402
 PAGE = ROOT / "docs" / "devices.md"
 GPU_PROOF = ROOT / "benchmarks" / "gpu_proof.json"
 ROWS = [entry.name for entry in entries()]  # rows of tools/gpu_proof.sh
-HOW = ("run", "simulated", "read", "proof")  # how a path was tested ("proof": by rows of tools/gpu_proof.sh)
+HOW = ("run", "simulated", "read", "proof")  # how a path was tested; "proof" means by rows of tools/gpu_proof.sh
 ENGLISH_STATUS = (
     "All tests run on CPU. ",
     " No app ran on Ascend ",
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
     "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",
 )
-# For each page: the phrases before and after the status, and its text without and with passed rows of several ranks.
+# For each page, the phrases before and after the status, and two texts of the status: without and with passed rows of
+# several ranks.
 STATUS = {
     "README.md": ENGLISH_STATUS,
     "docs/which_app.md": ENGLISH_STATUS,
@@ -95,13 +96,13 @@ Earlier runs of the proof found four faults, which are mended:
 
 
 class DevicePath(NamedTuple):
-    """A combination of device, transport and part of an app, and the evidence that it works."""
+    """A combination of a device, a transport and a part of an app, and the evidence that the combination works."""
 
     device: str  # a value of --device
     transport: str
     part: str  # part of the program, or how the ranks are started
     how: str  # one of HOW
-    by: str  # a folder of tests or file::function, a source ("read"), or kinds such as "bits; killed" ("proof")
+    by: str  # a folder of tests, file::function, a source (if ``how`` is "read"), or kinds of rows (if "proof")
 
 
 def main() -> None:
@@ -141,7 +142,7 @@ def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
 
 
 def devices(app: str) -> set[str]:
-    """Return the values of the app's --device, or of its commands' --device, except auto."""
+    """Return the values, except auto, that the app or one of its commands accepts for --device."""
     sys.path.insert(0, str(ROOT / "core"))  # the app's options.py imports samestep
     parser = runpy.run_path(str(ROOT / "apps" / app / "options.py"))["build_parser"]()
     actions = [action for each in [parser, *parser.commands().values()] for action in each._actions]
@@ -155,7 +156,7 @@ def exists(by: str) -> bool:
 
 
 def tests(file: Path) -> dict[str, bool]:
-    """Return for each function of a test file whether it is marked as a soak test, by name."""
+    """Return, by function name, whether a test function of a file has the mark `soak` of slow tests."""
     tree = ast.parse(file.read_text() if file.is_file() else "")
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     soak = "pytest.mark.soak"

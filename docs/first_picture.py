@@ -1,12 +1,12 @@
-"""Draw docs/first_picture.svg: the losses of docs/usual_loop.py before and after the README's diff.
+"""Draw docs/first_picture.svg, which shows the losses of docs/usual_loop.py without and with the README's diff.
 
 The program also draws docs/first_picture.zh.svg, the same picture for README.zh.md.
 
     .venvs/mnist_ddp/bin/python docs/first_picture.py FOLDER
 
 Both loops train in float64 at 1, 2 and 4 ranks. In a fourth run at 4 ranks, rank 1 is killed at step 70, and the same
-command starts the job again. FOLDER gets the output of each run, and finished runs in FOLDER are not repeated. All runs
-take four minutes on 2 cores. If the losses with Samestep differ, the picture says NOT EQUAL.
+command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that FOLDER already
+contains. All runs take four minutes on 2 cores. If the losses with Samestep differ, the picture says NOT EQUAL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 PROGRAM = ROOT / "docs" / "usual_loop.py"
 PICTURE = ROOT / "docs" / "first_picture.svg"
-# Translations of the picture's words: regular expressions and their replacements. `in_chinese` applies all in order.
+# Regular expressions of the picture's texts, and their translations. `in_chinese` applies all of them in this order.
 CHINESE = {
     "The losses of one training at 1, 2 and 4 ranks, and after a kill, by two programs": (
         "同一训练在 1、2、4 个 rank 上以及被杀之后的 loss，两个程序"
@@ -42,11 +42,11 @@ LOSS = re.compile(r"epoch (\d+) step (\d+) loss (\S+)")
 STEPS_PER_EPOCH = 32
 BATCH_SIZE = 128
 KILL_AT = 70
-EQUAL = 1e-12  # limit of the relative difference of losses that differ by rounding only
+EQUAL = 1e-12  # largest relative difference between losses that differ only by rounding
 COUNTS = (1, 2, 4)
 LIMIT = 600.0  # timeout of a run, in seconds
 
-# The style has a light and a dark version, from which the browser chooses.
+# The browser chooses between the light and the dark version of this style.
 STYLE = """
 text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a }
 .title { font-weight: 600; font-size: 15px; fill: #24292f }
@@ -94,7 +94,7 @@ def changed(program: str, diff: Sequence[str]) -> str:
     lines = program.splitlines()
     made: list[str] = []
     position = 0
-    is_next = False  # whether the next line of the diff must directly follow the previous one in the program
+    is_next = False  # whether the next line of the diff must directly follow the previous line in the program
     for line in diff:
         mark, text = line[:1] or " ", line[1:]
         if line.startswith("@@"):
@@ -135,7 +135,15 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
 
 
 def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False) -> int:
-    """Run a job to its end, append its output to ``log``, and return its exit code."""
+    """Run a job to its end, and return its exit code.
+
+    Args:
+        program: path of the training script.
+        count: number of ranks.
+        folder: folder of the run. The program writes to its subfolder ``out``.
+        log: file to which the output is appended.
+        kill: send SIGKILL to rank 1 at step KILL_AT.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += [str(program), "--dtype", "float64", "--out", str(folder / "out")]
     paths = os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])
@@ -163,13 +171,13 @@ def step_of(found: re.Match[str]) -> int:
 
 
 def losses(output: str) -> Losses:
-    """Return the loss of each step. For a step that a resumed run repeated, the later loss counts."""
+    """Return the loss of each step. If a resumed run repeated a step, return its later loss."""
     by_step = {step_of(found): float(found[3]) for found in LOSS.finditer(output)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def last_epoch(values: Sequence[float]) -> float:
-    """Return the mean loss of the steps of the last epoch."""
+    """Return the mean of the losses of the last epoch's steps."""
     return sum(values[-STEPS_PER_EPOCH:]) / STEPS_PER_EPOCH
 
 
@@ -229,7 +237,7 @@ def panel(x0: int, title: str, claim: str, style: str, runs: Mapping[str, Losses
     shown.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{BOTTOM}"/>')
     shown.append(f'<text x="{at + 5:.1f}" y="{TOP + 14}">rank 1 killed, job repeated</text>')
     for number, (name, values) in enumerate(runs.items()):
-        # The four curves are equal: each one draws a different quarter of every dash period.
+        # The four curves are equal, so each curve draws a different quarter of every dash period.
         dash = f'stroke-dasharray="7 21" stroke-dashoffset="{-7 * number}"' if style == "good" else ""
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in enumerate(smooth(values), 1))
         shown.append(f'<polyline class="curve c{number}" {dash} points="{points}"/>')
@@ -261,7 +269,7 @@ def draw(usual: Runs, same: Runs) -> str:
 
 
 def in_chinese(picture: str) -> str:
-    """Return the picture with its words in Chinese."""
+    """Return the picture with its texts in Chinese."""
 
     def translate(match: re.Match[str]) -> str:
         text = match[2]

@@ -1,14 +1,15 @@
 """Make docs/messages.md, which lists the error messages of all programs by file.
 
     python3.11 docs/messages.py            # writes the page
-    python3.11 docs/messages.py --check    # compares, writes nothing
+    python3.11 docs/messages.py --check    # only compares
 
-A message is an argument of an exception of `ERRORS`, of `log.error`, or of `parser.error`. Arguments of `print_stderr`
+Messages are the arguments of exceptions in `ERRORS`, of `log.error`, and of `parser.error`. Arguments of `print_stderr`
 and of the launcher's `Decision` are messages if they begin with "error: ".
 
-The program evaluates an argument without running it. A name can be each string that is assigned to it, and a parameter
-each argument of the function's calls. An item of a dict can be each of its values, and a call each value that the
-function returns, if the file defines it. An ellipsis replaces any other value.
+The program finds the possible strings of an argument without running the code. A name can be each string that is
+assigned to the name. A parameter can be each argument of the function's calls, and an item of a dict can be each of the
+dict's values. A call can be each value that the function returns, if the same file defines the function. An ellipsis
+replaces any other value.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
     "ConfigError": "2",
     "EnvError": "2",  # a subclass of ConfigError
-    "ArgumentTypeError": "2",  # argparse turns it into a ConfigError that begins with the option's name
+    "ArgumentTypeError": "2",  # argparse converts it to a ConfigError that begins with the option's name
     "NonRetryableError": "1",
     "RetryableError": "again",
 }
@@ -61,7 +62,7 @@ PARTS = {
 
 
 class Message(NamedTuple):
-    """An error message: its text, the exit code, and the files that print it, relative to the repository's root."""
+    """An error message, with its text, the exit code, and the files that print it (paths in the repository)."""
 
     words: str
     code: str
@@ -86,13 +87,13 @@ class Source:
                 self._imported |= {alias.name for alias in node.names}
 
     def messages(self, others: Sequence[Source] = ()) -> Iterator[tuple[str, str]]:
-        """Yield the text and exit code of each message. The text is ELLIPSIS if only the running program knows it."""
+        """Yield the text and exit code of each message. ELLIPSIS replaces parts that are known only at run time."""
         made = [(call, code) for name, code in ERRORS.items() for call in self._calls.get(name, [])]
         printed = [call for name in ("error", *AFTER_ERROR) for call in self._calls.get(name, [])]
         made += [(call, PRINTED[name]) for call in printed if (name := ast.unparse(call.func)) in PRINTED]
         for call, code in sorted(made, key=lambda each: each[0].lineno):
             message = call.args[-1] if call.args else ast.Constant("")
-            if ast.unparse(call.func) in ("log.error", "error"):  # a second argument is the kind of event
+            if ast.unparse(call.func) in ("log.error", "error"):  # the second argument is the kind of event
                 message = call.args[0]
             for bound in self._scopes(call, message, others) if call.args else ():
                 for words in self.words(message, bound):
@@ -101,7 +102,7 @@ class Source:
                         yield re.sub(f"{ELLIPSIS}+", ELLIPSIS, line).rstrip(": "), code
 
     def words(self, node: ast.expr, bound: Scope, depth: int = 0) -> list[str]:  # noqa: C901
-        """Return the possible strings of an expression, with ELLIPSIS for values that only the running program knows.
+        """Return the possible strings of an expression, with ELLIPSIS for values that are known only at run time.
 
         Args:
             node: the expression.
@@ -148,7 +149,7 @@ class Source:
         return list(dict.fromkeys(found)) or [ELLIPSIS]
 
     def _caught(self, name: ast.Name) -> list[ast.Call]:
-        """Return the calls that create the exception ``name`` of an `except` clause, if its class is private."""
+        """Return the calls that create the exception ``name`` of an `except` clause that names a private class."""
         node: ast.AST = name
         while node in self._parents:
             node = self._parents[node]
@@ -158,9 +159,9 @@ class Source:
         return []
 
     def _scopes(self, call: ast.Call, message: ast.expr, others: Sequence[Source]) -> list[Scope]:
-        """Return a scope for each call of the function around ``call``, or one empty scope if nothing calls it.
+        """Return a scope for each call of the function around ``call``, or one empty scope if there are no such calls.
 
-        If the message uses several names that a returned tuple assigns, each such tuple adds a scope.
+        If the message uses several names that one returned tuple assigns, each possible tuple makes its own scope.
         """
         function = self._around(call)
         if not function:
@@ -203,7 +204,7 @@ class Source:
         return [node.value for node in nodes if _last_name(node.target) == name.id]
 
     def _values(self, node: ast.AST, name: str) -> list[ast.expr]:
-        """Return the expressions that one statement assigns to a name: an assignment, or a loop over a literal."""
+        """Return the expressions that a statement (an assignment, or a loop over a literal) assigns to a name."""
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
             pairs = [(node.target, node.value)]
@@ -222,7 +223,7 @@ class Source:
         return found
 
     def _results(self, call: ast.Call) -> list[ast.expr]:
-        """Return the return values of all functions of this file that have the call's name."""
+        """Return the return values of all functions in this file that have the name of the called function."""
         functions = self._functions.get(_last_name(call.func), [])
         return [value for function in functions for value in self._returned(function)]
 
@@ -248,7 +249,7 @@ def files() -> list[Path]:
 
 
 def collect() -> list[Message]:
-    """Return each message that contains fixed words once, in the order of the first file that prints it."""
+    """Return each message with fixed words once. Messages are in the order of the first file that prints them."""
     files_of: dict[tuple[str, str], list[str]] = {}
     sources = {path: Source(path) for path in files()}
     for path, source in sources.items():

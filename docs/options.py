@@ -1,10 +1,10 @@
 """Make docs/options.md, which lists the options of all programs, from the parsers that print --help.
 
     .tox/core/bin/python docs/options.py            # writes the page
-    .tox/core/bin/python docs/options.py --check    # compares, writes nothing
+    .tox/core/bin/python docs/options.py --check    # only compares
 
-The page begins with the options of `samestep.options.add_common` and a table of their values that differ between apps.
-Then it lists each app's own options, the commands of `samestep`, and the programs that show runs.
+The page begins with the options of `samestep.options.add_common`, and a table of the defaults and choices that differ
+between apps. Then the page lists each app's own options, the commands of `samestep`, and the programs that show runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa
 from samestep_check import command as check_command  # noqa: E402
 from samestep_launch import run_command  # noqa: E402
 
-PROGRAMS = {  # module of each program that shows runs
+PROGRAMS = {  # command of each program that shows runs, and its module
     "report": "report",
     "watch": "watch",
     "track": "track",
@@ -56,7 +56,7 @@ TABLE = ["| option | meaning | default |", "|---|---|---|"]
 
 
 class Captured(Exception):
-    """Carry a program's parser out of its `main`, instead of parsing."""
+    """Carry a program's parser out of the program's `main`, which would otherwise parse the command line."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
         del os.environ[name]
     known = PAGE.read_text() if check and PAGE.exists() else ""
     paths = sorted(ROOT.glob("apps/*/options.py"))
-    if check:  # ignore apps that new_app.sh created: new_app.sh does not update the page
+    if check:  # ignore apps that new_app.sh created, because new_app.sh does not update the page
         paths = [path for path in paths if f"\n## {path.parent.name}\n" in known]
     made = page({path.parent.name: app_parser(path) for path in paths})
     if not check:
@@ -87,7 +87,7 @@ def page(parsers: Mapping[str, Parser]) -> str:
     shared = {action.dest for action in common._actions}
     training = {app: each for app, each in parsers.items() if shared <= {action.dest for action in each._actions}}
     lines = [HEAD, SHARED]
-    model = next(iter(training.values()))  # its groups and help texts serve for all apps
+    model = next(iter(training.values()))  # the page shows this app's groups and help texts for all apps
     different = [dest for dest in sorted(shared) if len({str(cell(each, dest)) for each in training.values()}) > 1]
     for title, actions in groups(model):
         rows = [
@@ -143,7 +143,7 @@ def captured(module: str) -> Parser:
 
 
 def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Yield the title and the options of each group that has any."""
+    """Yield the title and the options of each group that has options."""
     for group in parser._action_groups:
         actions = [each for each in group._group_actions if each.help != argparse.SUPPRESS and each.dest != "help"]
         title = str(group.title)
@@ -152,7 +152,7 @@ def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse
 
 
 def command_tables(parser: Parser) -> Iterator[str]:
-    """Yield the lines of the tables of an app with commands: first the shared options, then each command's own."""
+    """Yield the lines of the tables of an app with commands: first shared options, then each command's own options."""
     commands = parser.commands()
     every = [{str(each.dest) for _, actions in groups(command) for each in actions} for command in commands.values()]
     alike = set.intersection(*every)
@@ -171,7 +171,7 @@ def table(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def row(action: argparse.Action, differs: bool = False, star: bool = False) -> str:
-    """Return an option's row of the table: its names, its help without the default, and the default.
+    """Return a row of the table, with an option's names, its help without the default, and its default.
 
     Args:
         action: the option.

@@ -2,12 +2,12 @@
 
     bash scripts/run_mnist_ddp.sh 1 --max-steps 0                # makes .venvs/mnist_ddp
     bash scripts/run_lenet_paddle.sh 1 --max-steps 0             # makes .venvs/lenet_paddle
-    apt-get install -y --no-install-recommends chromium          # or CHROMIUM=/path/to/it in the environment
+    apt-get install -y --no-install-recommends chromium          # or set CHROMIUM=/path/to/chromium
     .venvs/mnist_ddp/bin/python docs/report_runs.py FOLDER
-    python3 docs/report_runs.py FOLDER elastic                   # only mnist_elastic: frames while a rank is killed
+    python3 docs/report_runs.py FOLDER elastic                   # makes only mnist_elastic's frames
 
-The runs train LeNet in PyTorch and in Paddle from the same weights, in float64. They have different world sizes, kills,
-a stop signal, and another learning rate. Runs that FOLDER already contains are not repeated.
+The runs train LeNet in PyTorch and in Paddle from the same weights, in float64. They differ in world size, kills, a
+stop signal, and the learning rate. The program skips runs that FOLDER already contains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WINDOW = "1280,1800"
 
 
 def step_of(run_dir: Path) -> int:
-    """Return the last step in a run's metrics.jsonl, or 0 if the file is missing or incomplete."""
+    """Return the last step in a run's metrics.jsonl, or 0 if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line[-1] == "}"]
         return max((line.get("step", 0) for line in lines), default=0)
@@ -46,7 +46,7 @@ def step_of(run_dir: Path) -> int:
 
 
 def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[int] = (), stop: int = 0) -> None:
-    """Train at ``n`` ranks, unless the run exists.
+    """Train at ``n`` ranks, unless the run already exists.
 
     Args:
         framework: key of OF.
@@ -54,7 +54,7 @@ def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[i
         run_dir: folder of the run.
         options: more options of the app.
         kill: steps at which rank 1 gets SIGKILL.
-        stop: step at which the launch script gets SIGTERM; 0 for never.
+        stop: step at which the launch script gets SIGTERM, or 0 to train to the end.
     """
     if (run_dir / "metrics.jsonl").exists():
         return

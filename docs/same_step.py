@@ -1,4 +1,4 @@
-"""Draw docs/same_step.svg: the losses of one training at 1, 2, 3 and 4 ranks, and of a run that was killed twice.
+"""Draw docs/same_step.svg, with the losses of one training at 1, 2, 3 and 4 ranks, and of a run with two kills.
 
 python3.11 docs/same_step.py
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ["--dataset=mnist-5k", "--dtype=float64", "--epochs=10", "--log-every=1", "--checkpoint-every=10", "--quiet"]
 KILLED = "3 ranks, killed at steps 90 and 210"
 
-# The style has a light and a dark version, from which the browser chooses.
+# The browser chooses between the light and the dark version of this style.
 STYLE = """
 text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a }
 .title { font-weight: 600; fill: #24292f }
@@ -78,9 +78,9 @@ def plot(
     Args:
         left: left edge, in pixels.
         title: text above the plot.
-        curves: value of each step, by the number of the curve's color.
+        curves: value at each step of each curve, by the number of the curve's color.
         ticks: labels of the vertical axis, by value.
-        dashes: dash attributes of the curves, by the number of the color.
+        dashes: dash attributes of each curve, by the number of the curve's color.
     """
     right, low, high = left + 360, min(ticks), max(ticks)
     steps = max(map(len, curves.values()))
@@ -105,7 +105,7 @@ def plot(
 
 
 def largest_so_far(reference: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return log10 of the largest relative difference up to each step; -17 for equal losses."""
+    """Return log10 of the largest relative difference up to each step, or -17 if all losses up to it are equal."""
     differences = (math.log10(max(abs(a - b) / a, 1e-17)) for a, b in zip(reference, other))
     return [*itertools.accumulate(differences, max)]
 
@@ -116,8 +116,8 @@ def draw(curves: Mapping[str, Sequence[float]]) -> str:
     differences = {i: largest_so_far(reference, other) for i, other in enumerate(others, 1)}
     loss_ticks = {value / 2: f"{value / 2:.1f}" for value in range(0, 6)}
     ticks = {float(power): f"1e{power}" for power in range(-17, -8, 2)}
-    # The curves are almost equal. On the left, each draws a different fifth of every dash period; on the right, the
-    # last curve is dashed.
+    # The curves are almost equal. So in the left plot, each curve draws a different fifth of every dash period. In the
+    # right plot, the last curve is dashed.
     fifths = {i: f'stroke-dasharray="{DASH} {DASH * 4}" stroke-dashoffset="{-DASH * i}"' for i in range(len(curves))}
     dashed = {len(others): f'stroke-dasharray="{DASH}"'}
     shown = plot(

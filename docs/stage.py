@@ -1,16 +1,16 @@
 """Write the pages of the documentation site to one folder, from which Zensical and MkDocs build the site.
 
     python3 docs/stage.py             # writes site/pages and site/mkdocs.yml
-    python3 docs/stage.py FOLDER      # the same in another folder
+    python3 docs/stage.py FOLDER      # writes pages and mkdocs.yml to FOLDER
 
-The repository's pages link to other pages, files and folders of the repository. On the site:
+The repository's pages link to other pages, files and folders of the repository. The site changes these links:
 
 - A link to a page (a .md file, notebook or image) leads to that page.
 - A link to any other file or folder in git leads to source/<its path>, which shows the file or lists the folder.
 
-The repository's README.md becomes the first page. Each module of core/ that an app imports gets a page of its
-docstrings. The configuration is the repository's mkdocs.yml, with its empty sections filled in. The program uses the
-standard library only.
+The repository's README.md becomes the first page. Each module that `modules` returns gets a page of its
+docstrings. The configuration is the repository's mkdocs.yml, with its empty sections filled in. The program uses only
+the standard library.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PACKAGE = ROOT / "core" / "samestep"
 IMAGES = (".png", ".svg")
 PROGRAMS = (".py", ".sh")  # suffixes of files in docs/ that the site shows below source/
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ini": "ini", ".json": "json"}
-# Matches code, which stays unchanged, or the target of a link.
+# This pattern matches code, which stays unchanged, or the target of a link.
 CODE_OR_TARGET = re.compile(
     r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=[)\s])", re.M | re.S
 )
 PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # programs whose imports define the public API
 KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # a module in the table of names that samestep.torch exports
-# Modules that apps import only in launchers or for type annotations. A user's program does not need them.
+# Modules that apps import only in launchers or for type annotations. Users' programs do not import these modules.
 INTERNAL = {
     "samestep.job_info",
     "samestep.monitor",
@@ -75,7 +75,7 @@ def write(folder: Path, pages: dict[str, bytes]) -> None:
 
 
 def staged() -> dict[str, bytes]:
-    """Return the content of each file of the site, by its path on the site."""
+    """Return the content of each file of the site, by the file's path on the site."""
     pages = {"api/index.md": b"# The package samestep\n\n::: samestep\n"}
     pages |= {api_page(name): api_content(name).encode() for name in modules()}
     for path in reached():
@@ -103,7 +103,7 @@ def reached() -> set[str]:
 
 
 def content(path: str) -> bytes:
-    """Return the site's content for a path: the page, the image, or a page that shows the file or lists the folder."""
+    """Return the site's content for a path. If a file or folder is not a page, the content is a page that shows it."""
     source = ROOT / path
     if path.endswith(IMAGES):
         return source.read_bytes()
@@ -118,7 +118,7 @@ def content(path: str) -> bytes:
 
 
 def folder_page(path: str) -> str:
-    """Return a page that lists the files of a folder, with links to pages of docs/."""
+    """Return a page that lists the files of a folder. Markdown pages of docs/ are links."""
     names = sorted(name.removeprefix(f"{path}/") for name in known() if name.startswith(f"{path}/"))
     shown = [name for name in names if path.startswith("docs/") and name.endswith(".md")]
     links = {name: f"[`{name}`]({posixpath.relpath(place(f'{path}/{name}'), f'source/{path}')})" for name in shown}
@@ -127,7 +127,7 @@ def folder_page(path: str) -> str:
 
 
 def notebook_page(source: Path) -> str:
-    """Return a notebook as Markdown, with its texts, code and outputs (text and PNG)."""
+    """Return a notebook as Markdown, with the notebook's texts, code, and outputs (text and PNG)."""
     cells = json.loads(source.read_text())["cells"]
     parts = [f"[Download this notebook]({source.name})"]
     for cell in cells:
@@ -148,7 +148,7 @@ def notebook_page(source: Path) -> str:
 
 
 def with_places(markdown: str, origin: str) -> str:
-    """Return the text of the page ``origin`` with its links changed to paths on the site."""
+    """Return the text of the page ``origin``, in which links to the repository's files become links on the site."""
     here = posixpath.dirname(place(origin))
 
     def replace(match: re.Match[str]) -> str:
@@ -168,9 +168,9 @@ def targets(markdown: str) -> Iterator[str]:
 
 
 def resolved(origin: str, target: str) -> str | None:
-    """Return the path, relative to the root, of the target of a link in the file ``origin``.
+    """Return the path of the target of a link in the file ``origin``, relative to the repository's root.
 
-    A folder with a README.md gives the path of that README.md. A target outside the repository gives None.
+    For a folder with a README.md, return the path of that README.md. For a target outside the repository, return None.
     """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):
@@ -185,7 +185,7 @@ def resolved(origin: str, target: str) -> str | None:
 
 
 def place(path: str) -> str:
-    """Return the path on the site for a file or folder of the repository."""
+    """Return the path on the site of the page for a file or folder of the repository."""
     if path == "README.md":
         return "index.md"
     if not is_page(path):
@@ -218,9 +218,9 @@ def folders() -> frozenset[str]:
 
 
 def modules() -> list[str]:
-    """Return the names of the public modules: the modules that programs of apps/ and docs/ import.
+    """Return the names of core's modules that programs matching PROGRAM import, except those in INTERNAL.
 
-    All modules of the kit are listed as `samestep.torch`, because one page documents them.
+    The list has `samestep.torch` for all modules of the kit, because one page documents them.
     """
     text = "\n".join((ROOT / name).read_text() for name in sorted(known()) if re.fullmatch(PROGRAM, name))
     imported = {f"samestep.{name}" for name in re.findall(r"^ *from samestep\.([\w.]+) import", text, re.M)}
@@ -255,7 +255,7 @@ def api_page(name: str) -> str:
 def configuration(pages: Iterable[str]) -> str:
     """Return the text of mkdocs.yml with its empty sections filled in.
 
-    Only pages of docs/ must be in the nav. Other pages outside the nav are added to ``not_in_nav``.
+    Only pages of docs/ must be in the nav. The function adds all other pages outside the nav to ``not_in_nav``.
 
     Args:
         pages: paths of all files of the site.

@@ -1,8 +1,8 @@
-"""Print the tox environments that a change needs: `bash scripts/test.sh --changed [REVISION]` runs them.
+"""Print the tox environments that a change needs. `bash scripts/test.sh --changed [REVISION]` runs these environments.
 
-A change consists of all files that differ from REVISION, committed or not, and of new files. The default REVISION is
-the merge base with the main branch, which is the first of MAIN_BRANCHES that exists. RULES maps a path to the
-environments that it needs. A path without a rule needs all environments.
+A change consists of all files that differ from REVISION, committed or not, and of new files that git does not ignore.
+The default REVISION is the merge base with the main branch, which is the first of MAIN_BRANCHES that exists. RULES maps
+a path's pattern to the environments that a change of the path needs. A path without a rule needs all environments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 ALL = "ALL"
 MAIN_BRANCHES = ("origin/HEAD", "origin/main", "origin/master", "main", "master")
-# The first pattern that matches a path decides. `*` matches `/` too; {1} is the text that the first `*` matched.
+# The first pattern that matches a path applies. `*` also matches `/`, and {1} is the text that the first `*` matched.
 RULES = [
     ("*.md", "lint docs core"),
     ("docs/recipes/*", "lint docs core recipes-cpu"),
@@ -103,13 +103,13 @@ def environments_of(path: str) -> list[str]:
 
 
 def refuse(problem: str) -> NoReturn:
-    """Print an error and exit with 2, the exit code of a user's mistake."""
+    """Print an error, and exit with 2, the exit code of a user's mistake."""
     print(f"error: {problem}", file=sys.stderr)
     sys.exit(2)
 
 
 def git(*words: str) -> str | None:
-    """Return the output of git, or None if it fails."""
+    """Run git with the arguments ``words``, and return its output, or None if git fails."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8", errors="surrogateescape")
     if done.returncode:
         return None
@@ -134,7 +134,7 @@ def default_revision() -> tuple[str, str]:
     """Return the name of the main branch, and the commit of the merge base with it."""
     current = (git("symbolic-ref", "--quiet", "HEAD") or "").strip()
     for branch in MAIN_BRANCHES:
-        if f"refs/heads/{branch}" == current:  # a branch's merge base with itself hides its new commits
+        if f"refs/heads/{branch}" == current:  # the merge base of a branch with itself hides its new commits
             continue
         commit = (git("merge-base", "HEAD", branch) or "").strip()
         if commit:

@@ -1,9 +1,8 @@
-"""Report statements that do more than one thing.
+"""Report statements that break a style rule of CONTRIBUTING.md.
 
     python tools/habits.py [PATH ...]
 
-Without paths, the program checks CHECKED. It exits with 1 if it finds a line that breaks one of three habits of
-CONTRIBUTING.md:
+Without paths, the program checks the folders in CHECKED. It exits with 1 if a line breaks one of three rules:
 
 - One assignment per statement: no ``a, b = x, y``, except to exchange two values.
 - No ``:=``, except in the condition of a ``while``.
@@ -50,12 +49,12 @@ def checked_files() -> list[Path]:
 
 
 def is_step(path: Path) -> bool:
-    """Return whether a file is an example of a page (`apps/*/steps`), which shows the style of users."""
+    """Return whether a file is one of the examples (`apps/*/steps`) that show the style of users' programs."""
     return path.parent.name == "steps"
 
 
 def problems(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the problem of each statement that breaks a habit."""
+    """Yield the line number and the problem of each statement that breaks a rule."""
     allowed = loop_conditions(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and is_packed(node):
@@ -67,7 +66,7 @@ def problems(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def loop_conditions(tree: ast.Module) -> set[ast.AST]:
-    """Return the nodes of the conditions of all ``while``."""
+    """Return all nodes in the conditions of `while` loops."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.While):
@@ -76,7 +75,7 @@ def loop_conditions(tree: ast.Module) -> set[ast.AST]:
 
 
 def is_packed(node: ast.Assign) -> bool:
-    """Return whether the statement assigns a tuple to several names, other than the same names in another order."""
+    """Return whether the statement assigns a tuple to several names. Exclude exchanges, such as ``a, b = b, a``."""
     if not isinstance(node.value, ast.Tuple):
         return False
     values = sorted(ast.unparse(element) for element in node.value.elts)

@@ -1,20 +1,20 @@
 """Lock the packages of each app: the name, the version, and the SHA-256 of every file on PyPI.
 
-    bash scripts/test.sh -e locks                        # updates changed locks, and keeps versions if possible
+    bash scripts/test.sh -e locks                        # updates changed locks; keeps versions that still fit
     bash scripts/test.sh -e locks -- APP                 # updates the locks of one app
-    bash scripts/test.sh -e locks -- --upgrade           # takes the newest versions of packages without a pin
-    bash scripts/test.sh -e locks -- --check             # compares, and writes nothing
+    bash scripts/test.sh -e locks -- --upgrade           # updates packages without a pin to their newest versions
+    bash scripts/test.sh -e locks -- --check             # only compares
 
-Nothing is installed, and no wheel is downloaded: uv resolves each ``apps/<app>/requirements.in``, together with core's
-own requirements, from metadata alone. uv resolves for the first Python of the line ``# python:`` and all newer Pythons,
-and marks their differences. pip-compile, whose options and format uv takes, resolves only for the Python and the
-machine that run it. If the index has no JSON API, pip-compile also downloads every file that it hashes: 10 GB with
-CUDA's packages.
+The tool installs no package and downloads no wheel. uv resolves each ``apps/<app>/requirements.in``, together with
+core's own requirements, from metadata alone. uv resolves for the first Python of the line ``# python:`` and all newer
+Pythons, and marks the packages that differ between Pythons. The tool does not use pip-compile, which resolves only for
+the Python and the machine that run it. Without a JSON API of the index, pip-compile also downloads every file that it
+hashes, which is 10 GB with CUDA's packages.
 
 ``requirements-cuda.txt`` locks PyPI's wheels and the packages of NVIDIA that they need. ``requirements-cpu.txt`` lacks
 NVIDIA's packages, and has torch's build for CPUs. An app without packages of NVIDIA has only this lock. Any other
 ``*.in`` of an app has a lock of the same name. The requirements of ``--track``
-(``launch/samestep_launch/tracker_locks``) are treated as an app named ``trackers``.
+(``launch/samestep_launch/tracker_locks``) count as an app named ``trackers``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ GPU = re.compile(r"(nvidia|cuda)-.*|triton")  # packages that only a build for N
 # The SHA-256 of each Linux file that https://download.pytorch.org/whl/cpu/<package>/ lists. PyPI's wheels of torch, for
 # x86-64 and for aarch64, need NVIDIA's packages. So the lock for CPUs has the hashes of torch's build for CPUs only.
 # For the apps, torchvision's wheels from PyPI work beside either build of torch, so the lock has the hashes of both
-# indexes. The hash of torchvision for Python 3.14 on x86-64 is unknown. A new version needs its hashes here first.
+# indexes. The hash of torchvision for Python 3.14 on x86-64 is unknown. To use a new version, first add its hashes
+# here.
 CPU_INDEX = {
     ("torch", "2.13.0"): """
         6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b  cp311-manylinux_2_28_x86_64
@@ -67,7 +68,7 @@ CPU_INDEX = {
 
 @dataclass
 class Entry:
-    """A package of a lock: ``numpy==2.4.6 ; python_full_version < '3.12'``, its hashes, and the comment lines below."""
+    """A package of a lock, such as ``numpy==2.4.6 ; python_full_version < '3.12'``, with its hashes and comments."""
 
     requirement: str
     hashes: list[str]
@@ -88,7 +89,7 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """Return the entries of a lock, or of uv's output, in order."""
+    """Return the entries of a lock, or of uv's output, in their order."""
     found: list[Entry] = []
     for line in text.splitlines():
         digest = re.match(r"    --hash=sha256:([0-9a-f]{64})", line)
@@ -115,9 +116,14 @@ def core_requirements() -> str:
 
 
 def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ()) -> list[Entry]:
-    """Resolve a file of requirements with uv, at the versions in ``locked`` if these still fit.
+    """Resolve a file of requirements with uv, and keep the versions in ``locked`` that still fit.
 
-    uv does not get the hashes of ``locked``, because it would take them for PyPI's hashes. Exit if uv fails.
+    uv does not get the hashes in ``locked``, because it would treat them as PyPI's. Exit with an error if uv fails.
+
+    Args:
+        source: path of the file of requirements.
+        locked: entries of the present lock.
+        excluded: names of packages to leave out.
     """
     pythons = re.search(r"^# python: (\S+)", source.with_name("requirements.in").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as name:
@@ -141,7 +147,7 @@ def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ())
 
 
 def for_cpu(found: Sequence[Entry]) -> list[Entry]:
-    """Return the entries of the lock for CPUs, with hashes of CPU_INDEX, from entries without NVIDIA's packages."""
+    """Return the lock for CPUs, with the hashes in CPU_INDEX, from entries without NVIDIA's packages."""
     made = []
     for entry in found:
         listed = CPU_INDEX.get((entry.name, entry.version), "").split()[::2]
@@ -167,7 +173,7 @@ def header(app: str, hardware: str) -> str:
 
 
 def locks(source: Path, upgrade: bool) -> dict[Path, str]:
-    """Return the locks of a file of requirements: paths and contents."""
+    """Return the contents of the locks of a file of requirements, by path."""
     app = app_of(source)
 
     def kept(path: Path) -> list[Entry]:

@@ -23,7 +23,7 @@ SHA256 = "61060d960f9ada8fa120872312eccd3ecebfbab8c4579e4f5a74e1cf67620752"  # o
 # The lexicographer files of animals, artifacts, food, natural objects, phenomena, plants and substances.
 KINDS = {"05", "06", "13", "17", "19", "20", "27"}
 ROWS = 1_000
-# The pattern excludes words and definitions about weapons or drugs, and offensive meanings.
+# The pattern excludes words and definitions that concern weapons or drugs, and offensive words.
 SKIPPED = re.compile(
     r"\b(arms?|ass|asses|bitch|cock|corpse|dyke|execut\w+|faggot|feces|gun\w*|kill\w*|sex\w*|tits?|whip|whips|pussy)\b|"
     r"weapon|bomb|missile|ammunition|artillery|armament|explosive|rifle|pistol|cannon|bullet|shotgun|sword|dagger|"
@@ -36,7 +36,7 @@ OUT = Path(__file__).resolve().parent.parent / "apps" / "llm_finetune" / "text" 
 
 
 def counts_of(text: str) -> dict[str, tuple[int, int]]:
-    """Return (sense number, uses) of each sense of a noun in cntlist.rev, by its key ``word%1:kind:id``."""
+    """Return (sense number, number of uses) of each noun's sense in cntlist.rev, by its key ``word%1:kind:id``."""
     counts = {}
     for line in text.splitlines():
         key, sense, uses = line.split()
@@ -74,7 +74,7 @@ def rows_of(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def read(deb: Path, folder: Path) -> tuple[str, str]:
-    """Return the texts of data.noun and cntlist.rev in the package. Exit if the package has another SHA-256."""
+    """Return the texts of data.noun and cntlist.rev in the package. Exit with an error if the SHA-256 differs."""
     digest = hashlib.sha256(deb.read_bytes()).hexdigest()
     if digest != SHA256:
         sys.exit(f"error: {deb} has SHA-256 {digest}, expected {SHA256}")

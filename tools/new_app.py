@@ -1,13 +1,13 @@
 """Copy an app under a new name, into this repository or into a separate project.
 
-    bash scripts/new_app.sh my_app --from cifar_ddp                   # apps/my_app, its launch script, its tests
+    bash scripts/new_app.sh my_app --from cifar_ddp                   # apps/my_app, its launch script and its tests
     bash scripts/new_app.sh my_app --from cifar_ddp --out ~/my_app    # a separate project, with core as a wheel
 
 The tool renames the app in files, paths and commands, except in paths to files that the tool does not copy. The tool
-writes READMEs from templates. It leaves out programs that measure figures of the app's README, and their tests. It also
-leaves out a test file that names another app, `stored` runs of an earlier version, or a folder that only the repository
-has (benchmarks, deploy, docs). In the copy's app_spec.py, `skipped_marks` keeps only marks that depend on the
-framework, because no other app runs the other tests for the copy.
+writes READMEs from templates. It omits programs that measure figures of the app's README, and their tests. It also
+omits each test file that names another app, `stored` runs of an earlier version, or a folder that only the repository
+has (benchmarks, deploy, docs). The copy runs the tests that the app leaves to other apps. So `skipped_marks` in the
+copy's app_spec.py keeps only marks that depend on the framework.
 
 The tool runs on the system's Python, and needs only the standard library. pip builds the wheel.
 """
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_APP = "mnist_ddp"  # the app that the common tests and their options name if they mean any app
+DEFAULT_APP = "mnist_ddp"  # the app that common tests and their options name as an example of any app
 MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characters
-TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # in an environment's name, these select lines of tox.ini
+TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # these parts of an environment's name select lines of tox.ini
 PACKAGES = ("core", "launch", "observe", "check")
 TOP_FOLDERS = ("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools")
 USE = {"en": "want your copy of", "zh": "复制自"}  # a copy's purpose, in README.md's table and README.zh.md's
@@ -43,18 +43,18 @@ GENERATED_PAGES = {
     "docs/messages.md": "docs/messages.py",
 }
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
-OF_README = {"wrong_ways.py"}  # programs that measure figures of an app's README, which is not copied
+OF_README = {"wrong_ways.py"}  # programs that measure figures of an app's README; the tool does not copy that README
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
     *("tools/lock.py", "tools/quick_imports.py", "tools/run_tox.py"),
     *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
     *("mypy.ini", "pytest.ini", "ruff.toml"),
 )
-BESIDE_OTHER_APPS = "# --- several apps"  # the rest of tests/conftest.py runs another app beside the one under test
+BESIDE_OTHER_APPS = "# --- several apps"  # the code of tests/conftest.py from this line on runs further apps
 
 
 class UsageError(Exception):
-    """The tool cannot make the copy. The message is one line with the problem and the remedy."""
+    """The tool cannot make the copy. The message is one line that has the problem and the remedy."""
 
 
 def require(condition: object, message: str) -> None:
@@ -76,7 +76,7 @@ class Copy:
         self.name = name
         self.wheel = wheel
         self.test = "test.sh" if wheel else f"test.sh -e {name}-cpu"
-        self.left_behind: list[str] = []  # files of the origin that the copy leaves out
+        self.left_behind: list[str] = []  # files of the origin that the copy omits
         own = [*files_under(f"apps/{origin}")]
         measuring = [path for path in own if Path(path).name in OF_README]
         self.paths = [path for path in own if path not in measuring]
@@ -88,7 +88,7 @@ class Copy:
             self.paths += [path for path in scripts if re.search(name_pattern(origin), read(path))]
 
     def rename(self, text: str) -> str:
-        """Return ``text`` with the copy's name for its origin's, except in paths to files that are not copied."""
+        """Replace the origin's name by the copy's in ``text``, except in paths to files that the tool does not copy."""
 
         def renamed(match: re.Match[str]) -> str:
             path = re.sub(r"^(\.\./)+", "", match[0]).rstrip("./")
@@ -109,7 +109,7 @@ class Copy:
         return self.names_another_app(text) or re.search(of_repository, text) is not None
 
     def files(self) -> dict[str, str]:
-        """Return the files of the copy by their new paths, with the new name in them."""
+        """Return the texts of the copy's files, which contain the new name, by their new paths."""
         files = {self.rename(path): self.rename(read(path)) for path in self.paths}
         spec = f"tests/{self.name}/app_spec.py"
         pattern = r"skipped_marks=\(.*?\)(,?)(  #.*)?"
@@ -123,7 +123,7 @@ class Copy:
         return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
 
     def _about(self) -> str:
-        """Return the copy's about.json, whose line in the tables of apps follows the line of the origin."""
+        """Return the copy's about.json, which places the copy after its origin in the tables of apps."""
         origin = self.origin
         about = json.loads(read(f"tests/{origin}/about.json"))
         about["order"] += 1
@@ -131,7 +131,7 @@ class Copy:
         return json.dumps(about, indent=2, ensure_ascii=False) + "\n"
 
     def fill(self, template: str, **values: str) -> str:
-        """Return a template of tools/templates with the values of this copy."""
+        """Return a template of tools/templates, filled with the values of this copy and with ``values``."""
         about = read(f"scripts/run_{self.origin}.sh").splitlines()[1].lstrip("# ").partition(":")[0]
         python = re.findall(r"(?m)^# python: (\S+)", read(f"apps/{self.origin}/requirements.in")) or ["3.11"]
         test = f"bash scripts/{self.test:<{len(f'run_{self.name}.sh 2')}}"
@@ -140,7 +140,7 @@ class Copy:
         return read(f"tools/templates/{template}").format(**values)
 
     def project_files(self) -> dict[str, str]:
-        """Return the files that a project needs beside the copy and the wheel. No file names another app."""
+        """Return the files that a project needs besides the copy and the wheel. No file mentions another app."""
         helpers = [path for path in files_under("tests/common") if not Path(path).name.startswith("test_")]
         helpers += [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*.py") if path.name != "conftest.py"]
         cases = [path for path in files_under("tests/common") if path not in helpers]
@@ -150,13 +150,13 @@ class Copy:
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
         of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change.*?(?=^set )")
-        changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # a project lacks tools/changed.py
+        changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # a project does not contain tools/changed.py
         pattern = f"(?ms){'|'.join((*of_repository, changed))}"
         files["scripts/test.sh"] = re.sub(pattern, "", files["scripts/test.sh"])
         return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
 
     def environment(self, section: str) -> str:
-        """Return a section of tox.ini for the copy: only its own requirements, the common tests and its own tests."""
+        """Return a section of tox.ini for the copy, with its own requirements, its own tests and the common tests."""
         own = {"tests/common", *(f"tests/{path.name}" for path in test_folders(self.origin))}
 
         def of_copy(match: re.Match[str]) -> str:
@@ -172,7 +172,7 @@ class Copy:
         return self.rename("\n".join(lines))
 
     def _test_files(self) -> list[str]:
-        """Return the origin's test files that name no other app or repository folder, and the helpers that they use."""
+        """Return the paths of the origin's test files to copy, and of the helpers that these test files use."""
         of_repository = "" if self.wheel else r"|device_paths\.py|about\.json"
         always = re.compile(rf"/(app_spec\.py|conftest\.py{of_repository})$")
         files = [path for folder in test_folders(self.origin) for path in files_under(f"tests/{folder.name}")]
@@ -204,7 +204,7 @@ def training_apps() -> list[str]:
 
 
 def name_pattern(app: str) -> str:
-    """Return a regular expression for an app's name: alone, or in the name of one of its files or folders."""
+    """Return a regular expression for an app's name, alone or in the name of one of the app's files or folders."""
     suffixes = "|".join(path.name[len(app) :] for path in test_folders(app) if path.name != app)
     after = r"(?!_?[A-Za-z0-9])" + (rf"|(?=(?:{suffixes})(?![A-Za-z0-9_]))" if suffixes else "")
     return rf"(?:(?<![A-Za-z0-9_])|(?<=run_)|(?<=test_)){app}(?:{after})"
@@ -246,7 +246,7 @@ def find_environments(tox: str, name: str) -> list[str]:
 
 
 def provenance() -> str:
-    """Return core's version, and the commit if git knows it."""
+    """Return core's version, and the commit if git can report it."""
     version: str = re.findall(r'(?m)^__version__ = "(.*)"', read("core/samestep/__init__.py"))[0]
     with contextlib.suppress(OSError, UsageError):
         version += f" at commit {run(['git', '--git-dir=.git', 'rev-parse', '--short=12', 'HEAD'], '', ROOT).strip()}"
@@ -254,8 +254,12 @@ def provenance() -> str:
 
 
 def run(command: Sequence[str], problem: str, folder: Path) -> str:
-    """Return a command's output. If the command fails, raise UsageError with ``problem`` and its error line."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # git hooks set them
+    """Run a command in ``folder``, and return its output.
+
+    Raises:
+        UsageError: the command failed. The message has ``problem`` and the command's last error line.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # git hooks set GIT_*
     done = subprocess.run(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"it ended with code {done.returncode}"]
@@ -265,7 +269,7 @@ def run(command: Sequence[str], problem: str, folder: Path) -> str:
 
 
 def decode(path: Path) -> str:
-    """Return a file as text; `write` turns the text of a binary file into the same bytes."""
+    """Return a file as text. From the text of a binary file, `write` writes the same bytes."""
     return path.read_bytes().decode(errors="surrogateescape")
 
 
@@ -287,7 +291,7 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def changed_lists(copy: Copy) -> dict[str, str]:
-    """Return the files that list apps, with the copy after its origin."""
+    """Return the changed texts of the files that list apps, with the copy after its origin, by path."""
     origin = copy.origin
     tox = read("tox.ini")
     sections = find_environments(tox, f":{origin}")
@@ -327,7 +331,7 @@ def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
 def build_wheel(folder: Path) -> Path:
     """Build core's wheel in ``folder`` by pip, which downloads the build backend."""
     print("building core's wheel", flush=True)
-    venv = folder / "venv"  # a system's Python may come without pip
+    venv = folder / "venv"  # because a system's Python may lack pip
     run([sys.executable, "-m", "venv", str(venv)], f"{sys.executable} cannot make an environment to build in", folder)
     command = [str(venv / "bin/python"), *"-m pip wheel --quiet --disable-pip-version-check --no-deps".split()]
     run([*command, f"--wheel-dir={folder}", str(ROOT)], "pip cannot build the wheel of samestep", folder)
@@ -343,7 +347,7 @@ def write_project(files: Mapping[str, str], out: Path) -> None:
         if shutil.which("git"):
             run(["git", "-c", "init.defaultBranch=main", "init", "--quiet"], "git cannot make a repository", stage)
             run(["git", "add", "--all", "--force"], "git cannot add the new files", stage)
-        stage.rename(out)  # also replaces an empty folder
+        stage.rename(out)  # this call also replaces an empty folder
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -416,7 +420,7 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of stdout has ended
+    except BrokenPipeError:  # the process that reads stdout has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as problem:
@@ -428,7 +432,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_copy(options: argparse.Namespace) -> None:
-    """Write the copy and print the next steps or, for a dry run, print the paths that would be written."""
+    """Write the copy, and print the next steps. For a dry run, only print the paths that the tool would write."""
     out = options.out
     wheel = options.wheel
     name = None
@@ -464,7 +468,7 @@ def print_paths(title: str, paths: Sequence[str] | Mapping[str, str]) -> None:
 
 
 def print_advice(copy: Copy) -> None:
-    """Print the commands that train and test the copy, and where its first changes are listed."""
+    """Print the commands that train and test the copy, and the page that lists the first changes to make."""
     print(copy.fill("app_readme.txt").split("```", 2)[1].strip())
     print(f"apps/{copy.name}/README.md lists the first changes, and the parts to keep.")
     print_paths("left behind, because these are about more than the app", copy.left_behind)

@@ -1,14 +1,14 @@
 """Count patterns of unclear English in the pages and in the docstrings and comments of the code.
 
-    python tools/prose.py                       compare with tools/prose_limits.json, as lint does
-    python tools/prose.py --update              lower the limits to today's counts
-    python tools/prose.py --list stands docs    show each place of one pattern, in all files or in those below a path
+    python tools/prose.py                       compare the counts with tools/prose_limits.json, as lint does
+    python tools/prose.py --update              lower the limits to the present counts
+    python tools/prose.py --list stands docs    show each match of one pattern, in all files or below a path
     python tools/prose.py --longest             show the 20 longest sentences
     python tools/prose.py --sample 60           draw sentences of the pages, with the commit's hash as the seed
-    python tools/prose.py --sample 60 --kind python     the same of docstrings and comments
+    python tools/prose.py --sample 60 --kind python     draw sentences of docstrings and comments
 
-A limit is a total over all Markdown or all Python, and may only fall. The counts leave out lines with `prose:` and a
-reason, code, tables, quotations, headings, Chinese pages, generated pages, and older entries of the changelog.
+A limit is a total over all Markdown or all Python, and may only fall. The counts exclude code, tables, quotations,
+headings, Chinese pages, generated pages, older entries of the changelog, and lines with `prose:` and a reason.
 In Python, `# prose: reason` exempts its comment, or the docstring that ends on its line.
 """
 
@@ -31,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tools" / "prose_limits.json"
 GENERATED = ("docs/messages.md", "docs/devices.md", "docs/options.md", "docs/scoreboard.md")
-LONG = 30  # most words of a sentence
+LONG = 30  # limit of the words of a sentence
 PATTERNS = {
     "what": r"^(?:What|Who)\b(?!.*\?)|\b(?:of|from|by|with|for|and|or|but|than|if) what\b|\bof whom\b"
     r"|\bof which\b|\b(?:W|w)hoever\b",
@@ -76,7 +76,7 @@ def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
 
     text = re.sub(r"``.+?``|`[^`]+`", lambda match: word("CODE", match), paragraph, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", lambda match: word(match[1], match), text)
-    text = re.sub(r"\[\^\d+\]", "", text)  # a footnote's number
+    text = re.sub(r"\[\^\d+\]", "", text)  # remove the numbers of footnotes
     text = re.sub(r'"[^"]*"|“[^”]*”', lambda match: word("QUOTE", match), text)
     name, _, start = place.rpartition(":")
     begin = 0
@@ -110,7 +110,7 @@ def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def docstring(name: str, start: int, text: str) -> Iterator[tuple[str, str]]:
-    """Yield the paragraphs, list items and entries of Google's sections of a docstring; its indented lines are code."""
+    """Yield a docstring's paragraphs, list items and entries of Google sections. Other indented lines count as code."""
     block: list[str] = []
     first = start
     section = False
@@ -165,7 +165,7 @@ def read(kind: str, below: Sequence[str] = ("",)) -> Iterator[Sentence]:
 
 
 def hits(sentence: str) -> list[str]:
-    """Return the pattern of each fault in a sentence."""
+    """Return the name of each fault's pattern in a sentence. A pattern that matches twice occurs twice."""
     faults = [name for name, pattern in PATTERNS.items() for _ in re.finditer(pattern, sentence)]
     faults += ["long"] if len(sentence.split()) > LONG else []
     return faults + (["colons"] if len(re.findall(r"[;:](?= )", sentence)) > 1 else [])
@@ -182,7 +182,7 @@ def faults(below: Sequence[str] = ("",)) -> Faults:
 
 
 def check(found: Limits, limits: Limits) -> list[str]:
-    """Return an error for each total that differs from its limit."""
+    """Return an error for each total that is above its limit or below it."""
     errors = []
     for kind, totals in found.items():
         for name, total in totals.items():
@@ -235,7 +235,7 @@ def asked_for(options: argparse.Namespace) -> list[Sentence] | None:
 
 
 def lower_limits(totals: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]) -> None:
-    """Lower each limit that is above today's count, and write the limits."""
+    """Lower each limit that is above the present count, and write the limits."""
     lower: dict[str, dict[str, int]] = {}
     for kind, counts in totals.items():
         lower[kind] = {name: min(count, limits[kind][name]) for name, count in counts.items()}
@@ -245,7 +245,7 @@ def lower_limits(totals: Mapping[str, Mapping[str, int]], limits: Mapping[str, M
 def above_limits(
     found: Mapping[str, Mapping[str, list[Sentence]]], limits: Mapping[str, Mapping[str, int]]
 ) -> list[Sentence]:
-    """Return the sentences of all patterns that are found too often."""
+    """Return the sentences of each pattern whose count is above its limit."""
     above: list[Sentence] = []
     for kind, by_name in found.items():
         for name, places in by_name.items():

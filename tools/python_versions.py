@@ -1,14 +1,14 @@
-"""Find the Python versions for which an app's pins, and all packages that these need, have wheels.
+"""Find the Python versions for which an app's pins and all their dependencies have wheels.
 
-    bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines
-    bash scripts/test.sh -e pythons -- --check      # compares
+    bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines `# python:`
+    bash scripts/test.sh -e pythons -- --check      # only compares
 
-uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. For
-all apps, uv takes a minute and downloads 20 MB. uv resolves for Linux on x86-64 with glibc 2.28 or newer.
+uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. uv
+takes a minute for all apps, and downloads 20 MB. uv resolves for Linux on x86-64 with glibc 2.28 or newer.
 
-The program records the versions in python_versions.json beside this file, and writes them into the line
-``# python: 3.11 3.12`` of each requirements.in. The launch script looks for Pythons in the order of this line. If an
-app has a limit that wheels do not show, a line of requirements.in excludes all other versions::
+The program records the versions in python_versions.json beside this file, and writes them to the line
+``# python: 3.11 3.12`` of each requirements.in. The launch script looks for Pythons in the order of this line. If
+wheels exist for a Python that the app does not support, a line of requirements.in lists the supported versions::
 
     # python limit: 3.11, because ...
 
@@ -72,9 +72,9 @@ def app_of(path: Path) -> str:
 
 
 def resolve(path: Path) -> dict[str, Any]:
-    """Return an app's pins, the Pythons that have wheels, and the reason for each other Python, as uv resolves them.
+    """Return an app's pins, the Pythons for which uv finds all wheels, and for each other Python the reason.
 
-    Exit if uv fails for another reason than missing wheels.
+    Exit with an error if uv fails for a reason other than missing wheels.
     """
     refused: dict[str, str] = {}
     for python in PYTHONS:
@@ -102,7 +102,7 @@ def resolve(path: Path) -> dict[str, Any]:
 
 
 def pins(text: str) -> list[str]:
-    """Return the requirements in ``text``, without comments, and core's."""
+    """Return the requirements in ``text``, without comments, and core's own requirements."""
     lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines()]
     return [*filter(None, lines), *tomllib.loads(PROJECT.read_text())["project"]["dependencies"]]
 
@@ -114,7 +114,7 @@ def pythons(text: str, record: dict[str, Any]) -> list[str]:
 
 
 def differences(text: str, record: dict[str, Any] | None) -> list[str]:
-    """Return in words how a requirements.in with the content ``text`` differs from the record."""
+    """Return messages about the differences between a requirements.in with the content ``text`` and its record."""
     if record is None or record["pins"] != pins(text):
         return [f"{RECORD.name} was not made of its pins and {PROJECT.relative_to(ROOT)}"]
     line = LINE.search(text)

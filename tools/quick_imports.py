@@ -1,14 +1,14 @@
-"""Make imports of frameworks quick in a test environment.
+"""Make imports of frameworks faster in a test environment.
 
     python tools/quick_imports.py ~/.cache/samestep/bytecode .tox/core/lib/python3.11/site-packages [MODULE ...]
 
-tox runs this program after it has installed an environment. The tests start some hundred ranks, and each rank imports a
-framework.
+tox runs this program after it has installed an environment. The tests start hundreds of ranks, and each rank imports a
+framework. The program saves time in two ways:
 
-* The modules are compiled once for all environments and clones of a user. Compiling torch takes 6 processor seconds. uv
+* It compiles the modules once for all environments and clones of a user. Compiling torch takes 6 processor seconds. uv
   hard-links the files of all environments to its cache, so environments with equal packages share inodes.
-* Python collects almost no garbage while it imports a framework, and does not collect modules at its end. Both would
-  take a third of the processor time of a process that imports torch.
+* It makes Python collect almost no garbage during imports, and none of the modules at exit. Otherwise, these
+  collections take a third of the processor time of a process that imports torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 TAG = sys.implementation.cache_tag  # bytecode depends on the Python version
-HEADER_BYTES = 16  # of bytecode: the magic number, flags, and the source's time and size or hash (PEP 552)
-# Python runs this line of a .pth file at each start. At the end, Python does not collect frozen objects.
+HEADER_BYTES = 16  # bytecode's header: the magic number, flags, and the source's time and size or hash (PEP 552)
+# Python runs this line of a .pth file at each start. At exit, Python does not collect frozen objects.
 FEWER_COLLECTIONS = "import atexit, gc; gc.set_threshold(1_000_000, 50, 100); atexit.register(gc.freeze)\n"
 UNCHECKED = (0b01).to_bytes(4, "little") + bytes(8)  # Python ignores the source's time, which differs by environment
 
 
 def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
-    """Link the bytecode of ``store`` into ``folder``, import the modules that lack bytecode, and fill ``store``.
+    """Link bytecode of ``store`` into ``folder``, compile modules that lack bytecode, and copy their bytecode back.
 
     Args:
         store: folder of bytecode for all environments.
@@ -45,7 +45,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
             if copy.exists() and not bytecode.exists():
                 bytecode.parent.mkdir(exist_ok=True)
                 os.link(copy, bytecode)
-    for module, source in sources.items():  # each import runs in its own process
+    for module, source in sources.items():  # an import in its own process compiles the module
         if not Path(importlib.util.cache_from_source(source)).exists():
             subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
     for bytecode, copy in files:
@@ -57,7 +57,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
 
 
 def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the bytecode path of each hard-linked module, and its copy's path in ``store``. Both may be missing."""
+    """Yield the paths of each hard-linked module's bytecode in ``folder`` and in ``store``. Both may be missing."""
     for path in folder.rglob("*.py"):
         file = path.lstat()
         if file.st_nlink > 1:

@@ -1,8 +1,10 @@
-"""Run tox with the arguments of scripts/test.sh, in tox's environment.
+"""Run tox with the arguments of scripts/test.sh, in the environment in which tox is installed.
 
 * Without `-e`, all environments run, two at a time. `-p N` runs N environments at a time.
-* Words after `--` are arguments of pytest. If several environments run, the words must select a test in at least one.
-* After Ctrl-C or TERM, no process of the tests is left. tests/interrupts.py does the same if tox was killed.
+* pytest gets the words after `--`. If several environments run, at least one of them must have a test that the words
+  select.
+* After Ctrl-C or TERM, the program ends all processes of the tests. tests/interrupts.py does the same if tox was
+  killed.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from pathlib import Path
 from types import FrameType
 
 AT_A_TIME = "2"
-MATCHED = "MATRIX_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
-LEFT_LIMIT = 15.0  # seconds in which pytest ends its own processes
+MATCHED = "MATRIX_MATCHED"  # variable with a folder; tests/conftest.py writes a file to it if pytest selects a test
+LEFT_LIMIT = 15.0  # time for pytest to end its own processes, in seconds
 NO_TESTS = 5  # pytest's exit code
-DRIVERS = {  # files that a driver makes, by the suffix of an environment's name
+DRIVERS = {  # files that a device's driver makes, by the suffix of an environment's name
     "gpu": ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"),
     "ascend": ("/dev/davinci_manager",),
 }
@@ -35,8 +37,8 @@ class Words:
         selected: arguments of pytest, after `--`.
         names: environments that `-e` names.
         whole: whether all environments run.
-        parallel: whether `-p` is given.
-        installs_only: whether no test runs.
+        parallel: whether tox's arguments include `-p`.
+        installs_only: whether tox only installs environments, and runs no test.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -65,7 +67,7 @@ class Words:
         return [*command, *self.own, *(["--", *self.selected] if self.selected else [])]
 
     def without_device(self) -> str:
-        """Return the error if this machine lacks the device of an environment, or else an empty string."""
+        """Return an error message if this machine lacks the device of an environment, otherwise an empty string."""
         if self.installs_only:
             return ""
         for name in self.names:
@@ -89,7 +91,7 @@ def parents() -> dict[int, tuple[int, str]]:
 
 
 def descendants(ancestor: int) -> dict[int, str]:
-    """Return the start times of a process's descendants, by PID."""
+    """Return the start time of each descendant of a process, by PID."""
     known = parents()
     found = dict[int, str]()
     waiting = [ancestor]
@@ -102,17 +104,17 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 class Interrupt:
-    """Handle INT and TERM: tox interrupts its environments, and `finish` kills the processes that are left then."""
+    """Handle INT and TERM. tox then interrupts its environments, and `finish` kills the remaining processes."""
 
     def __init__(self) -> None:
         self.processes: dict[int, str] = {}
-        for each in (signal.SIGINT, signal.SIGTERM):  # a shell lets background processes ignore INT
+        for each in (signal.SIGINT, signal.SIGTERM):  # because a shell makes background processes ignore INT
             signal.signal(each, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.processes |= descendants(os.getpid())
-        if number == signal.SIGTERM:  # Ctrl-C reaches the whole process group
+        if number == signal.SIGTERM:  # unlike TERM, Ctrl-C reaches the whole process group by itself
             self._send(signal.SIGINT, os.getpgrp())
         raise KeyboardInterrupt
 
@@ -126,14 +128,14 @@ class Interrupt:
                 pass
 
     def finish(self) -> None:
-        """Wait for the processes that an interrupted tox has left, and kill them at the time limit."""
+        """Wait for the processes that remain after an interrupted tox, and kill them after LEFT_LIMIT seconds."""
         deadline = time.monotonic() + LEFT_LIMIT
         while self._left() and time.monotonic() < deadline:
             time.sleep(0.1)
         self._send(signal.SIGKILL, None)
 
     def _left(self) -> bool:
-        """Return whether a process is left, and store the descendants of the remaining processes."""
+        """Return whether a process remains, and store the descendants of the remaining processes."""
         known = parents()
         alive = [pid for pid, start in self.processes.items() if known.get(pid, (0, ""))[1] == start]
         for pid in alive:
@@ -142,7 +144,7 @@ class Interrupt:
 
 
 def run_tox(arguments: Sequence[str]) -> int:
-    """Return tox's exit code."""
+    """Run tox, and return its exit code."""
     from tox.run import run  # scripts/test.sh installs tox
 
     interrupt = Interrupt()
@@ -158,7 +160,7 @@ def run_tox(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code of scripts/test.sh."""
+    """Run tox, and return the exit code of scripts/test.sh."""
     words = Words(arguments)
     error = words.without_device()
     if error:

@@ -1,9 +1,10 @@
-"""Run the slow tests of the test suite's environments, one environment after the other, and write docs/soak.md.
+"""Run the slow tests, one tox environment after the other, and write docs/soak.md.
 
-    bash scripts/test.sh -e soak                         # all environments, in some hours
-    bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # the page keeps the results of other environments
+    bash scripts/test.sh -e soak                         # all environments; takes hours
+    bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # keeps the other environments' results
 
-The results are in docs/soak.json. The exit code is 1 if a test failed. The program needs only the standard library.
+The program also writes the results to docs/soak.json. Its exit code is 1 if a test failed. It needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ selects environments; the page keeps the results of the others.
 
 
 def environments() -> list[str]:
-    """Return the test suite's environments that have slow tests."""
+    """Return the names of the tox environments that have slow tests."""
     tox = configparser.RawConfigParser()
     tox.read(ROOT / "tox.ini")
     names = [name.strip() for name in tox["tox"]["env_list"].split(",")]
@@ -44,7 +45,7 @@ def environments() -> list[str]:
 
 
 def run(environment: str, folder: Path) -> dict[str, Any]:
-    """Run an environment's tests with --soak, and return counts, minutes, date, cores and the lines of its tables."""
+    """Run an environment's tests with --soak, which includes the slow tests, and return the environment's results."""
     report = folder / "report.xml"
     table = folder / "table"
     table.write_text("")
@@ -67,7 +68,7 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
 
 
 def counterparts() -> list[str]:
-    """Return a table row for each slow test whose mark names a counterpart in the matrix."""
+    """Return a table row for each slow test for which a comment names a counterpart among the default tests."""
     pattern = re.compile(r"^@pytest\.mark\.soak +# in the matrix (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [(path.relative_to(ROOT), match) for path in paths for match in pattern.finditer(path.read_text())]

@@ -1,4 +1,4 @@
-"""Crop and flip images at random, independently of the rank, batch and micro-batch that a sample belongs to."""
+"""Crop and flip images at random, independently of ranks, batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PADDING = 4  # width of the border around the image before cropping, in pixels
 def choices(
     indices: NDArray[np.int64], seed: int, epoch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return random crop positions and flips, as functions of (seed, epoch, index).
+    """Return random crop positions and flips, which depend only on (seed, epoch, index).
 
-    A generator per rank or worker would draw other values at another number of ranks or workers, or after a resume.
+    With a generator per rank or worker, the values would depend on the number of ranks or workers, and on resumes.
 
     Returns:
         Arrays [m]: top edge and left edge of each crop in the padded image, in pixels, and whether to flip the crop.
@@ -31,9 +31,13 @@ def choices(
 
 
 def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: int) -> Tensor:
-    """Pad images uint8 [m, s, s, 3], crop each to its old size at random, and flip about half of them.
+    """Pad images, crop each image to its old size at random, and flip about half of the images.
 
-    ``indices`` [m] are the images' numbers in the dataset.
+    Args:
+        images: images uint8 [m, s, s, 3].
+        indices: numbers [m] of the images in the dataset.
+        seed: seed of the random choices.
+        epoch: number of the epoch.
     """
     device = images.device
     top, left, flipped = (torch.from_numpy(each).to(device) for each in choices(indices, seed, epoch))

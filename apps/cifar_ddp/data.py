@@ -59,7 +59,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
             images = crop_and_flip(images, indices, self.augment_seed, epoch=indices.epoch)
         return self.normalize(images), self.labels[chosen]
 
-    __getitems__ = batch  # the method that a DataLoader calls
+    __getitems__ = batch  # a DataLoader calls this method
 
     def normalize(self, images: Tensor) -> Tensor:
         """Map images uint8 [m, 32, 32, 3] to normalized images [m, 3, 32, 32]."""
@@ -102,7 +102,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler) -> DataLoader:
-    """Return the loader that --input chooses. Both inputs give the same batches."""
+    """Return the loader that --input selects. Both loaders return the same batches."""
     if options.input == "memory":
         return DataLoader(train_set, batch_sampler=sampler)
     samples = Samples(train_set)

@@ -36,7 +36,7 @@ class Average:
 
 
 def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> dict[str, Arrays]:
-    """Return the arrays of a checkpoint: model, optimizer, and the average as "ema" if there is one."""
+    """Return the arrays of a checkpoint, with the groups "model", "optimizer", and "ema" if ``average`` is given."""
     found = dict(weights.groups(model, optimizer))
     if average:
         found["ema"] = weights.model_arrays(average.model)
@@ -44,7 +44,7 @@ def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> d
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """Load the arrays of `groups`, or weights alone. Without a stored average, the average starts at the weights.
+    """Load arrays that `groups` returned, or only weights. If "ema" is missing, the average starts at the weights.
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

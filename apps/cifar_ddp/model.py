@@ -70,7 +70,7 @@ class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs 
         self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's init
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
             self.maxpool = nn.Identity()
 
 
@@ -82,7 +82,7 @@ def make_norm(kind: str, channels: int) -> nn.Module:
 
 
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
-    """Return the model with the initial weights that --seed decides.
+    """Return the model with initial weights drawn from --seed.
 
     The weights are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """

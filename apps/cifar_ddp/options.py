@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module on the system's Python, so it uses the standard library only.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -136,7 +136,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid, or options contradict each other.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     check(options)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
@@ -159,7 +163,7 @@ def is_resnet(model: str) -> bool:
 
 
 def check(options: Options) -> None:
-    """Raise ConfigError for options that contradict each other."""
+    """Raise ConfigError if options contradict each other, or if --compile lacks a C++ compiler."""
     if options.stem and not is_resnet(options.model):
         raise ConfigError(f"--stem {options.stem} needs a ResNet: choose --model resnet18 or resnet50, or leave it out")
     if options.freeze_bn and options.norm != "batch":

@@ -9,7 +9,7 @@ Each part of a step, from the schedule to batch normalization, depends only on t
 global batch. The step is therefore the same at any world size, and after a restart. README.md shows how common
 mistakes change the losses.
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 def learning_rate(options: Options, step: int, steps: int) -> float:
     """Return the learning rate of update ``step`` of ``steps``.
 
-    A function of the step needs no state in checkpoints. A torch scheduler does, because it counts its calls.
+    A function of the step needs no state in checkpoints. A torch scheduler counts its calls, so it needs state.
     """
     if step < options.warmup_steps:
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
@@ -91,12 +91,12 @@ def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tens
 def compute_gradients(
     options: Options, model: DistributedDataParallel, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches, and return their summed loss."""
+    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of these micro-batches."""
     losses: list[Tensor] = []
     last = sampler.batches.num_micro_batches(sampler.step - 1) - 1
     for micro_images, micro_labels in sampler.micro_batches((images, labels)):
         is_last = len(losses) == last
-        with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
+        with nullcontext() if is_last else model.no_sync():  # DDP reduces only at the last micro-batch
             loss_sum = summed_loss(options, model, micro_images, micro_labels)
             # Scale to the mean over the global batch: shards and micro-batches may differ in size or be empty.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
@@ -192,16 +192,17 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
     compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
-    for images, labels in run.batches(loader):  # up to --max-steps
+    for images, labels in run.batches(loader):  # ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
-        # A module compiled by torch 2.13 fails on an empty shard. If one is empty, all ranks use the uncompiled module.
+        # A module compiled by torch 2.13 fails on an empty shard. If a shard is empty, all ranks use the uncompiled
+        # module.
         step_model = compiled if no_empty_shards(sampler, run.step) else ddp
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
         if average:
             average.update(model, run.step)
-        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

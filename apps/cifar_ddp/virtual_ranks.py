@@ -30,7 +30,7 @@ class VirtualRanks:
 
     Args:
         ddp: the model. The tree replaces DDP's all-reduce.
-        sampler: its micro-batches are the sub-shards.
+        sampler: the sampler, whose micro-batches are the sub-shards.
         summed_loss: function of ``(options, model, images, labels)`` that returns the summed loss.
     """
 
@@ -45,7 +45,7 @@ class VirtualRanks:
     def compute_gradients(
         self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set the gradients of the global batch. Returns: its summed loss on rank 0, 0 on other ranks."""
+        """Set the gradients of the global batch. Return its summed loss on rank 0, and 0 on other ranks."""
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = self.summed_loss(options, model, sub_images, sub_labels)
             sampler.scale(loss_sum).backward()

@@ -4,8 +4,8 @@
 
 The program trains twelve steps in float64 on whole global batches. Then it trains again on two ranks, in three
 micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
-mistake. One process simulates DDP: each rank's shard and random numbers, and the mean of the ranks' gradients. Without
-a mistake ("none"), the losses differ by rounding only.
+mistake. One process simulates DDP with each rank's shard and random numbers, and the mean of the ranks' gradients.
+Without a mistake ("none"), the losses differ only by rounding.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Net(nn.Module):
             Scores [m, 10] of each part.
         """
         xs = [self.conv2(F.relu(self.conv1(images))) for images in parts]
-        if wrong == "batch norm":  # by the statistics of each part
+        if wrong == "batch norm":  # normalize by each part's own statistics
             xs = [self.norm(x) for x in xs]
-        else:  # by the statistics of all parts, which `exact` computes by an all-reduce
+        else:  # normalize by the statistics of all parts, which `exact` computes by an all-reduce
             normalized = self.norm(torch.cat(xs))
             xs = list(normalized.split([len(x) for x in xs]))
         xs = [F.relu(x).mean((2, 3)) for x in xs]
@@ -121,7 +121,7 @@ def clip(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]:
-    """Return the losses [STEPS + 1]: the mean of each step's global batch, then the loss of the averaged weights.
+    """Return losses [STEPS + 1]: each step's mean loss over the global batch, then the loss of the averaged weights.
 
     Args:
         train_set: the training set.
@@ -146,8 +146,8 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
         resumed_at = STEPS // parts
     losses = []
     for step in range(STEPS):
-        if step == resumed_at:  # weights and optimizer state are kept, as if loaded from a checkpoint
-            optimizer.param_groups[0]["lr"] = LR  # the program starts with this rate
+        if step == resumed_at:  # keep weights and optimizer state, as if they came from a checkpoint
+            optimizer.param_groups[0]["lr"] = LR  # a restarted program begins with this rate
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             if wrong == "average":
                 average = copy.deepcopy(model)
@@ -180,7 +180,14 @@ def move(average: nn.Module, model: nn.Module) -> None:
 
 
 def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
-    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch."""
+    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch.
+
+    Args:
+        train_set: the training set.
+        step: number of the step, from 0.
+        count: number of parts.
+        wrong: the mistake, one of WAYS.
+    """
     batches = GlobalBatches(len(train_set.labels), BATCH, SEED)
     images = []
     labels = []
@@ -201,7 +208,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
 
 
 def lost_updates(train_set: Split) -> float:
-    """Return the fraction of weights that a step leaves unchanged in bfloat16. In float32, it is nearly zero."""
+    """Return the fraction of weights that a step leaves unchanged in bfloat16. In float32, the fraction is nearly 0."""
     torch.manual_seed(SEED)
     model = Net(nn.BatchNorm2d(16))
     images, labels, rows = split_batch(train_set, 0, 1, "none")

@@ -39,7 +39,7 @@ EVALUATE_EVERY = 16  # steps between evaluations; a multiple of each local SGD's
 
 
 def compare_schemes(options: Options, world: env.World, device: torch.device) -> dict[str, Any]:
-    """Average a float32 vector of --bytes by each scheme in each round, and return seconds and bytes per scheme."""
+    """Average a float32 vector of --bytes bytes by each scheme in each round. Return seconds and bytes by scheme."""
     x = torch.empty(options.bytes // 4, device=device)
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEMES}
     loopback_bytes: dict[str, list[int]] = {name: [] for name in SCHEMES}
@@ -123,7 +123,15 @@ def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
 
 
 def train(name: str, options: Options, world: env.World, training: Split, test: Split) -> tuple[dict[str, Any], Tensor]:
-    """Train by one strategy, and return the measurements and the final weights [n]. Times exclude evaluations."""
+    """Train by one strategy, and return the measurements and the final weights [n]. Times exclude evaluations.
+
+    Args:
+        name: name of the strategy.
+        options: options of ``aggregate``.
+        world: this process's place among the ranks.
+        training: the training set.
+        test: the test set.
+    """
     strategy = STRATEGIES[name]()
     trainer = Trainer(strategy, options, training, world)
     total = options.epochs * trainer.batches.steps_per_epoch
@@ -266,7 +274,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     if "weights_difference" in each:
         difference = f"{each['weights_difference']:.1e}"
     in_collectives = ""
-    if each["strategy"] not in ("ddp", "module"):  # their collectives are in backward
+    if each["strategy"] not in ("ddp", "module"):  # these communicate in the backward pass
         in_collectives = duration(statistics.mean(each["collective_seconds_per_step"]))
     counts = ["", ""]
     if each["sent_messages_per_step"] > 0:

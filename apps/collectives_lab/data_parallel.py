@@ -8,12 +8,12 @@ model to each GPU. It computes each piece in its own thread, and gathers the out
 loss of the global batch, so its gradient needs no factor. With DDP, a rank has only the loss of its own shard.
 
 Without a GPU, DataParallel calls the module itself, because its __init__ leaves ``device_ids`` empty (torch 2.13,
-torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). `in_pieces` implements its algorithm for several
-devices on one device. DataParallel itself has not run on a GPU for this app.
+torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). `in_pieces` runs DataParallel's algorithm
+for several devices on one device. DataParallel itself has not run on a GPU for this app.
 
 The output device needs more memory than the other devices. By default, the output device is the first GPU (line 158).
-It holds the outputs of all pieces (line 197; torch/nn/parallel/_functions.py, line 109) and the loss. The first GPU
-also holds the weights, the sum of all gradients (_functions.py, lines 39 to 41) and the optimizer's state.
+This GPU holds the outputs of all pieces (line 197; torch/nn/parallel/_functions.py, line 109) and the loss. The
+first GPU also holds the weights, the sum of all gradients (_functions.py, lines 39 to 41) and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Wrapped(Strategy):
 
 
 def in_pieces(model: nn.Module, count: int) -> Callable[[Tensor, BatchSlice], Tensor]:
-    """Return DataParallel's forward pass for ``count`` devices, computed on one device: scatter, apply, gather."""
+    """Return a function that computes DataParallel's forward pass for ``count`` devices on one device."""
 
     def forward(images: Tensor, rows: BatchSlice) -> Tensor:
         outputs = [model(piece, rows) for piece in images.chunk(count)]
@@ -63,7 +63,13 @@ def in_pieces(model: nn.Module, count: int) -> Callable[[Tensor, BatchSlice], Te
 
 
 def measure(strategy: Strategy, steps: int, training: Split, world: World = ALONE) -> dict[str, Any]:
-    """Train ``steps`` steps by a strategy. With several ranks, the call is collective.
+    """Train ``steps`` steps by a strategy. All ranks of ``world`` must call this function.
+
+    Args:
+        strategy: the strategy.
+        steps: number of steps.
+        training: the training set.
+        world: this process's place among the ranks; by default a single rank.
 
     Returns:
         A dict with the first step's "gradients" and the final "weights", both float64 [21840]. It also has the model's
@@ -106,13 +112,13 @@ def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[st
 
 
 def main() -> None:
-    """Train in every way, and write data_parallel.json."""
+    """Train by DDP, by DataParallel and by the plain step, and write data_parallel.json on rank 0."""
     options = parse(["launchers", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, _ = load("mnist-5k", Path("data"), device)
     n = world.world_size
     ddp = measure(TorchDDP(), options.steps, training, world)
-    if world.rank > 0:  # the remaining measurements run in one process, which may use every GPU
+    if world.rank > 0:  # the remaining measurements run in rank 0, which may use every GPU
         return
     devices: list[int] = []
     if device.type == "cuda":
@@ -148,7 +154,14 @@ def main() -> None:
 
 
 def compared(name: str, way: dict[str, Any], plain: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Return the largest differences between a way and the plain step, from the results of `measure`."""
+    """Return the largest differences between the results ``way`` and ``plain`` of `measure`.
+
+    Args:
+        name: name of the way.
+        way: result of the way.
+        plain: result of the plain step.
+        processes: number of processes that the way uses.
+    """
     gradients = (way["gradients"] - plain["gradients"]).abs()
     weights = (way["weights"] - plain["weights"]).abs()
     return {

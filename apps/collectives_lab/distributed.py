@@ -50,7 +50,7 @@ class Session:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = RENDEZVOUS_SECONDS  # time limit of one collective in seconds (--timeout)
     pending: tuple[str, float, float] | None = None  # current collective: name, begin by time.monotonic(), limit in s
-    failed: bool = False  # whether a collective has failed, which the main thread reports
+    failed: bool = False  # whether a collective has failed; the main thread then reports the failure
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of completed collectives
     trace: IO[str] | None = None  # this rank's file of all events, with --trace
     condition: str = ""  # the condition that a command currently measures, for the trace
@@ -61,21 +61,21 @@ session = Session()
 
 @contextmanager
 def collective(name: str, limit: float | None = None) -> Iterator[None]:
-    """Run a collective in the block with a name and a time limit, and record its timestamps.
+    """Give the collective in the block a name and a time limit, and record the collective's timestamps.
 
     Args:
         name: name of the collective in errors and timelines.
         limit: time limit in seconds (default: --timeout).
 
     Raises:
-        NonRetryableError: the collective failed. The message has its name.
+        NonRetryableError: the collective failed. The message includes ``name``.
     """
     finish()
     begun = time.monotonic()
     session.pending = (name, begun, limit or session.timeout)
     try:
         yield
-        finish()  # with NCCL, a rank waits for the other ranks here, and a failure is raised here
+        finish()  # with NCCL, this call waits for the other ranks, and raises an exception after a failure
     except (RuntimeError, ValueError) as error:
         session.failed = True
         failure = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
@@ -100,7 +100,7 @@ def finish() -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return torch's error message without C++ source locations, and with an explanation if a rank is missing."""
+    """Return torch's error message without C++ source locations. If a rank is missing, add an explanation."""
     line = log.first_line(str(error)) or type(error).__name__
     text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # remove C++ source location and gloo's advice
     missing = missing_rank(text)
@@ -169,7 +169,7 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
     session.timeout = options.timeout
     if options.run_dir:  # set by the launch script
         log.start(options.run_dir, world.rank, options.quiet)
-    # Stop signals and time limits are handled in threads, because the main thread may wait in C++.
+    # Threads handle stop signals and time limits, because the main thread may wait in C++.
     StopRequest(math.inf, _exit_on_signal).install()
     threading.Thread(target=_watch_limits, name="limits", daemon=True).start()
     device = choose_device(options.device, world)
@@ -204,7 +204,7 @@ def _open_trace(options: Options) -> None:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return the values of all ranks on every rank, in rank order. Values are sent as JSON instead of pickle."""
+    """Return the values of all ranks on every rank, in rank order. Ranks send JSON instead of pickle."""
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with collective("all_gather of results"):
         lengths = all_gather(np.array([len(content)]))
@@ -219,7 +219,7 @@ def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
 
 
 def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
-    """Return facts besides the options that a measurement's numbers depend on."""
+    """Return the facts, in addition to the options, on which a measurement's numbers depend."""
     processors = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))

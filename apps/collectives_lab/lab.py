@@ -1,4 +1,4 @@
-"""Run a command: start its ranks, or run it in this process if it needs no ranks.
+"""Run a command of the app. Start the command's ranks, or run the command in this process if it needs no ranks.
 
     lab.py COMMAND [options] --by python -m torch.distributed.run --nproc-per-node=4 ...
 
@@ -30,7 +30,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequence[str]) -> None:
-    """Run the program of a command on ``n`` ranks. If it fails, exit with code 1. Its ranks report the reason."""
+    """Run the program of a command on ``n`` ranks. If the program fails, exit with code 1. Ranks report the reason.
+
+    Args:
+        torchrun: torchrun's command line.
+        command: name of the command.
+        n: number of ranks.
+        arguments: arguments of the program.
+    """
     # torchrun uses the last --nproc-per-node of its command line.
     words = [*torchrun, f"--nproc-per-node={n}", str(HERE / f"{command}.py"), *arguments]
     code = subprocess.run(words, check=False).returncode
@@ -53,7 +60,7 @@ def own_network() -> list[str]:
 
 
 def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: Sequence[str]) -> None:
-    """Run ``aggregate`` at each world size, if possible in a new network namespace, to count its bytes."""
+    """Run ``aggregate`` at each world size. If possible, use a new network namespace, to count only its bytes."""
     counts = options.ranks or sorted({r for r in RANKS if r <= n} | {n})
     if max(counts) > n:
         raise ConfigError(f"--ranks {max(counts)} is more than N={n}")
@@ -101,7 +108,7 @@ def main() -> None:
     word = next(word for word in torchrun if word.startswith("--nproc-per-node="))
     n = int(word.partition("=")[2])
     commands = [command]
-    if command == "all":  # accepts the common options only; the commands' own options have their defaults
+    if command == "all":  # `all` accepts only the common options
         commands = [name for name in COMMANDS if name != "all"]
     begun = time.monotonic()
     try:

@@ -33,18 +33,26 @@ from show import Picture, Table, duration, publish, ranks_of, size
 HERE = Path(__file__).resolve().parent
 LIMIT = 300  # time limit of one job, in seconds
 MARK = "COLLECTIVES_LAB_JOB"  # environment variable that identifies the processes of one job
-WAYS = {  # for each launcher: small_job.py's argument WAY, and a description
+WAYS = {  # small_job.py's argument WAY for each launcher, and a description
     "torchrun": ("rank", "starts processes; gives them their places and an address by the environment"),
     "torch.distributed.launch": ("rank", "torchrun's deprecated predecessor; also gives each an argument --local-rank"),
     "multiprocessing.spawn": ("spawn", "starts processes; gives each its number as an argument, no more"),
     "Process": ("process", "one process each; no process watches them, and the caller must read exit codes"),
 }
-CLOSE = 1e-12  # limit for differences of float64 gradients and weights by the order of summation
-CLOSE_STEPS = 100  # number of steps up to which weights are checked, because training amplifies rounding
+CLOSE = 1e-12  # limit of the differences that the order of summation causes in float64 gradients and weights
+CLOSE_STEPS = 100  # largest number of steps after which weights are compared, because training amplifies rounding
 
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
-    """Return the command line that runs the small job by the launcher ``way``."""
+    """Return the command line that runs the small job by the launcher ``way``.
+
+    Args:
+        way: key of WAYS.
+        n: number of ranks.
+        run_dir: run dir of the job.
+        steps: number of steps.
+        dying: rank that kills itself, or -1.
+    """
     kind, _ = WAYS[way]
     job = [str(HERE / "small_job.py"), kind, str(n), str(run_dir), str(steps), str(dying)]
     if kind != "rank":
@@ -64,7 +72,13 @@ def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[s
 
 
 def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
-    """Run a job, and return its exit code, duration, error messages and results."""
+    """Run a job, and return its exit code, duration, error messages and results.
+
+    Args:
+        name: name of the launcher, for messages.
+        words: command line of the job.
+        run_dir: run dir of the job.
+    """
     root = Root(run_dir)
     root.make_folder("log")
     for old in run_dir.glob("*.json"):
@@ -166,14 +180,14 @@ def compare(n: int, options: Options) -> None:
 
 
 def is_complete(job: dict[str, Any], n: int) -> bool:
-    """Return whether all n ranks of a job have succeeded with the same weights."""
+    """Return whether a job succeeded, and all of its ``n`` ranks have the same weights."""
     if job["code"] != 0 or job["ranks_done"] != n:
         return False
     return len(job["weights_sha256"]) == 1
 
 
 def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, Any]:
-    """Compare DataParallel, and DDP on n ranks, with the plain step.
+    """Compare DataParallel, and DDP on ``n`` ranks, with the plain step of one process.
 
     Raises:
         NonRetryableError: the first gradients, or the weights within CLOSE_STEPS steps, differ from the plain step's.

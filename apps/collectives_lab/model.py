@@ -23,7 +23,7 @@ def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
 
 
 class Net(nn.Module):
-    """Classify by two convolutions and two linear layers: 21,840 parameters."""
+    """Classify images by two convolutions and two linear layers (21,840 parameters)."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()

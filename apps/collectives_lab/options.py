@@ -1,4 +1,4 @@
-"""Define the commands of this app and their options. The module uses the standard library only."""
+"""Define the commands of this app and their options. The module uses only the standard library and samestep."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
-RANKS = (1, 2, 4)  # aggregate's default world sizes up to N; N itself is added
-TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # primitives' timed calls, by the largest size in bytes
+RANKS = (1, 2, 4)  # aggregate's default world sizes are those up to N, and N
+TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls of ``primitives``, by the largest size in bytes
 DEFAULT = "(default: %(default)s)"
 
 
 class QuickDefault(NamedTuple):
-    """A default that --quick changes. `parse` replaces it by one of its values, and --help prints its text."""
+    """A default that --quick changes. `parse` replaces this object by a value, and --help prints the object's `str`."""
 
     value: Any
     quick: Any
@@ -56,7 +56,7 @@ class QuickDefault(NamedTuple):
 
 
 def _shown(value: Any) -> str:
-    """Return a value in its command-line form: a tuple separated by commas."""
+    """Return a value in its command-line form. Commas separate the items of a tuple."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
@@ -184,7 +184,7 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
-    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # their collectives are in backward
+    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these communicate in the backward pass
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
     places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only"
@@ -213,7 +213,7 @@ def _add_training(parser: argparse.ArgumentParser) -> Callable[..., Any]:
 
 
 def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: a list of names out of ``known``, separated by commas."""
+    """Return an argparse type for a comma-separated list of names in ``known``."""
 
     def convert(text: str) -> list[str]:
         names = text.split(",")
@@ -226,7 +226,7 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _integers(minimum: int) -> Callable[[str], list[int]]:
-    """Return an argparse type: a sorted list of integers of at least ``minimum``, separated by commas."""
+    """Return an argparse type for a comma-separated list of integers >= ``minimum``, which the type sorts."""
     integer = bounded_int(minimum)
 
     def convert(text: str) -> list[int]:
@@ -273,7 +273,11 @@ def check_size(options: Options, n: int) -> None:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid, or options contradict each other.
+    """
     options = build_parser(prog, usage).parse(argv)
     if options.command == "straggler" and options.sleeps:
         _check_sleeps(options)

@@ -2,10 +2,10 @@
 
     bash scripts/run_collectives_lab.sh 2 predict --run-dir=RUN     after primitives with the same --run-dir
 
-Each primitive's times are fitted on every second size, and tested on the remaining sizes. The fit of isend_irecv gives
-the latency a and the seconds per byte b. The fit of all_reduce gives the seconds per summed byte c. Standard formulas
-then predict times, and a simulation shows the effect of stragglers. The formulas assume a link of equal speed between
-any two ranks, without congestion or topology.
+The program fits a line to each primitive's times at every second size, and tests the line at the remaining sizes. The
+fit of isend_irecv gives the latency a and the seconds per byte b. The fit of all_reduce gives the seconds per summed
+byte c. Standard formulas then predict times, and a simulation shows the effect of stragglers. The formulas assume a
+link of equal speed between any two ranks, without congestion or topology.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ def ring(n: float, p: int, link: Link) -> float:
 
     Source, also of `halving_doubling` and `tree`: Thakur, Rabenseifner & Gropp, "Optimization of collective
     communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005.
+
+    Args:
+        n: bytes of the vector.
+        p: number of ranks.
+        link: latency and seconds per byte.
     """
     return _reduce_scatter_all_gather(n, p, link, p - 1)
 

@@ -1,10 +1,11 @@
-"""Show the result of every collective, check it, and measure its time.
+"""Show and check the result of every collective, and measure the collective's time.
 
     bash scripts/run_collectives_lab.sh 4 primitives
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/primitives.py
 
-Each primitive is one short function of this file. Its result is checked against a definition, which computes each
-rank's output from all ranks' inputs. A "whole" tensor [world_size, m] has a row for each rank. A "part" [m] is one row.
+Each primitive is one short function of this file. The program compares its result with a definition, which computes
+each rank's output from all ranks' inputs. A "whole" tensor [world_size, m] has a row for each rank. A "part" [m] is one
+row.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def others(p: int) -> float:
 
 
 def twice_others(p: int) -> float:
-    """Return the bus factor of all_reduce: a reduce_scatter and an all_gather."""
+    """Return the bus factor of all_reduce, which consists of a reduce_scatter and an all_gather."""
     return 2 * (p - 1) / p
 
 
@@ -265,6 +266,13 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
     """Return the input of ``rank``: small integers, which are exact in every dtype and differ between ranks.
 
     Every rank can compute the inputs of all ranks, so checking a result needs no collective.
+
+    Args:
+        primitive: the primitive.
+        rank: the rank.
+        m: length of a row.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
     """
     shape = primitive.shape(m)
     count = torch.arange(math.prod(shape), device=device)
@@ -296,7 +304,7 @@ def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
 
 
 def check(names: list[str], world: env.World, device: torch.device) -> list[dict[str, Any]]:
-    """Check each primitive against its definition for every dtype, layout and root, and list wrong roots by rank."""
+    """Compare each primitive with its definition for every dtype, layout and root. List the wrong roots by rank."""
     p = dist.get_world_size()
     has_one_clock = world.node_count == 1
     checks = []
@@ -317,7 +325,14 @@ def check(names: list[str], world: env.World, device: torch.device) -> list[dict
 
 
 def check_root(name: str, inputs: list[Tensor], layout: str, root: int) -> bool:
-    """Run a primitive, and return whether this rank's result matches the definition, or has no definition."""
+    """Run a primitive, and return whether this rank's result matches the definition, or has no definition.
+
+    Args:
+        name: name of the primitive.
+        inputs: inputs of all ranks.
+        layout: key of LAYOUTS.
+        root: rank of the root.
+    """
     rank = dist.get_rank()
     x = laid_out(inputs[rank], layout)
     with collective(name):
@@ -339,7 +354,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def left_early() -> bool:
     """Return whether this rank left the last collective before every rank had entered it.
 
-    The result is valid on one machine only, where all ranks read the same clock.
+    The answer is valid only if all ranks run on one machine, where they read the same clock.
     """
     _, begun, ended = session.events[-1]
     last_begun = max(gather_json(begun))
@@ -399,7 +414,7 @@ def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> Tensor | None:
-    """Return this rank's result of the reduction ``name`` by definition, or None if it has no result."""
+    """Return this rank's result of the reduction ``name`` by definition, or None if the rank gets no result."""
     rank = dist.get_rank()
     if name == "reduce" and rank != root:
         return None
@@ -411,6 +426,13 @@ def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> T
 
 def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.device) -> str:
     """Try a reduction, and return the backend's message if the backend rejects it, otherwise "".
+
+    Args:
+        name: name of the reduction.
+        operator: name of the operator.
+        dtype: key of DTYPES.
+        group: process group for the call.
+        device: device of the tensors.
 
     Raises:
         NonRetryableError: the reduction failed although the backend must support it, or a rank is missing.
@@ -429,10 +451,10 @@ def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.devi
 
 
 def check_operators(names: list[str], operators: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """Check each operator in each reduction for every dtype, layout and root, and list wrong cases by rank.
+    """Compare each operator in each reduction with its definition for every dtype, layout and root.
 
-    If the backend rejects an operator, the result has the backend's message. Undefined cases that the backend accepts
-    are not checked.
+    The result lists the wrong cases by rank. If the backend rejects an operator, the result has the backend's message.
+    The function does not check undefined cases that the backend accepts.
 
     Raises:
         NonRetryableError: a supported reduction failed.
@@ -462,7 +484,16 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
 
 
 def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: int, device: torch.device) -> bool:
-    """Run a reduction, and return whether this rank's result matches the operator's definition."""
+    """Run a reduction, and return whether this rank's result matches the operator's definition.
+
+    Args:
+        name: name of the reduction.
+        operator: name of the operator.
+        dtype: key of DTYPES.
+        layout: key of LAYOUTS.
+        root: rank of the root.
+        device: device of the tensors.
+    """
     p = dist.get_world_size()
     rank = dist.get_rank()
     numbers = DTYPES[dtype]
@@ -499,7 +530,13 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
 def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Measure ``repeats`` calls on a whole float32 tensor of ``count`` bytes, after two calls to warm up.
 
-    A barrier precedes each call. If the world size does not divide the tensor, it is a few bytes smaller.
+    A barrier precedes each call. If ``count`` is not a multiple of 4 * world size, the tensor is a few bytes smaller.
+
+    Args:
+        name: name of the primitive.
+        count: size of the whole tensor, in bytes.
+        repeats: number of timed calls.
+        device: device of the tensor.
     """
     primitive = PRIMITIVES[name]
     p = dist.get_world_size()
@@ -512,7 +549,7 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
         with collective(name):
             primitive.run(x, 0)
         spans.append(session.events[-1][1:])
-        x.fill_(1)  # otherwise sums grow to infinity, which is slower on some processors
+        x.fill_(1)  # otherwise, sums would grow to infinity, which slows some processors down
     timing: dict[str, Any] = {"primitive": name, "bytes": 4 * m * p}
     if name == "barrier":
         timing["bytes"] = 0
@@ -594,7 +631,7 @@ def main() -> None:
 
 
 def timings(names: list[str], options: Options, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure each primitive on sizes from 1 KiB to --max-bytes in powers of 4, and the barrier, without size, once."""
+    """Measure each primitive at sizes from 1 KiB to --max-bytes in powers of 4. Measure the barrier once."""
     if options.no_timing:
         return
     sizes = [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
@@ -656,7 +693,7 @@ def rank_names(p: int) -> list[str]:
 
 
 def rank_note(p: int, note: str) -> str:
-    """Return the note of a table, with the shown ranks if the table does not show all."""
+    """Return the note of a table. If the table does not show all ranks, name the shown ranks."""
     if p > SHOWN_RANKS:
         return f"{note} Ranks 0 to {SHOWN_RANKS - 1}."
     return note
@@ -739,7 +776,7 @@ def _count_wrong(case: dict[str, Any]) -> int:
 def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
     """Yield a table of medians with a column per size, and a table of all quartiles and bandwidths."""
     columns = sorted({size_class(t["bytes"]) for t in timed if t["bytes"]})
-    columns = columns or [0]  # only the barrier was measured, which has no size
+    columns = columns or [0]  # the program measured only the barrier, which has no size
     medians: dict[str, dict[int, str]] = {}
     for t in timed:
         column = size_class(t["bytes"]) if t["bytes"] else columns[0]
@@ -765,7 +802,7 @@ def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
 
 
 def size_class(count: int) -> int:
-    """Round ``count`` bytes up to a power of 2: a tensor is a few bytes smaller if p does not divide its size."""
+    """Round ``count`` bytes up to a power of 2, because a tensor may be a few bytes smaller than its nominal size."""
     return 1 << (count - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Write a self-contained HTML page with all tables and pictures of a run dir, without scripts.
+"""Write one HTML file, without scripts, that has all tables and pictures of a run dir.
 
 bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 """

@@ -110,7 +110,7 @@ def write_json(run_dir: Path, name: str, value: Any) -> None:
 
 
 def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
-    """Return a command's results in the run dir: one result, or one per world size in ascending order."""
+    """Return a command's results in the run dir, in ascending order of the world size if there are several."""
 
     def ranks(path: Path) -> int:
         _, _, number = path.stem.rpartition("-")

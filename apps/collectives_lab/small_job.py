@@ -29,7 +29,14 @@ from training import Trainer
 
 
 def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = ()) -> None:
-    """Train by all_reduce on this rank, which the environment describes, and write ``rank-<r>.json``."""
+    """Train by all_reduce on this rank, which the environment describes, and write ``rank-<r>.json``.
+
+    Args:
+        run_dir: run dir of the job.
+        steps: number of steps.
+        dying: rank that kills itself halfway, or -1.
+        arguments: arguments that the launcher added.
+    """
     options = parse(["aggregate", *arguments, f"--run-dir={run_dir}", "--timeout=20", "--quiet", "--dtype=float64"])
     begun = time.monotonic()
     world, device = rendezvous(options)
@@ -38,7 +45,7 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
     trainer = Trainer(STRATEGIES["all_reduce"](), options, training, world)
     for step in range(steps):
         if step == steps // 2 and world.rank == dying:
-            time.sleep(1)  # until the other ranks wait in the all_reduce, where a death is hardest to detect
+            time.sleep(1)  # until the other ranks wait in the all_reduce, where a killed rank is hardest to detect
             write_json(run_dir, "died", time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.update(trainer.batch())
@@ -53,7 +60,16 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
 
 
 def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -> None:
-    """Run a rank that multiprocessing has started, with the environment variables that torchrun would set."""
+    """Run a rank that multiprocessing has started, with the environment variables that torchrun would set.
+
+    Args:
+        rank: this rank.
+        n: number of ranks.
+        port: port of the rendezvous.
+        run_dir: run dir of the job.
+        steps: number of steps.
+        dying: rank that kills itself halfway, or -1.
+    """
     write_json(run_dir, f"environ-{rank}", dict(os.environ))  # only the launcher's variables
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))

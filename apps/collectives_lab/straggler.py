@@ -1,4 +1,4 @@
-"""Measure the cost of one slow rank under several strategies: every rank's time, and the waits between ranks.
+"""Measure how much time slow ranks cost under several strategies, by every rank's time and waits.
 
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
@@ -70,7 +70,8 @@ def conditions(options: Options) -> list[Condition]:
     """Return the conditions to measure.
 
     The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
-    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly those sleeps.
+    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly the sleeps of
+    this option.
     """
     if options.sleeps:
         return _listed(options)
@@ -138,7 +139,7 @@ class Delayed(Strategy):
         seconds = self.condition.milliseconds / 1000
         if self.condition.kind == "random":
             seconds = float(self.random.exponential(seconds))
-        finish()  # otherwise the GPU computes while its rank sleeps
+        finish()  # otherwise, the GPU would compute while its rank sleeps
         begun = time.monotonic()
         time.sleep(seconds)
         self.slept.append((begun, time.monotonic()))
@@ -284,7 +285,13 @@ def sleeps_in_round(condition: Condition, i: int) -> bool:
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
-    """Return (slept, cost) in milliseconds per step: the longest sleep of a rank, and the extra time of ``rank``."""
+    """Return, in milliseconds per step, the longest sleep of any rank and the extra time of ``rank``.
+
+    Args:
+        result: result of ``straggler`` at one world size.
+        condition: a measured condition of the result.
+        rank: the rank.
+    """
     alike = [each for each in result["conditions"] if each["strategy"] == condition["strategy"]]
     base = next(each for each in alike if each["milliseconds"] == 0)
     sleeps = [max(rank["slept"] for rank in block["ranks"]) for block in condition["blocks"]]
@@ -296,11 +303,11 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
 
 
 def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> float:
-    """Return the seconds per step of the condition ``measured``, by the statistic that suits the condition ``like``.
+    """Return the seconds per step under the condition ``measured``, by the statistic for the condition ``like``.
 
-    The default is the median over the strategy's cycles (one step, or several steps for local SGD). Random delays use
-    the mean, because their median means little. A sleep per block uses the median over blocks, and a single sleep in
-    the training uses the mean over blocks.
+    The default is the median over the strategy's cycles (one step, or several steps for local SGD). For random delays,
+    the statistic is the mean, because a median would ignore the longest delays. For a sleep per block, it is the median
+    over blocks. For a single sleep in the training, it is the mean over blocks.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] in ("once", "start"):
@@ -369,7 +376,7 @@ def _time_row(condition: dict[str, Any]) -> list[str]:
 
 
 def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
-    """Return a row with the parts of the time of each rank in ``shown``. The first row also has the last rank."""
+    """Return a row with the parts of each shown rank's time. The first row also names the rank that was last most."""
     blocks = condition["blocks"]
     last = Counter[int]()
     for block in blocks:
@@ -437,7 +444,7 @@ def _costs(result: dict[str, Any]) -> Picture:
 
 
 def _drawn(names: list[str]) -> list[str]:
-    """Return the names of the timelines to draw. The tables have the numbers of all timelines."""
+    """Return the names of the timelines to draw. Other timelines are only in the tables."""
     wanted = (
         "all_reduce, nobody",
         "all_reduce, one rank sleeps 10 ms in aggregation",

@@ -6,7 +6,7 @@ therefore the mean over the samples of the global batch, for any sizes of shards
 
     module = strategy.prepare(model)           # once; call this module in the forward pass
     loss.backward()
-    strategy.after_backward()                  # gradients are averaged, and are the same on every rank
+    strategy.after_backward()                  # averages gradients; they are then the same on every rank
     optimizer.step()
     strategy.after_step(step, is_last)         # local SGD averages parameters here
 
@@ -69,7 +69,7 @@ def gather_scatter(x: Tensor) -> None:
 
 
 def all_gather(x: Tensor) -> None:
-    """Gather all vectors on every rank, and average them there in rank order."""
+    """Gather all vectors on every rank. Each rank then averages the vectors in rank order."""
     vectors = x.new_empty(dist.get_world_size(), *x.shape)
     with collective("all_gather"):
         dist.all_gather(list(vectors), x)
@@ -77,7 +77,7 @@ def all_gather(x: Tensor) -> None:
 
 
 def ring(x: Tensor) -> None:
-    """Average by a ring of sends: a reduce-scatter, then an all-gather.
+    """Average by sends in a ring, first by a reduce-scatter, then by an all-gather.
 
     In each of 2(p-1) steps, every rank sends one of p pieces to the next rank. Source: Patarasuk & Yuan, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
@@ -86,7 +86,7 @@ def ring(x: Tensor) -> None:
     p = dist.get_world_size()
     pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
     received = torch.empty_like(pieces[0])  # piece 0 is one of the longest
-    for step in range(p - 1):  # after this loop, this rank has the sum of piece rank + 1
+    for step in range(p - 1):  # after this loop, this rank has the sum of the piece rank + 1
         outgoing = pieces[(rank - step) % p]
         target = pieces[(rank - step - 1) % p]
         incoming = received[: len(target)]
@@ -111,7 +111,7 @@ def exchange(outgoing: Tensor, incoming: Tensor) -> None:
 
 
 def neighbors() -> tuple[int, int]:
-    """Return the next rank of the ring, to which this rank sends, and the previous rank, from which it receives."""
+    """Return the next rank of the ring, to which this rank sends, and the previous rank, which sends to this rank."""
     rank = dist.get_rank()
     count = dist.get_world_size()
     return (rank + 1) % count, (rank - 1) % count
@@ -128,15 +128,16 @@ class Scheme:
 def gloo_reduce_bytes(n: float, p: int) -> float:
     """Return the bytes that all ranks send in total in gloo's reduce of n bytes to rank 0.
 
-    gloo uses a ring with segments of at most 1 MiB, and at least two segments per rank. Then the reduced pieces are
-    sent to the root. The ring always omits two segments per rank. With two segments per rank, it therefore stops after
-    (p-1)/p of a round. With many segments, it needs nearly a whole round. Source: gloo/reduce.cc.
+    gloo uses a ring with segments of at most 1 MiB, and at least two segments per rank. Then the ranks send the
+    reduced pieces to the root. The ring always omits two segments per rank. With two segments per rank, the ring
+    therefore stops after (p-1)/p of a round. With many segments, the ring needs nearly a whole round. Source:
+    gloo/reduce.cc.
     """
     if p == 1 or n == 0:
         return 0.0
     segment = min(math.ceil(n / (2 * p)), 2**20)
     segments = math.ceil(max(math.ceil(n / segment), 2 * p) / p) * p
-    overhang = segments * segment - n  # bytes beyond the end of the vector, which are never sent
+    overhang = segments * segment - n  # bytes beyond the end of the vector, which no rank sends
     left_out = max(0.0, 2 * p * segment - overhang)
     to_root = max(0.0, n - segments / p * segment)
     return p * n - left_out + to_root
@@ -177,7 +178,7 @@ def ring_messages(p: int) -> int:
 
 
 class Strategy:
-    """Base class of all strategies, which does not average."""
+    """The base class of all strategies. This class averages neither gradients nor parameters."""
 
     backward = "backward"  # name of the backward pass in timelines and errors
     synchronous = True  # whether all ranks have the same weights after every step
@@ -213,8 +214,8 @@ class TorchDDP(Strategy):
 class Overlap(Strategy):
     """Average like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
 
-    Buckets begin at the last layer. A bucket is sent when all its gradients are ready and earlier buckets are sent, so
-    that all ranks send buckets in the same order.
+    Buckets begin at the last layer. A rank sends a bucket when all its gradients are ready and all earlier buckets are
+    sent. All ranks therefore send buckets in the same order.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -253,7 +254,7 @@ class Overlap(Strategy):
 
 
 class Module(Strategy):
-    """Average by the module `GradientAverage`, as programs did before torch had a DDP for CPUs."""
+    """Average by the module `GradientAverage`, as programs did before torch's DDP supported CPUs."""
 
     backward = "backward (with an all_reduce of each dtype)"
 
@@ -265,7 +266,7 @@ class GradientAverage(nn.Module):
     """A module that broadcasts its weights before the first forward pass, and averages gradients after backward.
 
     The hook of a backward pass's first gradient queues `all_reduce_gradients` for the end of the pass. Communication
-    therefore does not overlap with computation. The gradients of each dtype are reduced as one vector.
+    therefore does not overlap with computation. One all_reduce averages all gradients of a dtype.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -320,7 +321,7 @@ class Flat(Strategy):
 
 
 class LocalSGD(Strategy):
-    """Update by the rank's own gradient, and average the parameters after each ``every`` steps.
+    """Update by the rank's own gradients, and average the parameters after every ``every`` steps.
 
     With every = 1, the update is synchronous: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019.

@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor, BatchSlice]  # images [m, 1, 28, 28], labels [m], 
 
 
 class Trainer:
-    """Train a model step by step: call `batch`, then `update`."""
+    """A trainer of one model. For each step, call `batch`, then `update`."""
 
     def __init__(self, strategy: Strategy, options: Namespace, split: Split, world: World) -> None:
         """Build the model with the same initial weights on every rank.
@@ -54,7 +54,7 @@ class Trainer:
         return images, labels, self.batches.rows(self.steps)
 
     def update(self, batch: Batch, is_last: bool = False) -> Tensor:
-        """Update once by the strategy, including its collectives, and return the summed loss of this rank's shard."""
+        """Update once, including the strategy's collectives, and return the summed loss of this rank's shard."""
         images, labels, rows = batch
         self.optimizer.zero_grad()
         scores = self.module(images, rows)

@@ -1,4 +1,4 @@
-"""Show which rank waited for which, from the times at which each rank entered and left each collective (--trace).
+"""Show how long each rank waited and which rank came last, by each rank's times in each collective (--trace).
 
     bash scripts/run_collectives_lab.sh 2 straggler --trace
 
@@ -17,11 +17,11 @@ import numpy as np
 from samestep.options import Options
 from show import SHOWN_RANKS, Picture, Table, duration, publish, ranks_of
 
-Calls = dict[tuple[str, str], list[tuple[float, float]]]  # by (condition, collective): (before, after) of each call
+Calls = dict[tuple[str, str], list[tuple[float, float]]]  # (before, after) of each call, by (condition, collective)
 
 
 def publish_waits(options: Options, facts: dict[str, Any]) -> None:
-    """Analyze the trace files of all ranks, and write and print the waits. Call it on rank 0 after the last step."""
+    """Analyze all ranks' trace files, and write and print the waits. Call this function on rank 0 at the end."""
     if not options.trace or facts["node_count"] != 1:  # clocks of several machines cannot be compared
         return
     name = f"trace-{options.command}-{facts['world_size']}"
@@ -40,7 +40,7 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
 
 
 def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[Any]]:
-    """Return the seconds that each rank waited in all calls, and the number of calls that it entered last.
+    """Return for each rank the seconds that it waited in all calls, and the number of calls that it entered last.
 
     Args:
         calls: (before, after) of each call on each rank.

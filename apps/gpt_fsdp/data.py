@@ -20,7 +20,7 @@ IGNORED = -100  # target that `cross_entropy` ignores
 
 @dataclass(frozen=True)
 class Windows(Dataset[Any]):
-    """A dataset of windows: the bytes [first, stop) of ``text``, divided into runs of ``context`` targets.
+    """A dataset of windows, which divide the bytes [first, stop) of ``text`` into sequences of ``context`` targets.
 
     The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the bytes
     before it in the window. A `samestep.torch.DataLoader` reads whole batches.
@@ -42,7 +42,7 @@ class Windows(Dataset[Any]):
         return self.stop - self.first
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the windows ``indices`` [m]; m may be 0, because every rank must join each pass's collectives.
+        """Return the windows ``indices`` [m]; m may be 0, because ranks without windows also join the collectives.
 
         Returns:
             Bytes and targets, int64 [m, context]. A target is the byte after its input, or IGNORED beyond the end.
@@ -55,11 +55,15 @@ class Windows(Dataset[Any]):
         targets = np.where(at < self.stop, targets, IGNORED)
         return torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
 
-    __getitems__ = batch  # the method that a DataLoader calls
+    __getitems__ = batch  # a DataLoader calls this method
 
 
 def read(options: Options) -> NDArray[np.uint8]:
-    """Return the bytes of the text as a memory-mapped array. Raises ConfigError if it is unreadable or too short."""
+    """Return the bytes of the text as a memory-mapped array.
+
+    Raises:
+        ConfigError: the file is unreadable or too short.
+    """
     path = options.data_file or TEXTS / "jargon.txt"
     try:
         text: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")[: SIZES.get(options.dataset)]
@@ -91,7 +95,8 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
     """Return the test set's bits per byte under a Markov model with two bytes of context, as a reference value.
 
     The model counts bytes in the training set. It interpolates each context with the next shorter context, weighted by
-    the number of distinct successors. A text above 256 MB gives None.
+    the number of distinct successors. The function returns None for a text above
+    256 MB.
     Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory 37(4), 1991, method C.
     """
     if len(text) > 2**28:

@@ -30,7 +30,7 @@ def choose_device(requested: str, world: World) -> torch.device:
 
 
 def release_memory_early() -> None:
-    """Let malloc return freed blocks of 2 MB and more, such as gathered weights, to the system at once.
+    """Make malloc return freed blocks of 2 MB or more, such as gathered weights, to the system at once.
 
     By default the GNU C library raises this limit up to 32 MB, so a rank would keep memory that it does not use.
     """
@@ -51,7 +51,7 @@ def make_mesh(options: Options, device: torch.device) -> DeviceMesh:
 def time_phases(model: GPT, optimizer: Optimizer, timer: StepTimer) -> None:
     """Register hooks by which ``timer`` measures FSDP's all-gathers in the forward pass, and the optimizer's update.
 
-    FSDP gathers a block in a forward pre-hook. One hook of this function runs before FSDP's hook, and one after it.
+    FSDP gathers a block in a forward pre-hook. One hook of this function runs before FSDP's hook, another after it.
     """
     for module in (model, *model.blocks):
         module.register_forward_pre_hook(lambda *call: timer.mark(COMPUTE), prepend=True)

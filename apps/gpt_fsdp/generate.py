@@ -3,7 +3,7 @@
     python generate.py RUN_DIR [--text ":hacker:"] [--bytes 400] [--temperature 0.8] [--seed 1]
 
 The program runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file. For a stopped run,
-write it by gather_weights.py.
+first write the file by gather_weights.py.
 """
 
 from __future__ import annotations

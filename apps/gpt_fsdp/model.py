@@ -43,6 +43,11 @@ def rotation(length: int, size: int, like: Tensor) -> Tensor:
     """Return the cosines and sines [2, length, size / 2] of rotary position embeddings for heads of ``size`` features.
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
+
+    Args:
+        length: number of positions.
+        size: number of features per head.
+        like: tensor with the dtype and device of the result.
     """
     settings: dict[str, Any] = {"device": like.device, "dtype": torch.float64}
     pairs = torch.arange(0, size, 2, **settings)
@@ -86,7 +91,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Compute SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020.
 
-    The hidden size is 8/3 of the width. Three matrices then have as many parameters as two with 4 times the width.
+    The hidden size is 8/3 of the width, so three matrices have as many parameters as two with 4 times the width.
     """
 
     def __init__(self, width: int) -> None:
@@ -186,10 +191,16 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Draw normal weights that are the same at any mesh, because each depends on (seed, parameter, index).
+    """Draw normal weights that are the same at any mesh, because each weight depends only on (seed, parameter, index).
 
     Output matrices of a residual branch have a standard deviation that is smaller by the factor 1 / sqrt(2 * layers).
     Source: Radford et al., GPT-2, 2019, section 2.3.
+
+    Args:
+        model: the sharded model.
+        seed: seed of the weights.
+        layers: number of blocks.
+        mesh: mesh (dp, tp) of the ranks.
     """
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
         local, offset, _ = place(parameter, mesh)
@@ -214,6 +225,11 @@ def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.flo
     """Return standard normal values in the shape of ``indices``, which depend only on (seed, number, index).
 
     Source: Box & Muller, Ann. Math. Statist. 29(2), 1958.
+
+    Args:
+        seed: seed of the values.
+        number: number of the parameter.
+        indices: indices of the values in the parameter.
     """
     bits = sample_bits(seed, number, indices.reshape(-1))
     one = _between_0_and_1(bits >> np.uint64(32))

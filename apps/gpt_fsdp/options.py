@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module on the system's Python, so it uses the standard library only.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from samestep.options import (
 )
 
 TEXTS = Path(__file__).resolve().parent / "text"
-SIZES = {"jargon": None, "jargon-64k": 2**16}  # bytes from the start of the embedded text; None for all
-BLOCKS = 64  # number of blocks of a file that its fingerprint covers
+SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None means all
+BLOCKS = 64  # number of blocks that a file's fingerprint covers
 BLOCK = 2**16  # size of a block, in bytes
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, to be fast for large files.
+    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, which is fast for large files.
 
     Raises:
         OSError: the file cannot be read.
@@ -181,7 +181,11 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid, or options contradict each other.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or 0.001
     options.dropout = options.dropout or None  # checkpoints from before this option contain None

@@ -6,8 +6,8 @@
     python apps/gpt_fsdp/train.py                         # one process
 
 Every rank runs this file, and holds a shard of the weights, gradients and optimizer state. The comment "collective"
-marks each call in which a rank waits for the others. FSDP gathers a block's weights in the forward and backward passes,
-and reduces its gradients in the backward pass. Tensor parallelism reduces activations within a block.
+marks each call in which a rank waits for the other ranks. FSDP gathers a block's weights in the forward and backward
+passes, and reduces its gradients in the backward pass. Tensor parallelism reduces activations within a block.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``. Checkpoints need no state of the schedule."""
+    """Return the learning rate of update ``step`` of ``steps``. The schedule has no state for checkpoints."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -77,11 +77,11 @@ def train_step(
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch, and return the sum of its windows' mean losses.
+    """Update once with this rank's shard of a global batch, and return the sum of the mean losses of its windows.
 
     FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
-    be empty. Each loss is therefore scaled, so that the gradient is the mean over the global batch. The gradients of
-    each micro-batch are reduced at once. Otherwise a rank would hold gradients of the whole model.
+    be empty. The function therefore scales each loss, so that the gradients are the mean over the global batch. FSDP
+    reduces the gradients of each micro-batch at once. Otherwise, a rank would hold gradients of the whole model.
     """
     dtype = getattr(torch, options.dtype)
     losses = []
@@ -168,7 +168,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     loader = DataLoader(train_set, batch_sampler=sampler, seeded=False)
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, even=True, group=mesh["dp"])
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
-    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel ranks have the same loss, so only the first one counts
+    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel ranks have the same loss, so only the first counts
     shape = "x".join(map(str, mesh.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     metadata = {**distributed.run_metadata(device, model), "mesh": shape}
@@ -177,10 +177,10 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     exact(model, sampler)  # draws dropout masks by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
-    for windows in run.batches(loader):  # up to --max-steps
+    for windows in run.batches(loader):  # ends at the run's last step
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
-        actions = run.after_step(loss * counts)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss * counts)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

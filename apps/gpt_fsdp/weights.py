@@ -17,7 +17,7 @@ def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGro
     """Return this rank's shards for a checkpoint: ``{"model": {name: shard}, "optimizer": {name: shard}}``.
 
     Raises:
-        NonRetryableError: `load` could not restore some state of the optimizer.
+        NonRetryableError: the optimizer has state that `load` cannot restore.
     """
     return {"model": model_shards(model, mesh), "optimizer": optimizer_shards(model, optimizer, mesh)}
 
@@ -25,6 +25,12 @@ def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGro
 @torch.no_grad()
 def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups: StoredGroups) -> None:
     """Load this rank's shards from arrays that were saved at any mesh. The optimizer's arrays may be missing.
+
+    Args:
+        model: the model.
+        optimizer: the model's optimizer.
+        mesh: mesh (dp, tp) of the ranks.
+        stored_groups: stored arrays by group and name.
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

@@ -29,7 +29,11 @@ class Split:
 
 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:
-    """Return the training and the test set. Raises ConfigError if a file is missing or damaged."""
+    """Return the training and the test set.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     dataset = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:

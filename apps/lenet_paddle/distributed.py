@@ -34,8 +34,9 @@ def gpu_count() -> int:
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
     """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
 
-    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank does not know how many ranks its machine has. "auto" then
-    selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same.
+    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank cannot determine the number of ranks on its machine. "auto"
+    then selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same
+    device.
 
     Args:
         requested: "auto", "cpu" or "gpu".
@@ -76,7 +77,7 @@ def check_launcher() -> None:
 
 
 def ranks_on_machine(requested: str, world: World) -> int:
-    """Return the number of GPUs that this machine must have before this rank may select one."""
+    """Return the number of GPUs that this machine must have before this rank may select a GPU."""
     if world.local_world_size is not None:
         return world.local_world_size
     if world.local_rank is None:
@@ -87,7 +88,14 @@ def ranks_on_machine(requested: str, world: World) -> int:
 
 
 def refuse_gpus(gpus: str | None, world: World, *, available: int, ranks: int) -> NoReturn:
-    """Raise ConfigError, because this machine has too few GPUs for --device gpu or --gpus."""
+    """Raise ConfigError, because this machine has too few GPUs for --device gpu or --gpus.
+
+    Args:
+        gpus: value of --gpus, or None.
+        world: this rank's place in the job.
+        available: number of GPUs of this machine.
+        ranks: number of GPUs that the ranks need.
+    """
     users = f"{ranks} ranks"
     if world.local_world_size is None and world.local_rank is not None:
         users = f"local rank {world.local_rank}"
@@ -135,7 +143,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
+    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     return {
         "paddle": paddle.__version__,
@@ -157,7 +165,7 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
         api: the value of --api.
 
     Raises:
-        ConfigError: the launcher sets no address.
+        ConfigError: the launcher sets no MASTER_ADDR or no MASTER_PORT.
     """
     os.environ["PADDLE_PG_TIMEOUT"] = str(int(1000 * (timeout + 30)))  # milliseconds
     if device == "cpu":
@@ -236,7 +244,7 @@ def all_reduce(tensor: Tensor) -> list[float]:
 
 
 def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> tuple[nn.Layer, Any]:
-    """Wrap model and optimizer for ``api`` ("basic" or "fleet"), and return both. All ranks get rank 0's weights."""
+    """Wrap model and optimizer for ``api``, "basic" or "fleet", and return both. All ranks get rank 0's weights."""
     if dist.get_world_size() == 1:  # for one rank, DataParallel only warns, and fleet fails (Paddle 3.3.1)
         return model, optimizer
     if api == "fleet":
@@ -248,8 +256,8 @@ class GradientTree:
     """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any world size.
 
     The tree replaces DataParallel. Paddle's gloo has no all-to-all, so every rank receives and sums the nodes of all
-    ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the gradients. The sums are computed
-    in NumPy on the host.
+    ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the gradients. NumPy computes the
+    sums on the host.
     """
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
@@ -259,13 +267,13 @@ class GradientTree:
         self._dtype = self._parameters[0].numpy().dtype
 
     def add(self, micro_batch: tuple[int, int], *sums: Tensor) -> None:
-        """Move the gradients of one micro-batch from the parameters into the tree, with its scalar ``sums``."""
+        """Move a micro-batch's gradients from the parameters into the tree, with the micro-batch's scalar ``sums``."""
         k, count = micro_batch
         gradients = [parameter.grad.numpy().ravel() for parameter in self._parameters]
         scalars = [np.asarray(value.numpy(), self._dtype).reshape(1) for value in sums]
         row = np.concatenate([*gradients, *scalars])
         for parameter in self._parameters:
-            parameter.clear_gradient(False)  # removes the gradient: with zeros, -0.0 + 0.0 would change a sign
+            parameter.clear_gradient(False)  # removes the gradient, because -0.0 + 0.0 would change a sign
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int, count: int) -> list[Tensor]:
@@ -304,7 +312,7 @@ def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None
     first step of a resumed run would use another order, and the run would end with different bits.
 
     Args:
-        model: the network. Its weights and buffers are restored afterwards, and its gradients are cleared.
+        model: the network. The function restores its weights and buffers, and clears its gradients.
         backward: function that computes one forward and one backward pass of the distributed model.
     """
     # In Paddle, batch normalization's running mean and variance are parameters.

@@ -1,4 +1,4 @@
-"""Compute the same steps by paddle.Model (``--api highlevel``), whose fit and evaluate contain the loop."""
+"""Compute the same steps as the other APIs by paddle.Model (``--api highlevel``), whose fit contains the loop."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
             return super().train_batch(*arguments, **settings)  # collective
 
     def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[Tensor, Tensor], None]) -> None:
-        """Train all steps of the run in one call of fit. With --verbose 2, paddle.Model prints its progress.
+        """Train all steps of the run in one call of `fit`. With --verbose 2, paddle.Model prints its progress.
 
         Args:
             split: the training set.
@@ -128,7 +128,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
             run.timer.mark(COMMUNICATION)  # includes the optimizer, because paddle.Model has no callback before it
             values = dict(logs or {})
             after_step(self.loss.loss_sum, self.loss.correct)  # collective
-            if logs:  # undo an evaluation's changes: fit and evaluate share this dict, a default argument
+            if logs:  # undo an evaluation's changes, because fit and evaluate share this dict, a default argument
                 logs.update(values)
 
         callback = paddle.callbacks.Callback()
@@ -143,7 +143,8 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Return this rank's loss, top-1 and top-2 counts and number of examples, float64 [4], for train.evaluate.
 
         paddle.Model gathers scores and labels of all ranks, so every rank has the counts of all ranks. Only rank 0
-        returns them. paddle.Model requires equal shapes, so shorter shards are padded with a row without a label.
+        returns these counts. paddle.Model requires equal shapes, so shorter shards get a padding row, whose label is
+        NO_LABEL.
         """
         n = len(test.labels)
         rank = dist.get_rank()

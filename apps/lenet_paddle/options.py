@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The module uses the standard library only.
+The module uses only the standard library and samestep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
 def gpu_list(text: str) -> str:
-    """Return ``text`` if it is a list of distinct GPU numbers. Raises ArgumentTypeError if it is not."""
+    """Return ``text``, which must be a list of distinct GPU numbers.
+
+    Raises:
+        ArgumentTypeError: the text is not such a list.
+    """
     numbers = text.split(",")
     if not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII) or len(set(numbers)) < len(numbers):
         raise ArgumentTypeError(f"{text!r} is not a list of GPUs such as 0,1")
@@ -114,7 +118,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid, or options contradict each other.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     _, machines = env.machine_count(os.environ)
@@ -138,7 +146,8 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
 
     Args:
         options: options of the app.
-        ranks: number of ranks on this machine. If it is None (unknown), only ``local_rank`` is checked.
+        ranks: number of ranks on this machine. If the number is None (unknown), the function checks only
+            ``local_rank``.
         local_rank: this rank's number on its machine.
     """
     if not options.gpus:
@@ -177,7 +186,7 @@ def setup_environment(options: Options) -> dict[str, str]:
     The launch script calls this function before it installs the lock file.
 
     Returns:
-        An empty dict: no variables affect the app's environment.
+        An empty dict, because no variable affects the app's environment.
     """
     if options.device == "gpu" and not os.environ.get("PYTHON"):
         option = f"--gpus {options.gpus}" if options.gpus else "--device gpu"
@@ -189,10 +198,10 @@ def setup_environment(options: Options) -> dict[str, str]:
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """Raise ConfigError if Paddle's launcher would assign more ranks than this machine has GPUs.
+    """Raise ConfigError if --gpus is used with a CPU build, or if Paddle's launcher needs more GPUs than are present.
 
-    The launch script calls this function in the app's environment. The GPUs are counted by Paddle's GPU build, if the
-    launcher counts them too.
+    The launch script calls this function in the app's environment. The function counts GPUs by Paddle's GPU build, and
+    only if the launcher counts them too.
     """
     gpu_build = any(metadata.distributions(name="paddlepaddle-gpu"))
     if options.gpus and not gpu_build:
@@ -208,7 +217,7 @@ def check_installed(options: Options, ranks: int) -> None:
     words = done.stdout.split()
     if words and words[-1].isdecimal():
         found = int(words[-1])
-    if 0 < found < ranks:  # without GPUs, the launcher assigns none
+    if 0 < found < ranks:  # on a machine without GPUs, the launcher assigns none
         raise ConfigError(
             f"this machine has {found} GPUs, and Paddle's launcher gives each of {ranks} ranks one of them: "
             "start fewer, or use --launcher spawn"
@@ -223,7 +232,7 @@ def assigns_gpus(options: Options, ranks: int) -> bool:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if it is not set. For Paddle, "all" means not set."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is not set. For Paddle, "all" means not set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

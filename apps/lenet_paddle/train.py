@@ -52,7 +52,7 @@ APP = Path(__file__).resolve().parent.name
 
 def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optimizer:
     """Return the optimizer of --optimizer."""
-    if options.optimizer == "adam":  # as in PyTorch, epsilon is added to the root of the corrected moment
+    if options.optimizer == "adam":  # like PyTorch, Paddle adds epsilon to the root of the corrected moment
         return paddle.optimizer.Adam(options.lr, parameters=model.parameters())
     return paddle.optimizer.Momentum(options.lr, options.momentum, parameters=model.parameters())
 
@@ -178,7 +178,7 @@ def train(run: Run, options: Options, device: str) -> None:
             correct: `count_correct` of this rank's shard.
         """
         top1, top2 = correct.tolist()
-        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step, sends a heartbeat
+        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step and records progress
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
@@ -206,7 +206,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:
-    """Return whether this rank writes the run's scalars for VisualDL: rank 0 does, with --visualdl."""
+    """Return whether this rank writes the run's scalars for VisualDL, as rank 0 does with --visualdl."""
     if not options.visualdl or options.evaluate_only:
         return False
     return world.rank == 0

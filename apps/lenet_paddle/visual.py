@@ -24,10 +24,10 @@ TAGS = {
 
 
 def check_folder(folder: Path, run_dir: Path) -> None:
-    """Create ``folder`` without a file in it. A file would block the next start if this start failed.
+    """Create ``folder``, and check that it is writable. Leave no file, which would block the next start.
 
     Raises:
-        ConfigError: ``folder`` cannot be written, or contains another run's file. VisualDL shows one file per folder.
+        ConfigError: ``folder`` is not writable, or contains another run's file. VisualDL shows one file per folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def file_name(run_dir: Path) -> str:
 
 
 class Scalars:
-    """Write the numbers of metrics.jsonl to a VisualDL file, which has each step once, also after a resume."""
+    """Write the numbers of metrics.jsonl to a VisualDL file. The file has each step once, even after a resume."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         """Replace the run's VisualDL file by a new one with all lines of metrics.jsonl.

@@ -1,4 +1,4 @@
-"""Convert weights and optimizer state to arrays, with the names and layouts that all apps share, and back."""
+"""Convert weights and optimizer state to arrays, whose names and layouts all apps share, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.run import Groups
 
-# Suffixes of Paddle's optimizer state for a parameter: of Momentum, then of Adam.
+# Suffixes of the names of Paddle's optimizer state, first of Momentum, then of Adam.
 ACCUMULATORS = ("velocity_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
@@ -27,7 +27,11 @@ def groups(model: nn.Layer, optimizer: Optimizer) -> Groups:
 
 
 def load(model: nn.Layer, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or "model" alone. Raises ValueError if an array does not fit."""
+    """Load the arrays of `groups`, or only the group "model".
+
+    Raises:
+        ValueError: an array does not fit the model or the optimizer.
+    """
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))
 
@@ -63,7 +67,11 @@ def optimizer_arrays(model: nn.Layer, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Layer, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError if names, shapes or dtypes differ from the model's."""
+    """Load arrays that `model_arrays` returned.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ from the model's.
+    """
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
@@ -72,7 +80,11 @@ def load_model(model: nn.Layer, arrays: Arrays) -> None:
 
 
 def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> None:
-    """Load arrays from `optimizer_arrays`. Raises ValueError if an array does not fit its parameter."""
+    """Load arrays that `optimizer_arrays` returned.
+
+    Raises:
+        ValueError: an array does not fit its parameter.
+    """
     parameters = dict(model.named_parameters())
     swapped = transposed(model)
     state = {}

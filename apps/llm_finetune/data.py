@@ -1,4 +1,4 @@
-"""Tokenize conversations, mark their target tokens, and make batches of them."""
+"""Tokenize conversations, mark their target tokens, and make batches of samples."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Tokenizer(Protocol):
     special: list[str]  # texts of the special tokens
 
     def prompt(self, messages: Messages) -> str:
-        """Return the text of the messages up to the beginning of the assistant's next text."""
+        """Return the text of the messages, up to the point at which the assistant's next text begins."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. The text of a special token gives one token."""
+        """Return the tokens of a text. The text of a special token becomes one token."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of ``tokens``, without special tokens."""
 
 
 class ByteTokenizer:
-    """A tokenizer whose tokens are bytes, and 256 for the end of a completion."""
+    """A tokenizer whose tokens are bytes. Token 256 marks the end of a completion."""
 
     end = "<end>"
     size = 257  # including the end token
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 class ChatTokenizer:
-    """A tokenizer of Hugging Face with its chat template. Without a template, a prompt is its text and a newline.
+    """A tokenizer of Hugging Face with its chat template. Without a template, a prompt is the text and a newline.
 
     Raises:
         ConfigError: the tokenizer has no end token.
@@ -163,7 +163,8 @@ class Samples:
     def __getitems__(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return tokens and labels, int64 [m, longest], padded on the right.
 
-        A label is the next token if that is a target, otherwise IGNORED, or PADDING after the end of a sample.
+        A label is the next token if the next token is a target. Other labels are IGNORED, or PADDING after a sample's
+        end.
         """
         longest = int(self.lengths[indices].max(initial=1))
         tokens = torch.zeros(len(indices), longest, dtype=torch.int64)
@@ -185,7 +186,7 @@ def data_path(options: Options) -> Path:
 
 
 def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
-    """Return the training set and the test set, without samples above --max-length. A log line counts these samples.
+    """Return the training set and the test set, without samples above --max-length. Log how many samples are omitted.
 
     Raises:
         ConfigError: a row is invalid, or fewer than two samples remain.
@@ -232,7 +233,11 @@ def idle_share(batches: TokenBatches) -> float:
 
 
 def make_sampler(options: Options, train_set: Samples, rank: int, world_size: int) -> GlobalTokenBatchSampler:
-    """Return the sampler of the training set. Raises ConfigError if --step-tokens is too small."""
+    """Return the sampler of the training set.
+
+    Raises:
+        ConfigError: --step-tokens is too small.
+    """
     longest = int(train_set.lengths.max())
     total = int(train_set.lengths.sum())
     steps = -(-total // options.step_tokens)

@@ -1,9 +1,9 @@
 """Export a finished run as a folder that transformers or peft can load.
 
-    python export.py RUN_DIR OUT             # with LoRA: the adapter; otherwise the whole model
-    python export.py RUN_DIR OUT --merge     # with LoRA: the whole model, with the matrices added to its weights
+    python export.py RUN_DIR OUT             # the adapter with LoRA, otherwise the whole model
+    python export.py RUN_DIR OUT --merge     # the whole model, with LoRA's matrices added to its weights
 
-The folder is created atomically. Its README.md is a model card with the data, the options and the held-out loss.
+The program creates OUT atomically. OUT/README.md is a model card with the data, the options and the held-out loss.
 """
 
 from __future__ import annotations
@@ -40,14 +40,23 @@ The base model's weights were dequantized from 4-bit numbers (GGUF Q4_1) before 
 
 
 def base_name(options: Options) -> str:
-    """Return the name of the base model, for published files: a local folder gives only its last part."""
+    """Return the name of the base model for published files. For a local folder, this is the last part of its path."""
     if options.model == "smollm2-135m":
         return HUB_NAME
     return Path(options.model).name
 
 
 def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
-    """Return the text of the model card. Raises ConfigError if the run has no result."""
+    """Return the text of the model card.
+
+    Args:
+        options: options of the run.
+        run_dir: run dir of the run.
+        is_adapter: whether the folder has only LoRA's matrices.
+
+    Raises:
+        ConfigError: the run has no result.
+    """
     try:
         result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     except (OSError, ValueError):
@@ -81,7 +90,7 @@ def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Pat
 
 
 def write_model(options: Options, model: nn.Module, folder: Path) -> None:
-    """Write the whole model, and its tokenizer if it has one."""
+    """Write the whole model, and the tokenizer's files unless the model is tiny."""
     if isinstance(model, PeftModel):
         model.merge_and_unload().save_pretrained(folder)
     else:

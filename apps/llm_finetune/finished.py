@@ -1,4 +1,4 @@
-"""Read a finished run: its options, its tokenizer, and its model before and after training."""
+"""Read the options, the tokenizer, and the model before and after training of a finished run."""
 
 from __future__ import annotations
 

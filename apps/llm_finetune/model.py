@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # set before the import of transformers: never contact the Hub
+os.environ["HF_HUB_OFFLINE"] = "1"  # never contact the Hub; transformers reads this variable at its import
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizer threads do not survive a fork
 
 import torch
@@ -30,7 +30,7 @@ from transformers import (
 class TokenLoss(nn.Module):
     """Compute the loss summed over a batch's target tokens.
 
-    Scores are computed only where a target follows, to save memory: 49,152 scores per token take 0.2 MB in float32.
+    To save memory, the module computes scores only for targets: the 49,152 scores of a token take 0.2 MB in float32.
     """
 
     def __init__(self, model: nn.Module, autocast: bool = False, pack: bool = False) -> None:
@@ -42,7 +42,7 @@ class TokenLoss(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the summed loss of tokens and labels int64 [m, length] of `data.Samples`; m may be 0.
 
-        An attention mask is not needed: attention is causal and padding is on the right, so targets never attend to
+        The model needs no attention mask. Attention is causal and padding is on the right, so targets never attend to
         padding.
         """
         if len(tokens) == 0:
@@ -68,10 +68,10 @@ class TokenLoss(nn.Module):
 
 
 def pack(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, labels and positions int64 [1, tokens of all samples] of padded tokens and labels [m, length].
+    """Convert padded tokens and labels [m, length] to tokens, labels and positions int64 [1, tokens of all samples].
 
-    The samples share a row, without padding. Positions restart at 0 with each sample: without an attention mask,
-    transformers then hides the samples from each other.
+    The samples share a row, without padding. Positions restart at 0 with each sample, so
+    transformers hides the samples from each other if no attention mask is given.
     """
     is_token = labels != PADDING
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -101,7 +101,11 @@ def causal_model(model: nn.Module) -> Any:
 
 
 def load_tokenizer(options: Options) -> Tokenizer:
-    """Return the tokenizer of --model. Raises ConfigError if the folder has no usable tokenizer."""
+    """Return the tokenizer of --model.
+
+    Raises:
+        ConfigError: the folder has no usable tokenizer.
+    """
     folder = model_folder(options.model)
     if folder is None:
         return ByteTokenizer()
@@ -150,7 +154,7 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raise ConfigError unless each target is the name of a linear layer, or the last components of its name."""
+    """Raise ConfigError unless each target is the name of a linear layer, or the last components of such a name."""
     layers = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in targets:
         if not any(layer.endswith(f".{target}") for layer in layers):
@@ -160,7 +164,11 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def load_base(options: Options, dtype: torch.dtype) -> Any:
-    """Return the model without LoRA. Raises ConfigError if the folder's model cannot be used."""
+    """Return the model without LoRA.
+
+    Raises:
+        ConfigError: the folder's model cannot be used.
+    """
     folder = model_folder(options.model)
     if folder is None:
         return tiny_model().to(dtype)
@@ -205,7 +213,14 @@ def compute_norms_in_float64(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str:
-    """Return the completion of a prompt, of at most ``most`` tokens, by greedy decoding."""
+    """Return a completion of ``prompt`` with at most ``most`` tokens, by greedy decoding.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        prompt: text of the user's message.
+        most: largest number of new tokens.
+    """
     causal = causal_model(model)
     was_training = model.training
     model.eval()
@@ -224,12 +239,12 @@ def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str
 
 
 def is_tiny(options: Options) -> bool:
-    """Return whether the model is tiny, whose initial weights are random."""
+    """Return whether --model is tiny, the model with random initial weights."""
     return model_folder(options.model) is None
 
 
 def describe(options: Options, model: nn.Module) -> str:
-    """Return the model's name, and its numbers of trained and total weights, for the log."""
+    """Return the model's name, its number of trained weights and its number of all weights, for the log."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     name = Path(options.model).name

@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module on the system's Python, so it uses the standard library only.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from samestep.options import (
 )
 
 TEXT = Path(__file__).resolve().parent / "text" / "definitions.jsonl"
-SIZES = {"definitions-240": 240, "definitions": None}  # rows from the start of the embedded file, or None for all
-MODELS = ("smollm2-135m", "tiny")  # names of models; any other value of --model is a folder
+SIZES = {"definitions-240": 240, "definitions": None}  # rows from the start of the embedded file; None means all
+MODELS = ("smollm2-135m", "tiny")  # names for --model; any other value of --model is a folder
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BLOCKS = 64  # number of blocks of a file that its fingerprint covers
+BLOCKS = 64  # number of blocks that a file's fingerprint covers
 BLOCK = 2**16  # size of a block, in bytes
 
 
@@ -54,11 +54,11 @@ count = bounded_int(1)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app, whose global batches are measured in tokens.
+    """Hold the options of this app. The sizes of its global batches are numbers of tokens.
 
     Attributes:
-        model_sha256: fingerprint of the model's files, or None for tiny.
-        requested_model: --model as given, or None.
+        model_sha256: fingerprint of the model's files, or None for the model tiny.
+        requested_model: value of --model on the command line, or None.
     """
 
     RESULT_FIELDS = ("dataset", "epochs", "step_tokens", "seed", "dtype", "model")
@@ -132,7 +132,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid, or options contradict each other.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     check(options)
     if not options.lr:
@@ -197,7 +201,7 @@ def cache_folder() -> Path:
 
 
 def is_cached() -> bool:
-    """Return whether the cache contains SmolLM2. The folder is complete, because base.py creates it atomically."""
+    """Return whether the cache contains SmolLM2. Its folder is complete, because base.py creates it atomically."""
     return (cache_folder() / "config.json").is_file()
 
 
@@ -230,7 +234,7 @@ def set_model(options: Options) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 of the names, sizes and BLOCKS blocks of a model's files, to be fast for large files.
+    """Return the SHA-256 of the names, sizes and BLOCKS blocks of all files of a model, which is fast for large files.
 
     Raises:
         ConfigError: the folder lacks config.json or *.safetensors, or a file cannot be read.
@@ -261,7 +265,7 @@ def check_installed(options: Options, ranks: int) -> None:
     The launch script calls this function in the app's environment, before a rank starts.
 
     Raises:
-        ConfigError: --model names smollm2-135m, and it cannot be downloaded.
+        ConfigError: --model is smollm2-135m, and SmolLM2 cannot be downloaded.
     """
     if options.requested_model not in (None, "smollm2-135m") or is_cached():
         return

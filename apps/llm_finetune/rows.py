@@ -1,6 +1,6 @@
 """Read conversations from a JSON Lines file, and check each row.
 
-The launch script imports this module on the system's Python, so it uses the standard library only.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from samestep import ConfigError, untrusted
 Messages = list[dict[str, str]]  # a message has the keys "role" (one of ROLES) and "content"
 
 ROLES = ("system", "user", "assistant")
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character; JSON can express it, and UTF-8 cannot
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character; JSON can represent it, but UTF-8 cannot
 
 
 def read_rows(path: Path) -> dict[int, Messages]:
@@ -48,7 +48,11 @@ def read_rows(path: Path) -> dict[int, Messages]:
 
 
 def conversation(row: Any) -> Messages:
-    """Return the messages of one row. Raises ValueError if the row is invalid."""
+    """Return the messages of one row.
+
+    Raises:
+        ValueError: the row is invalid.
+    """
     if not isinstance(row, dict):
         raise ValueError("the row is not an object: write {...}")
     if "messages" in row:
@@ -63,7 +67,11 @@ def conversation(row: Any) -> Messages:
 
 
 def checked_messages(messages: Any) -> Messages:
-    """Return the role and content of each message. Raises ValueError if a message or the order is invalid."""
+    """Return the role and the content of each message.
+
+    Raises:
+        ValueError: a message or the order of messages is invalid.
+    """
     if not isinstance(messages, list):
         raise ValueError("messages is not a list: write [...]")
     for message in messages:

@@ -1,4 +1,4 @@
-"""Fine-tune a language model with PyTorch DistributedDataParallel: all weights, or LoRA.
+"""Fine-tune a language model, either all weights or LoRA matrices, with PyTorch DistributedDataParallel.
 
     bash scripts/run_llm_finetune.sh 2                    # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=2 apps/llm_finetune/train.py
@@ -9,7 +9,7 @@ samples of a global batch, their micro-batches and the number of targets depend 
 The step is therefore the same at any world size, and after a restart. README.md shows how common mistakes change
 the losses.
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SAMPLE_PROMPTS = ("Define lawyer.", "Define patience.")  # the embedded data con
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over the trained weights, without weight decay for norms and biases."""
+    """Return an AdamW optimizer of the trained weights, without weight decay for norms and biases."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -60,7 +60,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``. Checkpoints need no state of the schedule."""
+    """Return the learning rate of update ``step`` of ``steps``. The schedule has no state for checkpoints."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -76,12 +76,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def compute_gradients(
     model: DistributedDataParallel, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
 ) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches, and return their summed loss."""
+    """Accumulate the gradients of this rank's micro-batches, and return the summed loss of these micro-batches."""
     losses: list[Tensor] = []
     count = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
     for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
         is_last = len(losses) == count - 1
-        with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
+        with nullcontext() if is_last else model.no_sync():  # DDP reduces only at the last micro-batch
             loss_sum = model(micro_tokens, micro_labels)
             # Scale to the mean over the global batch's targets: micro-batches have different numbers of targets.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
@@ -147,7 +147,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         check_packing(model)
     loss_model = TokenLoss(model, options.autocast == "bfloat16", options.pack)
     device_ids = [device] if device.type == "cuda" else None
-    # All ranks have read the same weights. With init_sync, DDP would broadcast all weights, also frozen ones.
+    # All ranks have read the same weights. With init_sync, DDP would broadcast all weights, including frozen weights.
     ddp = DistributedDataParallel(loss_model, device_ids, init_sync=False)  # collective
     reduction.register_ordered_hook(ddp, timer=run.timer)
     trained = nn.ParameterList(weights.trained_parameters(model).values())
@@ -159,12 +159,12 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         before = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
         log.info(f"held-out loss {before['test_loss']:.4f} before training")
 
-    for tokens, labels in run.batches(loader):  # up to --max-steps
+    for tokens, labels in run.batches(loader):  # ends at the run's last step
         tokens = tokens.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
-        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
@@ -183,7 +183,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
 
 
 def shows_samples(options: Options) -> bool:
-    """Return whether the run logs sample texts at its end: not with the tiny model, and not with --quiet."""
+    """Return whether the run logs sample texts at its end. It does not with the tiny model or with --quiet."""
     return not is_tiny(options) and not options.quiet
 
 

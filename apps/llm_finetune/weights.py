@@ -1,4 +1,4 @@
-"""Convert the trained weights to arrays, under the names of Hugging Face's and peft's files, and back."""
+"""Convert the trained weights to arrays and back. Hugging Face's and peft's files have the same names for weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return each trained parameter once, by its name in a file.
+    """Return each trained parameter once, by its name in the weights file.
 
-    With LoRA, the names follow adapter_model.safetensors, without the component ``default``.
+    With LoRA, adapter_model.safetensors has the same names, which lack the component ``default``.
     """
     named = model.named_parameters()
     return {name.replace(".default.", "."): parameter for name, parameter in named if parameter.requires_grad}
@@ -33,7 +33,11 @@ def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
 
 @torch.no_grad()
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError if names, shapes or dtypes differ from the model's."""
+    """Load arrays that `model_arrays` returned.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ from the model's.
+    """
     difference = state_dict_diff(arrays, model_arrays(model))
     if difference:
         raise ValueError(difference)
@@ -42,9 +46,9 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 
 
 def check_base(options: Options) -> None:
-    """Raise ValueError if --init-from has LoRA's matrices of a run with another base model.
+    """Raise ValueError if the file of --init-from has the LoRA matrices of a run with another base model.
 
-    The base model is known if the file lies in its run dir, beside metrics.jsonl.
+    The base model is known only if metrics.jsonl is in the file's folder.
     """
     if not options.lora or options.init_from is None:
         return
@@ -61,7 +65,11 @@ def check_base(options: Options) -> None:
 
 
 def load(options: Options, model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or the weights of --init-from. Raises ValueError if an array does not fit."""
+    """Load arrays that `groups` returned, or the weights of --init-from.
+
+    Raises:
+        ValueError: an array does not fit the model or the optimizer.
+    """
     if "optimizer" not in groups:
         check_base(options)
     load_model(model, groups["model"])

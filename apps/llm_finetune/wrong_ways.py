@@ -2,10 +2,10 @@
 
     .venvs/llm_finetune/bin/python apps/llm_finetune/wrong_ways.py      # the last line is JSON
 
-The program trains the tiny model for four steps in float64: first without a mistake, then with each mistake. It
+The program trains the tiny model for four steps in float64, first without a mistake, then with each mistake. It
 computes a step's micro-batches on four simulated ranks, or accumulates them on one rank. It prints the largest relative
-difference of the losses for each mistake. One process simulates DDP: each rank's micro-batches and random numbers, and
-the mean of the ranks' gradients. Without a mistake ("none"), the losses differ by rounding only.
+difference of the losses for each mistake. One process simulates DDP with each rank's micro-batches and random numbers,
+and the mean of the ranks' gradients. Without a mistake ("none"), the losses differ only by rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Part = NDArray[np.int64]  # indices of a micro-batch's samples [m]
 
 
 class Training:
-    """The tiny model, its data and its global batches. ``words`` are more options of the app."""
+    """The tiny model, its data and its global batches. ``words`` are further options of the app."""
 
     def __init__(self, *words: str) -> None:
         options = parse([*COMMON, *words])
@@ -62,7 +62,7 @@ class Training:
         return loss
 
     def backward(self, plan: Sequence[Part], way: str) -> float:
-        """Accumulate the mean loss's gradients over micro-batches with the mistake ``way``; return the loss sum."""
+        """Accumulate the gradients of the micro-batches ``plan`` with the mistake ``way``. Return the summed loss."""
         total = 0.0
         targets = sum(int(self.train_set.targets[part].sum()) for part in plan)
         for part in plan:
@@ -89,7 +89,7 @@ class Training:
 
 
 def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: str, ranks: int) -> list[Tensor]:
-    """Return the gradients of one rank before DDP averages them. ``own`` are the rank's micro-batches."""
+    """Return the gradients of one rank, before DDP would average them. ``own`` are the rank's micro-batches."""
     torch.manual_seed(step_seed(1, step))  # all ranks use the same seed, as many programs do
     training.backward(own, way)
     if way != "mean over ranks":  # scale to the rank's part of the mean over the global batch
@@ -131,7 +131,7 @@ def curve(way: str, ranks: int, *words: str) -> list[float]:
 
 
 def gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference between values of ``one`` and ``other``."""
+    """Return the largest relative difference between ``one`` and ``other`` at the same step."""
     return max(abs(a - b) / abs(a) for a, b in zip(one, other))
 
 

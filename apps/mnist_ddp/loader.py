@@ -2,7 +2,7 @@
 
 The published wheel of torchvision for x86-64 needs a CUDA build of torch. With a CPU build, its operators are not
 registered, and the import fails. This file then declares the operators that the import needs. The app does not call
-them.
+these operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
     """Return torchvision's MNIST dataset with the images and labels of ``split``.
 
-    The constructor of torchvision's MNIST is skipped, because it reads only uncompressed files from one folder.
+    The function skips the constructor of torchvision's MNIST, which reads only uncompressed files from one folder.
     `samestep.data.datasets` also reads .gz files, searches more folders, verifies the files, and has mnist-5k.
 
     Raises:

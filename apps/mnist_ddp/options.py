@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module on the system's Python, so it uses the standard library only.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-TORCHVISION = "torchvision==0.28.0"  # for --input torchvision; the app's locks leave it out
+TORCHVISION = "torchvision==0.28.0"  # package for --input torchvision; the app's locks omit this package
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 
 fraction = bounded_float(0.0, below=1.0)
@@ -94,7 +94,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in. An invalid option raises ConfigError."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.backend == "nccl" and options.device == "cpu":
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the app's environment lacks torchvision or an NVIDIA driver that the options need.
 
-    An environment that the user names by PYTHON= is not checked.
+    The function does not check an environment that the user selects by PYTHON=.
     """
     if os.environ.get("PYTHON"):
         return

@@ -5,7 +5,7 @@
     python apps/mnist_ddp/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py  # per machine
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     reduction.time_phases(model, optimizer, run.timer)
     update = VirtualRanks(ddp, sampler).train_step if options.virtual_ranks else train_step
 
-    for images, labels in run.batches(loader):  # up to --max-steps
+    for images, labels in run.batches(loader):  # ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         loss_sum = update(ddp, optimizer, sampler, images, labels)  # collective
-        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

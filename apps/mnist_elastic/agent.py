@@ -19,7 +19,7 @@ CONNECT_SECONDS = 60.0  # time limit for the first connection to the launcher
 def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str]) -> None:
     """Execute the launcher's requests until the launcher sends "end".
 
-    If all ranks of this machine have left because of a signal, this process ends by the same signal.
+    If a signal has ended all ranks of this machine, this process ends with the same signal.
 
     Args:
         nproc: number of ranks to start on this machine.
@@ -58,7 +58,7 @@ def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str
 
 
 def _report_ended(processes: dict[int, Process], connection: Connection) -> None:
-    """Send the launcher the exit codes of ended ranks, and remove these ranks from ``processes``."""
+    """Send the exit codes of ended ranks to the launcher, and remove these ranks from ``processes``."""
     for rank, process in [*processes.items()]:
         code = process.poll()
         if code is None:

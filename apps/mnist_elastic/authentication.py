@@ -34,7 +34,11 @@ class StoreServer:
         self._changed = threading.Condition()
 
     def serve(self, connection: Connection) -> None:
-        """Answer the requests of one member. Raises EOFError or OSError when its connection ends."""
+        """Answer the requests of one member until its connection ends.
+
+        Raises:
+            EOFError, OSError: the connection has ended.
+        """
         while True:
             request = json.loads(connection.recv_bytes())
             if "value" in request:
@@ -60,11 +64,11 @@ class StoreServer:
 class LauncherStore(Store):
     """A torch Store that keeps its values in the launcher's `StoreServer`.
 
-    torch calls the store from C++. It has the methods that gloo needs to connect ranks.
+    torch calls the store from C++. The class has the methods that gloo needs to connect ranks.
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        """Use an authenticated connection to a `StoreServer`. `get` waits ``timeout`` seconds for a key."""
+        """Use an authenticated connection to a `StoreServer`. `get` waits up to ``timeout`` seconds for a key."""
         super().__init__()
         self._connection = connection
         self._timeout = timeout
@@ -78,7 +82,11 @@ class LauncherStore(Store):
         self._ask(key=key, value=content.hex())
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key. Raises RuntimeError if the key is not set in time."""
+        """Return the value of a key.
+
+        Raises:
+            RuntimeError: no member set the key in time.
+        """
         values = self._wait([key], self._timeout)
         return bytes.fromhex(values[0])
 
@@ -87,14 +95,18 @@ class LauncherStore(Store):
         return self._ask(keys=[*keys], seconds=0.0) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. Raises RuntimeError if a key is not set in time."""
+        """Wait until all keys are set.
+
+        Raises:
+            RuntimeError: no member set a key in time.
+        """
         seconds = self._timeout
         if timeout:
             seconds = timeout.total_seconds()
         self._wait(keys, seconds)
 
     def clone(self) -> LauncherStore:
-        """Return this store itself. A lock serializes its threads."""
+        """Return this store itself, because a lock serializes the requests of threads."""
         return self
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
@@ -113,7 +125,7 @@ class LauncherStore(Store):
 
 
 def group_name(key: bytes, nonces: Sequence[str]) -> str:
-    """Return the name of the group whose members have these nonces. The name is secret and unique."""
+    """Return the secret and unique name of the group whose members have these nonces."""
     return sign(key, "group", *sorted(nonces)).hex()
 
 

@@ -15,14 +15,14 @@ from samestep.run import Parts
 
 
 class Channel:
-    """A connection to a rank, to an agent or to join.py. Messages are JSON, and arrays are safetensors."""
+    """A connection to a rank, an agent or join.py. It transfers messages as JSON, and arrays as safetensors."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, *parts: bytes, **message: Any) -> None:
-        """Send a message as JSON, then ``parts``. If the process has ended, do nothing."""
+        """Send a message as JSON, then ``parts``. If the process at the other end has ended, do nothing."""
         with contextlib.suppress(OSError), self._sending:
             self._connection.send_bytes(json.dumps(message).encode())
             for part in parts:
@@ -31,7 +31,7 @@ class Channel:
     def receive(self, key: bytes, inbox: queue.Queue[Message], store: StoreServer) -> None:
         """Put each message into the inbox until the connection ends, then put an empty message.
 
-        A connection whose first message is "store" serves requests of the store instead.
+        If a message has the kind "store", the connection serves requests of the store from then on.
 
         Args:
             key: the job's key, by which the other process authenticates.
@@ -63,7 +63,7 @@ class Channel:
 
 @dataclass
 class Message:
-    """A message from a process.
+    """A message that the launcher received from another process.
 
     Attributes:
         channel: connection on which the message arrived.

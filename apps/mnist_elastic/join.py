@@ -2,8 +2,8 @@
 
     python apps/mnist_elastic/join.py RUN_DIR [NUMBER]
 
-The job's launcher starts the ranks. Only the user who started the job can read its key, which is in the run dir. This
-program uses the standard library only.
+The job's launcher starts the ranks. Only the user who started the job can read the job's key, which is in the run dir.
+This program uses only the standard library.
 """
 
 from __future__ import annotations

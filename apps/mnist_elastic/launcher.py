@@ -5,9 +5,10 @@
 N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py). The agent
 connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for the launcher.
 
-The launcher runs torchft's lighthouse, which proposes the members of a group, and a store by which members connect. The
-launcher confirms which proposed names are ranks of this job. Only the launcher writes metrics.jsonl, checkpoints and
-the result. Every rank sends it the numbers of each log line, and the launcher ignores steps that are already recorded.
+The launcher runs a store by which members connect, and torchft's lighthouse, which proposes the names of processes as
+the members of a group. For each rank, the launcher confirms which of these names belong to ranks of this job. Only the
+launcher writes metrics.jsonl, checkpoints and the result. Every rank sends the numbers of each log line to the
+launcher, which ignores steps that are already recorded.
 If the launcher ends, the launch script restarts the job from the newest checkpoint.
 """
 
@@ -47,12 +48,12 @@ APP = Path(__file__).resolve().parent.name
 MAX_FAILURES = 3  # limit of consecutive failures of one rank without an update
 START_SECONDS = 60.0  # minimum time limit for a rank to load the checkpoint
 END_SECONDS = 5.0  # time limit for ranks to end after the run's last step
-JOIN_MS = 4000  # time for which the lighthouse waits for live ranks that have not requested a group
-SILENT_MS = 700  # time without a heartbeat after which the lighthouse considers a rank lost
+JOIN_MS = 4000  # time for which the lighthouse waits for live ranks that do not request a group, in ms
+SILENT_MS = 700  # time without a heartbeat after which the lighthouse considers a rank lost, in ms
 
 
 class Switchboard:
-    """Accept connections of ranks, agents and join.py, and put their messages into one inbox.
+    """Accept connections of ranks, agents and join.py, and put the messages of all connections into one inbox.
 
     Attributes:
         inbox: queue of the messages.
@@ -151,7 +152,7 @@ class Job:
                 self._take(self._switchboard.inbox.get(timeout=0.1))
             self._watch_ranks()
             files.check()
-            self.run.monitor.beat()  # the launcher's heartbeat; each rank has its own watchdog
+            self.run.monitor.beat()  # records the launcher's progress; each rank has its own watchdog
             if not self._has_begun and self._may_begin(begun_at):
                 self._has_begun = True
                 for each in self._ranks.all():
@@ -163,7 +164,7 @@ class Job:
         return self._ranks.is_complete() or time.monotonic() - self._records.final_at > END_SECONDS
 
     def _may_begin(self, begun_at: float) -> bool:
-        """Return whether all ranks are ready, or --min-ranks are ready and the time limit has passed."""
+        """Return whether all ranks are ready, or at least --min-ranks are ready after the time limit."""
         if self._ranks.are_ready():
             return True
         is_late = time.monotonic() - begun_at > give_up_after(self._options.timeout)
@@ -185,7 +186,7 @@ class Job:
             self._records.save_and_stop()
 
     def _kill_if_hung(self, each: Rank) -> None:
-        """Kill a rank that has not taken part in an update for too long."""
+        """Kill a rank whose last update, or start, is longer ago than its time limit."""
         now = time.monotonic()
         limit = self._options.timeout
         if not each.ready:
@@ -237,7 +238,7 @@ class Job:
             self._take_from_agent(values, channel)
         else:
             each = self._ranks.of_channel(channel)
-            if each is None:  # the sender has been replaced
+            if each is None:  # another process has replaced the sender
                 message.reply(wanted=False)
             else:
                 self._take_from_rank(each, message)
@@ -265,9 +266,9 @@ class Job:
             self._records.add(values)
 
     def _hello(self, values: dict[str, Any], channel: Channel) -> None:
-        """Send the checkpoint to a new rank, or a refusal if its metadata shows that its bits would differ."""
+        """Send the checkpoint to a new rank, or a refusal if its metadata show that its bits would differ."""
         each = self._ranks.of_name(values["rank"], values["name"])
-        if each is None:  # the sender has been replaced
+        if each is None:  # another process has replaced the sender
             return
         metadata = values["metadata"]
         differ = [name for name in self._metadata if metadata.get(name) != self._metadata[name]]
@@ -319,12 +320,12 @@ class Job:
             each.begin()
 
     def _updated(self, each: Rank, values: dict[str, Any]) -> None:
-        for member in self._ranks.members():  # a repeated step counts too
+        for member in self._ranks.members():  # this also counts a repeated step
             member.updates += 1
         self._history.count(values["step"])
 
     def _requested(self, each: Rank, values: dict[str, Any]) -> None:
-        """Record that a rank requests a group, and its state."""
+        """Record that a rank requests a group, and record the rank's state."""
         if values["failed"] is not None:
             self._history.repeat(values["failed"])
         self._history.pause()
@@ -340,7 +341,7 @@ class Job:
             each.channel.send(confirmed=self._ranks.confirmed(values["names"]))
 
     def _regrouped(self, each: Rank, values: dict[str, Any]) -> None:
-        """Record the members of a new group. If another rank is waiting for a group, request a regroup."""
+        """Record the members of a new group. If a rank outside this group waits for a group, request a regroup."""
         each.group = values["group"]
         each.waits = False
         if any(other.waits and other.rank not in values["ranks"] for other in self._ranks.all()):
@@ -350,7 +351,7 @@ class Job:
 
 
 def _key() -> bytes:
-    """Return the job's key: the number that the launch scripts of several machines share, or random bytes."""
+    """Return the job's key, which is the number that launch scripts of several machines share, or random bytes."""
     info = JobInfo.from_environ(os.environ)
     if info.machines is not None:
         return bytes.fromhex(info.job)

@@ -1,13 +1,13 @@
-"""Join a group whose members change during training: agree on the members, connect to them, and copy the state.
+"""Join a group whose members change during training. Members agree on the members, connect, and copy the state.
 
-torchft's lighthouse proposes the members. Ranks contact the lighthouse only when a rank fails, joins or leaves. In
-between, a step communicates only by its collectives.
+torchft's lighthouse proposes the members. Ranks contact the lighthouse only when a rank fails, joins or leaves.
+Otherwise, a step communicates only by its collectives.
 
 The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
-ranks by the job's key, and returns the states of the proposed ranks that request a group.
+ranks by the job's key. It returns the states of those proposed ranks that request a group.
 
-Two properties make the result exact. First, a step depends only on the state and the step's number, so a failed step
-is repeated with the same bits on any rank. Second, a rank updates its weights only if the reduced sum counts each
+Two properties make the result exact. First, a step depends only on the state and the step's number, so any rank
+repeats a failed step with the same bits. Second, a rank updates its weights only if the reduced sum counts each
 sub-shard of this step once. Ranks do not agree on each update. If one rank has updated and another rank has not, they
 regroup, and copy the state of the rank that is ahead.
 """
@@ -49,12 +49,12 @@ READY_SECONDS = 5.0  # time limit for all members to join a new group
 CONNECT_SECONDS = 10.0  # time limit for the members to connect to each other
 QUORUM_SECONDS = 5.0  # time limit for the lighthouse's answer
 MAX_FAILURES = 20  # limit of consecutive failed attempts to regroup or to compute a step
-STEPS = 4096  # step numbers are summed modulo STEPS, so that float32 represents the sums exactly
-CHECKS = 4  # values that each sub-shard adds to the sum: a count, the step, a request to regroup, the loss
+STEPS = 4096  # ranks sum step numbers modulo STEPS, so that float32 represents the sums exactly
+CHECKS = 4  # number of values that each sub-shard adds to the sum: a count, the step, a request to regroup, the loss
 
 
 def choose_device(options: Options, world: World) -> torch.device:
-    """Return the CPU, or with --share-gpu the GPU that all ranks share. Ranks that join have no GPU of their own."""
+    """Return the CPU, or with --share-gpu the GPU that all ranks share. A joining rank has no GPU of its own."""
     if not options.share_gpu:
         return torch.device("cpu")
     return distributed.choose_device(options.device, world)
@@ -63,7 +63,7 @@ def choose_device(options: Options, world: World) -> torch.device:
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
     """Return `distributed.run_metadata` for ranks that communicate by gloo on any device.
 
-    gloo is used on GPUs too, because NCCL cannot abort a collective after a peer's death and keep the process alive.
+    The app uses gloo on GPUs too. After a peer's death, NCCL cannot abort a collective and keep the process alive.
     """
     return {**distributed.run_metadata(device, model), "backend": "gloo"}
 
@@ -73,7 +73,7 @@ class Failed(Exception):
 
 
 class MemberWatchdog(Watchdog):
-    """End a rank that makes no progress, but not the job. The launcher restarts the rank."""
+    """End a rank that makes no progress, but do not end the job. The launcher restarts the rank."""
 
     def rank_is_lost(self) -> bool:
         return False  # the other ranks continue without a lost rank
@@ -88,7 +88,11 @@ class Launcher:
     """Exchange messages with this job's launcher, in JSON and safetensors instead of pickle."""
 
     def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
-        """Connect to the launcher. Raises ConfigError if it refuses this rank, because ``metadata`` differs."""
+        """Connect to the launcher.
+
+        Raises:
+            ConfigError: the launcher refuses this rank, because its ``metadata`` differ from the other ranks'.
+        """
         info = JobInfo.from_environ(os.environ)
         host, port, key = info.members.split()
         self._place = (host, int(port))
@@ -117,11 +121,11 @@ class Launcher:
         return Client(self._place, authkey=self.key)
 
     def broadcast(self, content: bytes) -> bytes:
-        """Return the next part of the newest checkpoint; `Run.restore` calls this. ``content`` is not used."""
+        """Return the next part of the newest checkpoint. `Run.restore` calls this method. ``content`` has no effect."""
         return self._connection.recv_bytes()
 
     def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Return ``row`` [k] as [1, k]. Rows of other ranks are not needed, because the launcher compares the ranks."""
+        """Return ``row`` [k] as [1, k]. The launcher compares the ranks, so this rank needs no rows of other ranks."""
         return row[None]
 
     def wait_to_begin(self) -> None:
@@ -133,7 +137,11 @@ class Launcher:
         self._answer("begin")
 
     def send(self, **message: Any) -> None:
-        """Send a message. Raises ConnectionError if the launcher has ended; the launch script then restarts the job."""
+        """Send a message.
+
+        Raises:
+            ConnectionError: the launcher has ended. The launch script then restarts the job.
+        """
         with self._connected():
             self._connection.send_bytes(json.dumps(message).encode())
 
@@ -148,7 +156,7 @@ class Launcher:
                 self._connection.send_bytes(checkpoint.serialize(arrays))
 
     def request_group(self, failed_step: int | None, state: dict[str, Any]) -> None:
-        """Send the launcher this rank's request for a group with its ``state``, and wait for the confirmation.
+        """Send the launcher this rank's request for a group with the rank's ``state``, and wait for the confirmation.
 
         ``failed_step`` is the step that failed, or None.
         """
@@ -156,20 +164,20 @@ class Launcher:
         self._answer("noted")
 
     def confirm(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the states of the ranks among ``names`` that request a group."""
+        """Return the states of the ranks of this job that have a name in ``names`` and request a group."""
         self.send(kind="confirm", names=[*names])
         states: list[dict[str, Any]] = self._answer("confirmed")
-        self.void.clear()  # earlier withdrawals do not concern the confirmed states
+        self.void.clear()  # because earlier withdrawals do not concern the confirmed states
         return states
 
     def poll(self) -> None:
-        """Handle the launcher's requests that have arrived, without waiting."""
+        """Handle the requests that the launcher has already sent, without waiting for more."""
         with self._connected():
             while self._connection.poll():
                 self._take(self._receive())
 
     def _answer(self, name: str) -> Any:
-        """Wait for the launcher's answer ``name``, and return it. Handle requests that arrive before it."""
+        """Wait for the launcher's answer ``name``, and return the answer. Handle requests that arrive before it."""
         while True:
             message = self._receive()
             if name in message:
@@ -195,7 +203,7 @@ class Launcher:
 
 @dataclass
 class Progress:
-    """The progress of a rank. A member that is behind copies the progress with the weights.
+    """The progress of a rank. A member that is behind copies weights and progress from a member that is ahead.
 
     Attributes:
         step: number of completed updates.
@@ -215,7 +223,7 @@ class Progress:
 
 
 class Lighthouse:
-    """Send heartbeats to torchft's lighthouse, and request the names of the proposed members."""
+    """Send heartbeats to torchft's lighthouse, and request the names of the members that the lighthouse proposes."""
 
     def __init__(self, launcher: Launcher, run: Run) -> None:
         """Connect to the lighthouse, and start the thread of heartbeats.
@@ -242,10 +250,10 @@ class Lighthouse:
             time.sleep(HEARTBEAT_SECONDS)
 
     def proposed_names(self) -> list[str]:
-        """Return the names that the lighthouse proposes, or [] if it does not answer in time."""
+        """Return the names that the lighthouse proposes, or [] if the lighthouse does not answer in time."""
         try:
             quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=QUORUM_SECONDS))
-        except Exception:  # a timeout, or another process's message that torchft cannot parse
+        except Exception:  # a timeout, or torchft cannot parse another process's message
             time.sleep(HEARTBEAT_SECONDS)
             return []
         return [each.replica_id for each in quorum.participants]
@@ -294,9 +302,9 @@ class Members:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of the next step until the run is complete. A failed step is yielded again.
+        """Yield the number of the next step until the run is complete. After a failed step, yield its number again.
 
-        After a stop request, this rank completes an evaluation that is due, and sends the launcher its state.
+        After a stop request, this rank completes an evaluation that is due, and sends its state to the launcher.
 
         Raises:
             Stopped: this rank received a stop request.
@@ -311,14 +319,14 @@ class Members:
             dist.destroy_process_group()
 
     def _stop_signal(self) -> int:
-        """Return the number of the stop signal for this rank, or 0. While an evaluation is due, return 0."""
+        """Return the number of the stop signal for this rank, or 0 without a signal or while an evaluation is due."""
         if self.evaluation_due:
             return 0
         return self._run.stop_request.number or self.launcher.stop_signal
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch Failed in the block, so that the members regroup and repeat the step.
+        """Catch `Failed` in the block, and then request a regroup, so that the members repeat the step.
 
         Raises:
             NonRetryableError: more than MAX_FAILURES attempts failed in a row.
@@ -337,7 +345,7 @@ class Members:
 
     def note(self, step: int, loss: Tensor) -> None:
         """Set the checks of the next sub-shard, whose summed loss is ``loss``."""
-        asks = self.launcher.left_group == self._group  # a rank has left this group, or waits to join
+        asks = self.launcher.left_group == self._group  # whether a rank has left this group, or waits to join
         self.checks[:3] = torch.tensor((1, step % STEPS, asks))
         self.checks[3] = loss.detach()
 
@@ -367,7 +375,7 @@ class Members:
     def record(self, evaluation: dict[str, float]) -> None:
         """Send the launcher the numbers of a log line, and offer a checkpoint if one is due.
 
-        Every member sends them, so that the loss of a member loses no log line.
+        Every member sends these numbers, so that no log line is missing if a member is lost.
         """
         self._progress.evaluation_due = False
         actions = self._run.actions(self._progress.step)
@@ -447,7 +455,7 @@ class Members:
         self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
 
     def _quorum(self) -> list[dict[str, Any]]:
-        """Wait until enough ranks request a group, and return their states, including this rank's state."""
+        """Wait until enough ranks, including this rank, request a group, and return their states."""
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
@@ -459,7 +467,7 @@ class Members:
                 return members
 
     def _connect(self, members: list[dict[str, Any]]) -> None:
-        """Connect to the other members by gloo."""
+        """Connect to the other members by gloo. ``members`` are the states of all members."""
         store = PrefixStore(self._group, self._store)
         store.set(f"ready/{self.rank}", "")
         self._wait_for(members, store)
@@ -474,7 +482,11 @@ class Members:
         )
 
     def _wait_for(self, members: list[dict[str, Any]], store: PrefixStore) -> None:
-        """Wait until all members have joined the new group. Raises Failed if a member has withdrawn or is late."""
+        """Wait until all members have joined the new group.
+
+        Raises:
+            Failed: a member has withdrawn or is late.
+        """
         keys = [f"ready/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + READY_SECONDS
         while not store.check(keys):
@@ -522,8 +534,8 @@ def _leave_group() -> None:
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    # Other members notice the end of a group when its connections close, which needs its garbage collection. After a
-    # failed collective, a reference cycle through the traceback keeps the group alive.
+    # Other members notice the end of a group when its connections close, which requires that Python frees the group.
+    # After a failed collective, a reference cycle through the traceback keeps the group alive.
     gc.collect()  # takes milliseconds, because `Members` has frozen older objects
 
 
@@ -542,7 +554,7 @@ def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
-    """Raise Failed if the block raises RuntimeError (gloo or the store failed) or StrangerFound."""
+    """Convert to `Failed` a RuntimeError of gloo or of the store, or a StrangerFound, in the block."""
     try:
         yield
     except (RuntimeError, StrangerFound) as error:
@@ -550,12 +562,12 @@ def _collective() -> Iterator[None]:
 
 
 def _state(member: dict[str, Any]) -> tuple[int, str]:
-    """Return the progress and the digest of a member's arrays, which members compare."""
+    """Return a member's progress and the digest of its arrays, which members compare."""
     return (member["progress"], member["digest"])
 
 
 def give_up_after(timeout: float) -> float:
-    """Return how long a rank waits for other ranks, in seconds: 80% of its watchdog's ``timeout``."""
+    """Return how long a rank waits for other ranks, in seconds, which is 80% of its watchdog's ``timeout``."""
     return 0.8 * timeout
 
 

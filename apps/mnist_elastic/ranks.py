@@ -1,4 +1,4 @@
-"""Manage the ranks of a job at the launcher: their processes, connections and states."""
+"""Manage the processes, connections and states of a job's ranks at the launcher."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from channel import Channel
 from samestep import log
 from start import Process, Starter
 
-WARN_SECONDS = 60.0  # minimum time between two warnings about unknown processes
+WARN_SECONDS = 60.0  # minimum time between two warnings about unknown processes, in seconds
 
 
 class RemoteProcess:
-    """A process on another machine, which that machine's agent starts and watches."""
+    """A process on another machine. The agent on that machine starts and watches the process."""
 
     def __init__(self, agent: Channel, **message: Any) -> None:
         self.agent = agent
@@ -44,11 +44,11 @@ class Rank:
     Attributes:
         rank: number of the rank, from 1. A restarted rank keeps its number.
         process: the current process of the rank.
-        name: name of the process in groups, unique in the job.
+        name: name of the process in groups. The name is unique in the job.
         channel: connection to the process, or None.
         ready: whether the process has loaded the checkpoint.
         waits: whether the rank requests a group.
-        state: state in the rank's last request for a group.
+        state: the state that the rank's last request for a group contained.
         group: name of the rank's current or last group.
         failures: number of consecutive ends without an update.
         updates: number of updates that the process has taken part in.
@@ -73,20 +73,20 @@ class Rank:
 
     @property
     def agent(self) -> Channel | None:
-        """The agent that started the process, or None for a process on this machine."""
+        """The connection to the agent that started the process, or None for a process on this machine."""
         if isinstance(self.process, RemoteProcess):
             return self.process.agent
         return None
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a rank that ended unexpectedly, or None. Unread messages postpone the answer."""
+        """Return the exit code of a rank that ended unexpectedly, or None. Unread messages of the rank delay it."""
         is_known = self.has_left or self.is_done
         if is_known or self.channel:
             return None
         return self.process.poll()
 
     def kill(self) -> None:
-        """Kill the process, and wait for its end."""
+        """Kill the process, and wait until it ends."""
         self.process.kill()
         self.process.wait()
 
@@ -117,7 +117,7 @@ class Ranks:
         self._starter = starter
         self._world_size = world_size
         self._ranks: dict[int, Rank] = {}
-        self._names: set[str] = set()  # names of all processes, including ended ones
+        self._names: set[str] = set()  # names of all processes, including ended processes
         self._numbers = itertools.count()
         self._warned_at = -math.inf  # time of the last warning about an unknown process
 
@@ -148,14 +148,14 @@ class Ranks:
         return next(rank for rank in itertools.count(1) if rank not in taken)
 
     def of_name(self, rank: int, name: str) -> Rank | None:
-        """Return a rank by its number, or None if another process than ``name`` now runs it."""
+        """Return the rank with the number ``rank``, or None if its current process is not ``name``."""
         each = self._ranks[rank]
         if each.name != name:
             return None
         return each
 
     def of_channel(self, channel: Channel) -> Rank | None:
-        """Return the rank at the other end of a connection, or None if its process has been replaced."""
+        """Return the rank at the other end of a connection, or None if the rank has a newer process."""
         return next((each for each in self._ranks.values() if each.channel is channel), None)
 
     def present(self) -> list[Rank]:
@@ -171,7 +171,7 @@ class Ranks:
         return [each for each in self._ranks.values() if self.is_member(each)]
 
     def is_complete(self) -> bool:
-        """Return whether all members have offered their last state or have left. Ranks without a group do not count."""
+        """Return whether each member of the newest group has offered its last state or has left."""
         return all(each.is_done or each.has_left for each in self.members())
 
     def have_left(self) -> bool:
@@ -179,7 +179,7 @@ class Ranks:
         return bool(self._ranks) and not self.present()
 
     def are_ready(self) -> bool:
-        """Return whether the ranks of all machines have loaded the checkpoint."""
+        """Return whether all ranks of all machines have loaded the checkpoint."""
         expected = max(len(self._ranks), self._world_size)
         return self.count_ready() == expected
 
@@ -194,18 +194,18 @@ class Ranks:
                 each.channel.send(**message)
 
     def ask_to_regroup(self) -> None:
-        """Request all grouped ranks to regroup, because a rank waits for them or is lost."""
+        """Request all ranks in a group to regroup, because another rank waits for a group or is lost."""
         for each in self._ranks.values():
             if each.channel and each.group and not each.waits:
                 each.channel.send(regroup=each.group)
 
     def void(self, each: Rank) -> None:
-        """Notify the ranks that a rank's last request for a group is no longer valid."""
+        """Notify all ranks that the last request of ``each`` for a group is no longer valid."""
         if each.state:
             self.send(void=[each.state["nonce"]])
 
     def confirmed(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the states of the ranks among ``names`` that request a group. Warn if a name is unknown."""
+        """Return the states of ranks that have a name in ``names`` and request a group. Warn if a name is unknown."""
         if not self._names.issuperset(names):
             self._warn_of_stranger()
         return [each.state for each in self._ranks.values() if each.waits and each.name in names]

@@ -1,4 +1,4 @@
-"""Record the run at the launcher: write each log line, checkpoint and result once, no matter how many ranks send it."""
+"""Record the run at the launcher. Write each log line and checkpoint once, although several ranks send them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from samestep.step_sync import Totals
 from samestep.torch import distributed, weights
 from train import build_optimizer
 
-ANSWER_SECONDS = 5.0  # time limit for members to offer their state, and for a rank to send requested arrays
+ANSWER_SECONDS = 5.0  # time limit for members to offer their state, and for a rank to send requested arrays, in seconds
 
 
 class Alone:
-    """Collectives of a single process, for the launcher's `Run.restore`.
+    """The collectives that the launcher's `Run.restore` calls, for a single process.
 
     Attributes:
         parts: contents that `Run.restore` has broadcast, which the launcher sends to each rank.
@@ -70,7 +70,7 @@ class History:
         self._paused_at: float | None = None
 
     def count(self, step: int) -> None:
-        """Record that a rank has completed ``step`` updates. Ignore the message if another rank sent it before."""
+        """Record that a rank has completed ``step`` updates. Do nothing if this number is already recorded."""
         if step <= self.step:
             return
         self.step = step
@@ -81,7 +81,7 @@ class History:
             self._paused_at = None
 
     def repeat(self, step: int) -> None:
-        """Record that ``step`` is repeated."""
+        """Record that the ranks repeat ``step``."""
         self._repeated.add(step)
 
     def pause(self) -> None:
@@ -98,7 +98,7 @@ class History:
             self._run.monitor.record_event("members", text=f"ranks {ranks} train", ranks=ranks)
 
     def result(self) -> dict[str, Any]:
-        """Return the result's fields about the group: members, rejoins, steps_repeated, and pauses in seconds."""
+        """Return the result's fields about the group. ``pauses`` has the pauses in seconds."""
         return {
             "members": self._members,
             "rejoins": self.rejoins,
@@ -108,7 +108,7 @@ class History:
 
 
 class RunFiles:
-    """Detect that the run dir or its metrics.jsonl was removed or replaced since the start."""
+    """Detect the removal or replacement of the run dir, or of its metrics.jsonl, after the start."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -118,7 +118,7 @@ class RunFiles:
     def check(self) -> None:
         """Raise NonRetryableError if a file was removed or replaced.
 
-        A removal of the whole run dir can leave the folder itself, because the ranks write new files into it.
+        After a removal of the run dir, the folder may still exist, because the ranks write new files into it.
         """
         for path, status in self._at_start.items():
             try:
@@ -143,7 +143,7 @@ class Records:
     Attributes:
         device: device of the ranks. The launcher itself does not compute.
         saved: step of the newest checkpoint.
-        final: message and arrays of the run's last step, or None before it.
+        final: message and arrays of the run's last step, or None before this step.
         final_at: time at which ``final`` arrived, on the clock `time.monotonic`.
     """
 
@@ -155,7 +155,7 @@ class Records:
         self._run = run
         self._history = history
         self._alone = Alone()
-        self._groups: Groups = {}  # arrays of the next checkpoint
+        self._groups: Groups = {}  # arrays for the next checkpoint
         self._left: tuple[dict[str, Any], Groups] | None = None  # newest state of a rank that has left
         self._start(options)
         self.saved = run.first_step
@@ -178,11 +178,11 @@ class Records:
         run.start(batches, len(test_set.labels), options.model, self.device.type, metadata)
 
     def checkpoint_messages(self) -> list[bytes]:
-        """Return the parts of the newest checkpoint, which a rank receives in place of `Run.restore`'s broadcasts."""
+        """Return the parts of the newest checkpoint. A new rank gets them instead of `Run.restore`'s broadcasts."""
         return self._alone.parts
 
     def wants(self, values: dict[str, Any]) -> bool:
-        """Return whether the launcher still needs the arrays of the state that ``values`` describes."""
+        """Return whether the launcher still needs the arrays of the state with these ``values``."""
         if values["stop"]:
             return self._left is None or values["step"] > self._left[0]["step"]
         if values["final"]:
@@ -190,7 +190,7 @@ class Records:
         return bool(values["step"] > self.saved)
 
     def add(self, values: dict[str, Any], groups: Groups | None = None) -> None:
-        """Write the log line and the checkpoint of a step, and keep the final state, each once.
+        """Write the log line and the checkpoint of a step, and keep the final state, unless this is already done.
 
         Args:
             values: numbers of a log line, as `Members.record` sends them.
@@ -219,13 +219,13 @@ class Records:
         self._left = (values, groups)
 
     def _keep(self, step: int, groups: Groups) -> None:
-        """Keep this checkpoint for ranks that join later."""
+        """Store this checkpoint for ranks that join later."""
         message = {**json.loads(self._alone.parts[0]), "step": step, "groups": [*groups]}
         contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
         self._alone.parts[:] = [json.dumps(message).encode(), *contents]
 
     def _take_totals(self, values: dict[str, Any]) -> None:
-        """Pass the losses and the stop signal of a record to the run, for its next log line and checkpoint."""
+        """Pass the losses and the stop signal in ``values`` to the run, for the run's next log line and checkpoint."""
         totals = Totals(loss=values["loss"], running_loss=values["running_loss"], stop_signal=values["stop"])
         self._run.step_sync.apply(self._run.step, totals)
 
@@ -259,18 +259,22 @@ class Records:
 
 
 class Offers:
-    """Compare the states that members offer after a step, and request the arrays from one member."""
+    """Compare the states that members offer after a step, and request the state's arrays from one member."""
 
     def __init__(self, records: Records, options: Options) -> None:
         self._records = records
         self._options = options
-        self._offers: list[Message] = []  # unanswered offers; the arrays are requested from the first one
-        self._digests: dict[int, tuple[str, int]] = {}  # by step: first digest, and the rank that sent it
+        self._offers: list[Message] = []  # unanswered offers; the launcher requests the arrays of the first offer
+        self._digests: dict[int, tuple[str, int]] = {}  # the first digest of each step and its sender's rank, by step
         self._offered_at = 0.0
         self._asked_at = math.inf
 
     def add(self, each: Rank, message: Message) -> None:
-        """Add an offer. Raises RetryableError if another rank has different bits after the same step."""
+        """Add an offer.
+
+        Raises:
+            RetryableError: another rank has different bits after the same step.
+        """
         step = message.values["step"]
         digest = message.values["digest"]
         first, owner = self._digests.setdefault(step, (digest, each.rank))
@@ -291,7 +295,7 @@ class Offers:
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
 
     def compare(self, members: Sequence[Rank]) -> None:
-        """Answer the offers when all members have sent one, so that differing states are never saved."""
+        """Answer the offers when all members have sent one, so that the launcher never saves differing states."""
         now = time.monotonic()
         is_asked = self._asked_at < math.inf
         if self._offers and not is_asked and self._is_due(members, now):
@@ -300,7 +304,7 @@ class Offers:
             self._ask_next()
 
     def _is_due(self, members: Sequence[Rank], now: float) -> bool:
-        """Return whether all members have sent an offer, or need not be awaited."""
+        """Return whether all members have sent an offer, or the launcher need not wait for the others."""
         if now - self._offered_at > ANSWER_SECONDS:
             return True
         if any(self._is_single(offer.values) for offer in self._offers):
@@ -309,11 +313,11 @@ class Offers:
         return all(each.channel is None or each.channel in channels for each in members)
 
     def _is_single(self, values: dict[str, Any]) -> bool:
-        """Return whether an offer needs no comparison, because its rank leaves or the state is already recorded."""
+        """Return whether an offer needs no comparison, because its rank leaves or the launcher has the state."""
         return bool(values["stop"]) or not self._records.wants(values)
 
     def _ask(self) -> None:
-        """Answer offers in order until the arrays of an offer are needed, and request these arrays."""
+        """Answer offers in order, until the launcher needs the arrays of an offer. Request these arrays."""
         self._asked_at = math.inf
         while self._offers:
             offer = self._offers[0]
@@ -330,7 +334,7 @@ class Offers:
         self._ask()
 
     def arrived(self, message: Message) -> None:
-        """Record the arrays of an offer that have arrived, and answer the next offer."""
+        """Record the arrays of an accepted offer, and answer the next offers."""
         assert message.contents is not None
         groups = {group: safetensors.numpy.load(content) for group, content in message.contents.items()}
         values = message.values

@@ -29,7 +29,11 @@ class Process(Protocol):
         """Kill the process."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end of the process. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait until the process ends.
+
+        Raises:
+            subprocess.TimeoutExpired: the process still runs after ``timeout`` seconds.
+        """
 
 
 class Starter:
@@ -64,11 +68,11 @@ class Starter:
 
 
 class Forker:
-    """Connection to the forker, a process of the launch script that has imported train.py and forks ranks.
+    """A connection to the forker, a process of the launch script that has imported train.py and forks ranks.
 
-    Messages are JSON objects. Requests have the key ``start``, with ``arguments`` and ``environ``, or ``kill``. The
-    forker sends ``ended``, with ``code``. The value of ``start``, ``kill`` and ``ended`` is the number by which this
-    class identifies a rank.
+    Messages are JSON objects. Requests have the key ``start``, ``arguments`` and ``environ``, or the key ``kill``.
+    The forker's messages have the keys ``ended`` and ``code``. The value of ``start``, ``kill`` and ``ended`` is the
+    number by which this class identifies a rank.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -81,7 +85,7 @@ class Forker:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def start(self, arguments: Sequence[str], environ: dict[str, str]) -> ForkedRank:
-        """Fork a rank with these arguments of train.py, and ``environ`` added to its environment."""
+        """Fork a rank that runs train.py with ``arguments``. Add ``environ`` to the rank's environment."""
         number = next(self._numbers)
         self.send(start=number, arguments=[*arguments], environ=environ)
         return ForkedRank(self, number)
@@ -96,7 +100,7 @@ class Forker:
         return self._codes.get(number)
 
     def wait(self, number: int, timeout: float | None) -> bool:
-        """Wait up to ``timeout`` seconds for the end of a rank. Returns: whether the rank or the forker has ended."""
+        """Wait up to ``timeout`` seconds for the end of a rank. Return whether the rank or the forker has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: number in self._codes or self._is_gone, timeout)
 
@@ -120,7 +124,7 @@ class ForkedRank:
     """A forked rank, with the interface of `Process`."""
 
     def __init__(self, forker: Forker, number: int) -> None:
-        """Keep the forker and the number by which `Forker` identifies the rank."""
+        """Store the forker and the number by which `Forker` identifies the rank."""
         self._forker = forker
         self._number = number
 
@@ -133,6 +137,10 @@ class ForkedRank:
         self._forker.send(kill=self._number)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end of the rank. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait until the rank ends.
+
+        Raises:
+            subprocess.TimeoutExpired: the rank still runs after ``timeout`` seconds.
+        """
         if not self._forker.wait(self._number, timeout):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)

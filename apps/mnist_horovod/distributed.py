@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 
 def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's GPU if Horovod was built with CUDA.
+    """Return the CPU, or this rank's GPU if Horovod's build supports CUDA.
 
     With "auto", rank 0 warns if the machine has GPUs that Horovod cannot use.
 
     Raises:
-        ConfigError: "cuda" is requested, and GPUs or a Horovod with CUDA are missing.
+        ConfigError: ``requested`` is "cuda", and GPUs or a Horovod with CUDA are missing.
     """
     gpus = torch.cuda.device_count()
     has_gpus = gpus >= (world.local_world_size or 1)
@@ -48,7 +48,7 @@ def backend(device: torch.device) -> str:
 
 
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
-    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
+    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
     return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
@@ -57,7 +57,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher trains alone.
 
     Raises:
-        ConfigError: Horovod lacks ``transport``, or finds another number of ranks than the launcher started.
+        ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
     """
     # Collectives time out after the watchdog, because the watchdog can name the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
@@ -131,7 +131,7 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
 
 
 def all_reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Replace each gradient by its sum over ranks, as one group in a fixed order, so that a resume has the same bits.
+    """Replace gradients by their sums over ranks, as one group in a fixed order, so that a resume has the same bits.
 
     With --gradients optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
     """

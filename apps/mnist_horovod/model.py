@@ -1,4 +1,4 @@
-"""Define the models: the CNN of many MNIST tutorials, and PaddlePaddle's LeNet."""
+"""Define the models: the CNN that many MNIST tutorials use, and PaddlePaddle's LeNet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Classify by two convolutions and two linear layers: 21,840 parameters."""
+    """Classify images by two convolutions and two linear layers (21,840 parameters)."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class LeNet(nn.Module):
-    """Classify by PaddlePaddle's LeNet: 61,610 parameters, without activations between its linear layers."""
+    """Classify images by PaddlePaddle's LeNet (61,610 parameters), without activations between its linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LeNet(nn.Module):
 
 
 def build_model(name: str, dropout: float, dtype: torch.dtype, seed: int) -> nn.Module:
-    """Return the model with the initial weights that ``seed`` decides.
+    """Return the model with initial weights drawn from ``seed``.
 
     The weights are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """

@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The launch script imports this module on the system's Python, so it uses the standard library only.
+The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from samestep.options import (
 )
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
-# Matches the prefix of a rank's output lines under horovodrun, Open MPI's mpirun (4 and 5) and MPICH's mpirun.
+# This pattern matches the prefix of a rank's output lines under horovodrun, and mpirun of Open MPI (4, 5) and MPICH.
 LINE_PREFIX = r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"
 BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # matches the names of variables that Horovod's build reads
 NO_MPI = (
@@ -92,7 +92,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in. An invalid option raises ConfigError."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
@@ -125,7 +125,7 @@ def check_slurm(options: Options, environ: Mapping[str, str]) -> None:
 
 
 def check_virtual_ranks(options: Options) -> None:
-    """Raise ConfigError for options that contradict --virtual-ranks."""
+    """Raise ConfigError if an option contradicts --virtual-ranks."""
     if options.virtual_ranks and options.compression != "none":
         raise ConfigError("--compression changes the values that ranks exchange: leave it or --virtual-ranks out")
     if options.virtual_ranks and options.gradients != "group":
@@ -138,12 +138,12 @@ def setup_environment(options: Options) -> dict[str, str]:
     if options.transport == "mpi":
         settings["HOROVOD_WITH_MPI"] = "1"
     if settings.get("HOROVOD_WITH_MPI") == "1":
-        settings["HOROVOD_MPICXX"] = shutil.which("mpicxx") or ""  # another MPI on PATH needs another build
+        settings["HOROVOD_MPICXX"] = shutil.which("mpicxx") or ""  # each MPI needs its own build
     return settings
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """Raise ConfigError if --transport cannot work in this environment. The launch script calls this function."""
+    """Raise ConfigError if --transport does not work in this environment. The launch script calls this function."""
     if options.transport != "mpi":
         check_name(os.environ)
         return

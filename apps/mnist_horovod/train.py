@@ -4,7 +4,7 @@
     horovodrun --gloo -np 4 python apps/mnist_horovod/train.py
     mpirun -np 4 python apps/mnist_horovod/train.py       # needs a Horovod with MPI
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     reduction.time_phases(model, optimizer, run.timer)
     update = VirtualRanks(model, sampler).train_step if options.virtual_ranks else partial(train_step, options)
 
-    for images, labels in run.batches(loader):  # up to --max-steps
+    for images, labels in run.batches(loader):  # ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         loss_sum = update(model, optimizer, sampler, images, labels)  # collective
-        actions = run.after_step(loss_sum)  # counts the step, sends a heartbeat; no communication
+        actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:

@@ -35,7 +35,7 @@ from torch.nn.utils import parameters_to_vector
 
 TIMEOUT = 180  # time limit of all ranks, in seconds
 REPORT = "FOUND "  # prefix of each rank's line of JSON
-DATASET = "mnist-5k"  # needs no download
+DATASET = "mnist-5k"  # this dataset needs no download
 
 Row = tuple[str, str, bool]  # name of the check, result, whether the check passed
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("n", nargs="?", default="2", metavar="N", help="number of ranks (default: %(default)s)")
     parser.add_argument("--transport", choices=("gloo", "mpi"), default="gloo", help="(default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    parser.add_argument("--rank", action="store_true", help=SUPPRESS)  # passed to each rank
+    parser.add_argument("--rank", action="store_true", help=SUPPRESS)  # each rank gets this option
     try:
         options = parser.parse(sys.argv[1:])
         if not re.fullmatch(r"[1-9]\d{0,4}", options.n, re.ASCII):
@@ -97,7 +97,7 @@ def check_build(transport: str) -> list[Row]:
 
 
 def mpi_version() -> tuple[str, bool]:
-    """Return the first two lines of ``mpirun --version``, or an error, and whether mpirun works."""
+    """Return the first two lines of ``mpirun --version``, or an error message, and whether mpirun works."""
     try:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -110,7 +110,7 @@ def mpi_version() -> tuple[str, bool]:
 
 
 def check_ranks(options: Options) -> list[Row]:
-    """Run this program on all ranks by horovodrun, and return the checks of their reports."""
+    """Run this program on all ranks by horovodrun, and return the checks of the ranks' reports."""
     n = int(options.n)
     command = [sys.executable, "-m", "horovod.runner.launch", f"--{options.transport}", "-np", str(n)]
     hosts = os.environ.get("HOROVOD_HOSTS")
@@ -166,7 +166,7 @@ def step_rows(ranks: list[dict[str, Any]]) -> list[Row]:
 
 
 def batch_rows(ranks: list[dict[str, Any]]) -> list[Row]:
-    """Return a row with the batch of each rank, and the check that all batches are distinct."""
+    """Return a row for the batch of each rank, and the check that all batches are distinct."""
     rows = [(f"batch of rank {rank['rank']}", shown(rank["batch"]), True) for rank in ranks]
     images = f"{ranks[0]['samples']} images of {DATASET} in total"
     rows.append(("batches are distinct", images, all(rank["distinct"] for rank in ranks)))

@@ -26,7 +26,7 @@ class VirtualRanks:
         images: Tensor,
         labels: Tensor,
     ) -> Tensor:
-        """Update once with this rank's sub-shards. Returns: the global batch's summed loss on rank 0, 0 on others."""
+        """Update with this rank's sub-shards. Return the global batch's summed loss on rank 0, and 0 on other ranks."""
         step = sampler.step - 1  # number of earlier updates
         optimizer.zero_grad()
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):

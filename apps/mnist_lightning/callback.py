@@ -1,4 +1,4 @@
-"""Connect Lightning's Trainer to samestep's Run by hooks around each step."""
+"""Connect Lightning's Trainer to samestep's `Run` by hooks around each step."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class RunCallback(pl.Callback):
         current: Any = fit.epoch_progress.current
         current.processed = epoch
         current.completed = epoch  # trainer.current_epoch
-        # trainer.global_step: the first counter without --virtual-ranks, the second with it
+        # trainer.global_step is the first counter, or the second counter with --virtual-ranks.
         fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first
         fit.epoch_loop.manual_optimization.optim_step_progress.total.completed = first
-        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step number in Lightning's loggers
+        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # Lightning's loggers use this step number
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.run.stop_request.install()  # replaces Lightning's SIGTERM handler, which communicates at once
-        ddp = trainer.strategy.model  # the module, wrapped by DDP
+        ddp = trainer.strategy.model  # DDP, which wraps the module
         assert isinstance(ddp, DistributedDataParallel)
         if not self.data.sampler.virtual_ranks:
             reduction.register_ordered_hook(ddp, self.run.timer)
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.run.timer.mark(INPUT)  # end of the phase that run.batches began
+        self.run.timer.mark(INPUT)  # ends the phase that run.batches began
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.run.timer.mark(COMMUNICATION)  # backward() is a part of Lightning's optimizer step
@@ -60,9 +60,9 @@ class RunCallback(pl.Callback):
             self.log_step(trainer, pl_module, {})  # collective
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Log the step before this validation, if the Run requested an evaluation.
+        """Log the step that precedes this validation, if the `Run` requested an evaluation.
 
-        Lightning also validates at the end of an epoch that --max-steps shortens. Only the result uses that evaluation.
+        Lightning also validates at the end of an epoch that --max-steps shortens. Only the result uses this validation.
         """
         if self.actions.evaluate:
             self.log_step(trainer, pl_module, pl_module.eval_metrics)  # collective
@@ -75,7 +75,7 @@ class RunCallback(pl.Callback):
             self.run.save()  # collective: compare replicas
 
     def log_line(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
-        """Pass a line of metrics.jsonl to Lightning's loggers, which write on rank 0 only."""
+        """Pass a line of metrics.jsonl to Lightning's loggers, which write only on rank 0."""
         values = {name: value for name, value in line.items() if name != "step"}
         try:
             for logger in trainer.loggers:
@@ -86,7 +86,7 @@ class RunCallback(pl.Callback):
             raise NonRetryableError(f"cannot write Lightning's log: {error.strerror}: {error.filename}") from error
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.stop_request.install()  # needed if validation runs without training
+        self.run.stop_request.install()  # necessary if validation runs without training
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.run.monitor.beat()
@@ -94,6 +94,6 @@ class RunCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Re-raise the exception, so that the process exits at once with the exit code of `log.run`.
 
-        Lightning's shutdown may wait for other ranks, and turns Ctrl-C into exit code 1.
+        Lightning's own handling may wait for other ranks, and exits with 1 after Ctrl-C.
         """
         raise exception

@@ -38,15 +38,15 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
-        images = self.images.index_select(0, chosen)  # self.images[chosen] is slower
+        images = self.images.index_select(0, chosen)  # faster than self.images[chosen]
         normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
         return normalized, self.labels.index_select(0, chosen)
 
-    __getitems__ = batch  # the method that a DataLoader calls
+    __getitems__ = batch  # a DataLoader calls this method
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
-    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
+    """Return the training and the test set. A missing or damaged file raises ConfigError."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
@@ -57,7 +57,7 @@ def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) ->
 
 
 class Batches:
-    """An iterable of the next ``count`` batches, with the length that Lightning requires."""
+    """An iterable of the next ``count`` batches. It has a length, which Lightning requires."""
 
     def __init__(self, batches: Iterable[Any], count: int) -> None:
         self.batches = batches
@@ -71,7 +71,7 @@ class Batches:
 
 
 class Data(LightningDataModule):
-    """Provide the global batches of each epoch, and this rank's blocks of the test set."""
+    """Provide this rank's shards of each epoch's global batches, and this rank's blocks of the test set."""
 
     def __init__(
         self, run: Run, sampler: GlobalBatchSampler, eval_sampler: EvalSampler, train_set: Split, test_set: Split
@@ -80,13 +80,13 @@ class Data(LightningDataModule):
         self.run = run
         self.sampler = sampler
         self.eval_sampler = eval_sampler
-        self.batches = run.batches(DataLoader(train_set, batch_sampler=sampler, seeded=False))  # up to --max-steps
+        self.batches = run.batches(DataLoader(train_set, batch_sampler=sampler, seeded=False))  # up to the last step
         self.eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
 
     def train_dataloader(self) -> Batches:
         """Return the batches of Lightning's current epoch that lie between the run's first and last step.
 
-        Lightning calls this method in each epoch (``reload_dataloaders_every_n_epochs``), and validates at its end.
+        Lightning calls this method per epoch (``reload_dataloaders_every_n_epochs``), and validates after each epoch.
         """
         assert self.trainer is not None
         epoch_begin = self.trainer.current_epoch * len(self.sampler)

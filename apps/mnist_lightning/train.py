@@ -77,8 +77,8 @@ class Digits(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
 
-        The loss is scaled, so that DDP's average of the gradients is the gradient of the mean over the global batch.
-        With --virtual-ranks, a tree reduces the gradients of the sub-shards instead of DDP, and "loss" is absent.
+        The method scales the loss, so that DDP's average of the gradients is the gradient of the mean over the global
+        batch. With --virtual-ranks, a tree instead of DDP reduces the sub-shards' gradients, and "loss" is absent.
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
@@ -137,7 +137,7 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
     if not ranks:  # the launcher does not set the local world size
         ranks = (run.world.local_rank or 0) + 1
     devices = ranks
-    shared: list[torch.device] | None = None  # None: the Trainer selects a GPU for each rank
+    shared: list[torch.device] | None = None  # with None, the Trainer selects a GPU for each rank
     if options.share_gpu:
         devices = 1
         shared = [device] * ranks

@@ -1,4 +1,4 @@
-"""Draw apps/resnet50_mindspore/augmentation.png: six images after crop and flip in five epochs.
+"""Draw apps/resnet50_mindspore/augmentation.png, with six images as cropped and flipped in five epochs.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0          # makes .venvs/resnet50_mindspore
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/augmentation.py   # --dataset cifar10 for real images

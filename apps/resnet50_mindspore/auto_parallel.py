@@ -3,7 +3,7 @@
 Semi-automatic parallelization splits the batch and the weights of the last layer. In automatic parallelization
 (AUTO_PARALLEL), a search with a cost model splits all operators.
 
-If MindSpore splits a weight, each rank holds a part of it. `gather` assembles whole weights for checkpoints,
+If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles whole weights for checkpoints,
 comparisons and evaluations. This module has not run on Ascend yet.
 """
 
@@ -21,7 +21,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from model import ResNet
 from numpy.typing import NDArray
 
-MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParallel's names of --parallel's values
+MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParallel's name for each value of --parallel
 
 
 def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.Cell:
@@ -31,7 +31,7 @@ def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.C
         network: a training step, or the forward pass for `Model`, which contains ``model``.
         model: the trained model.
         parallel: "semi-auto" or "auto".
-        world_size: number of ranks. With "semi-auto", it must divide the inputs of the last layer.
+        world_size: number of ranks. With "semi-auto", it must divide the number of inputs of the last layer.
     """
     if parallel == "semi-auto":  # each rank multiplies its part of the features, and MindSpore sums the products
         model.fc.matmul.shard(((1, world_size), (1, world_size)))
@@ -42,7 +42,7 @@ def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.C
 
 @contextlib.contextmanager
 def stand_alone() -> Iterator[None]:
-    """Compile without automatic parallelization in the block, then restore the mode of `Model`."""
+    """Compile without automatic parallelization in the block, and then restore the previous mode."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
     try:
@@ -52,13 +52,13 @@ def stand_alone() -> Iterator[None]:
 
 
 def record_layouts(network: nn.Cell) -> None:
-    """Store in each parameter of the compiled ``network`` how MindSpore split it, or None if it is whole."""
+    """Store in each parameter of the compiled ``network`` its layout over ranks, or None if the parameter is whole."""
     for parameter in network.get_parameters():
         parameter.layout = network.parameter_layout_dict.get(parameter.name)
 
 
 def whole(parameter: Parameter) -> NDArray[Any]:
-    """Return a whole parameter as an array. If MindSpore has split it, the call is collective."""
+    """Return a whole parameter as an array. If MindSpore has split the parameter, the call is collective."""
     part = np.array(parameter.asnumpy())
     layout = getattr(parameter, "layout", None)
     if layout is None or all(axis == -1 for axis in layout[1]):
@@ -73,7 +73,7 @@ def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int])
         part: this rank's part. All parts have the same shape and dtype.
         matrix: shape of MindSpore's grid of ranks, which is filled by rows.
         tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if the axis is whole.
-            Axes of the grid are counted from the last one (0). Ranks along such an axis hold consecutive parts.
+            The last axis of the grid has the number 0. Ranks along a split axis hold consecutive parts.
     """
     parts = all_gather(part.ravel())  # collective
     cuts = [1 if axis == -1 else matrix[-1 - axis] for axis in tensor_map]

@@ -1,4 +1,4 @@
-"""Make batches of images: crop and flip in NumPy, and normalize in MindSpore's compiled code."""
+"""Make batches of images. NumPy crops and flips images, and MindSpore's compiled code normalizes them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ class Split:
         """Return this rank's shard of the global batch of each of ``steps``.
 
         Every shard has ceil(global batch / world size) rows, because MindSpore recompiles for another shape and does
-        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. The other weights are
-        chosen so that the mean of weight * loss, averaged over ranks, is the mean over the samples.
+        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. With the other
+        weights, the mean of weight * loss, averaged over ranks, is the mean loss over the samples.
+
+        Args:
+            batches: this rank's shards of the global batches.
+            steps: numbers of the steps.
+            image_size: side of an image, in pixels.
 
         Returns:
             Per step: images float32 [rows, 3, image_size, image_size], labels int32 [rows], weights float32 [rows].
@@ -63,6 +68,12 @@ class Split:
         """Return the samples [first, last) without augmentation, in batches of ``rows``.
 
         The weight of a sample is 1. Samples that pad the last batch have weight 0.
+
+        Args:
+            first: number of the first sample.
+            last: number after the last sample.
+            rows: number of rows of a batch.
+            image_size: side of an image, in pixels.
         """
 
         def make(begin: int) -> Batch:
@@ -78,7 +89,7 @@ class Split:
 class Source:
     """An iterable of samples, with a length.
 
-    MindSpore needs the length of a dataset for data sinking, and would otherwise read the whole dataset to count it.
+    MindSpore needs the length for data sinking. Otherwise, it would read the whole dataset to count the samples.
 
     Attributes:
         make: function that returns a batch by its number.
@@ -106,13 +117,13 @@ def rows_per_rank(batches: GlobalBatches) -> int:
 
 
 def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
-    """Pad images, crop each to its old size at random, and flip about half of them.
+    """Pad images, crop each image to its old size at random, and flip about half of the images.
 
-    The result depends only on (seed, epoch, index), so it is the same on any rank, in any batch and after a resume.
+    An image's crop and flip depend only on (seed, epoch, index). They are the same on any rank and after a resume.
 
     Args:
         images: images uint8 [m, 32, 32, 3].
-        indices: their indices in the training set, int64 [m].
+        indices: indices of the images in the training set, int64 [m].
         seed: seed of the run.
         epoch: number of the epoch, from 0.
 
@@ -135,7 +146,7 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
 
 
 def _pipeline(source: Source, image_size: int) -> ds.Dataset:
-    """Return the batches of ``source``, with images resized and normalized by MindSpore's compiled transforms."""
+    """Return the batches of ``source``, whose images MindSpore's compiled transforms resize and normalize."""
     transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
     if image_size != 32:
         transforms.insert(0, vision.Resize((image_size, image_size)))
@@ -147,8 +158,14 @@ def _pipeline(source: Source, image_size: int) -> ds.Dataset:
 def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:
     """Run loops of --sink-size updates over ``shards``, and yield the last loss of each loop.
 
-    With ``sinks``, MindSpore sends the shards to the device in advance. The CPU does not support data sinking. The
-    first batch is read when the first loop starts.
+    With ``sinks``, MindSpore sends the shards to the device in advance. The CPU does not support data sinking.
+    MindSpore reads the first batch when the first loop starts.
+
+    Args:
+        run: the run.
+        train_step: cell that computes one update.
+        shards: this rank's batches.
+        sinks: whether to use data sinking.
     """
     if sinks:
         loop = ms.data_sink(train_step, shards, run.options.sink_size)
@@ -157,7 +174,7 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
                 with run.monitor.collective("train step"):
                     loss = loop()  # collective
                 yield loss
-        finally:  # otherwise MindSpore continues to send shards, from the first one again
+        finally:  # otherwise, MindSpore would continue to send shards, again from the first shard
             shards.__transfer_dataset__.stop_send()
             shards.__transfer_dataset__.release()
     batches = shards.create_tuple_iterator(num_epochs=1)
@@ -167,12 +184,16 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
                 batch = next(batches)
             with run.monitor.collective("train step"):
                 loss = train_step(*batch)  # collective
-            run.timer.mark(COMMUNICATION)  # includes all work of the compiled graph, which cannot be measured in parts
+            run.timer.mark(COMMUNICATION)  # includes all work of the compiled graph, whose parts cannot be timed
         yield loss
 
 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:
-    """Return the training set and the test set. Raises ConfigError if a file is missing or damaged."""
+    """Return the training set and the test set.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     found = datasets.load(name, data_dir)
     train_set = Split(found.train_images, found.train_labels.astype(np.int32))
     test_set = Split(found.test_images, found.test_labels.astype(np.int32))

@@ -49,7 +49,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return facts besides the options that a run's numbers depend on, for the header of metrics.jsonl."""
+    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
     return {
         "mindspore": ms.__version__,
         "device": device if device == "ascend" else processor(),
@@ -62,7 +62,7 @@ def rendezvous(world: World, options: Options) -> None:
     """Join the other ranks of msrun or of a rank table. A process without a launcher trains alone.
 
     Raises:
-        ConfigError: MindSpore does not support this launcher, or joined another number of ranks than it started.
+        ConfigError: MindSpore does not support this launcher, or joined more or fewer ranks than the launcher started.
     """
     if world.launcher == "none":
         return
@@ -92,7 +92,7 @@ def serve(options: Options) -> NoReturn:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, because msrun kills only the parent at Ctrl-C
         ms.set_device("CPU")
         try:
-            init()  # returns when the workers have left
+            init()  # returns when the workers have ended
         except RuntimeError as problem:
             log.error(f"MindSpore's scheduler: {problem}")
             os._exit(1)
@@ -165,7 +165,7 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     """Return the rows of all ranks on every rank, bit for bit.
 
     Args:
-        row: array [k] whose elements have 4 or 8 bytes. It is sent as int32, because MindSpore's collectives do not
+        row: array [k] whose elements have 4 or 8 bytes. Ranks send it as int32, because MindSpore's collectives do not
             support float64.
 
     Returns:
@@ -185,7 +185,7 @@ def _is_alone() -> bool:
 
 
 def summarize_error(message: str) -> str:
-    """Return the line of one of MindSpore's error messages that names the cause.
+    """Return the line of a MindSpore error message that names the cause.
 
     The function skips separator lines, and titles, which end with ":".
     """

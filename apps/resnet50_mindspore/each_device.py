@@ -8,8 +8,8 @@ servers. The folder contains env.log, train.log, and the files of Ascend's compi
 ranks.
 
 With ``--device=cpu``, the program starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The
-ranks connect through MindSpore's scheduler, which the first server runs, with its logs in ``scheduler``. For several
-servers, set MASTER_ADDR and MASTER_PORT.
+ranks connect through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. For
+several servers, set MASTER_ADDR and MASTER_PORT.
 
 The exit code is the exit code of the first failed rank, or 128 + the signal that killed it. After an error in the call
 or the table, the program prints one line and exits with 2. After a stop signal, it exits with 128 + the signal.
@@ -36,8 +36,8 @@ from samestep.options import parse_as
 from samestep.root import Root
 from samestep.untrusted import write_json
 
-STOP_SECONDS = 10.0  # time from SIGTERM to SIGKILL
-POLL_SECONDS = 0.1  # time between two checks for ended ranks
+STOP_SECONDS = 10.0  # time from SIGTERM to SIGKILL, in seconds
+POLL_SECONDS = 0.1  # time between two checks for ended ranks, in seconds
 
 Rank = tuple[Device, "subprocess.Popen[bytes]"]
 
@@ -51,7 +51,7 @@ def environment(placement: Placement, device: Device, folder: Path, more: Mappin
         folder: the rank's folder.
         more: variables of a rehearsal, or an empty dict.
     """
-    # Remove a launcher's variables for this process, because a rank would read its place in the job from them.
+    # Remove a launcher's variables for this process, from which a rank would read its place in the job.
     placed = env.launcher_variables()
     environ = {name: value for name, value in os.environ.items() if name not in placed}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
@@ -91,7 +91,7 @@ def rehearsal(placement: Placement) -> dict[str, str]:
 
 
 def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start one rank in its folder, in a new session, so that its child processes can be killed with it.
+    """Start one rank in its folder and in a new session, so that `run` can also kill the rank's child processes.
 
     Raises:
         ConfigError: the rank's logs cannot be written.
@@ -185,12 +185,12 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the run dir, and the options with absolute paths, because each rank runs in its own folder."""
+    """Return the run dir, and the options with absolute paths. Relative paths would fail in a rank's own folder."""
     options = parse_as(Options, build_parser(), arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
     if "run_dir" not in paths:
         raise ConfigError("--run-dir is missing: name the folder of the run")
-    # If an option is given twice, the last value counts.
+    # If an option is given twice, the last value applies.
     absolute = [f"--{name.replace('_', '-')}={path}" for name, path in paths.items()]
     return paths["run_dir"], [*arguments, *absolute]
 

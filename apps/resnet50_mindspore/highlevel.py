@@ -1,4 +1,4 @@
-"""Compute the same steps by `mindspore.train.Model`, which contains the loop (``--api highlevel``)."""
+"""Compute the same steps as train.py's loop by `mindspore.train.Model` (``--api highlevel``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunCallback(Callback):  # type: ignore[misc]
         self.after_update = after_update
         self.step = run.first_step
         self.loop = loop
-        self.current = contextlib.ExitStack()  # context of the current phase: Model fetches a batch or runs a step
+        self.current = contextlib.ExitStack()  # context of the current phase: fetch of a batch, or a step
 
     def on_train_begin(self, run_context: Any) -> None:
         self.current.enter_context(self.run.timer.phase(INPUT))
@@ -37,7 +37,7 @@ class RunCallback(Callback):  # type: ignore[misc]
 
     def on_train_step_end(self, run_context: Any) -> None:
         self.current.close()
-        self.run.timer.mark(COMMUNICATION)  # includes all work of the compiled graph, which cannot be measured in parts
+        self.run.timer.mark(COMMUNICATION)  # includes all work of the compiled graph, whose parts cannot be timed
         arguments = run_context.original_args()
         loss = arguments.net_outputs
         if self.step == self.run.first_step:
@@ -45,7 +45,7 @@ class RunCallback(Callback):  # type: ignore[misc]
         mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.run.options.parallel != "data":
             mode = stand_alone()
-        with mode:  # evaluations must not be split over ranks
+        with mode:  # MindSpore must not split evaluations over ranks
             for _ in range(self.loop):
                 self.after_update(self.step, loss)
                 self.step += 1
@@ -57,15 +57,16 @@ def fit(
 ) -> None:
     """Train all steps of ``run``.
 
-    LossMonitor, which --quiet disables, prints epoch 1 for all steps. With ``sinks``, it counts each loop as an epoch.
+    LossMonitor, which --quiet disables, prints epoch 1 for all steps. With ``sinks``, LossMonitor counts each loop as
+    an epoch.
 
     Args:
         run: the run, with its steps and options.
         forward: cell that returns the loss of images, labels and sample weights, or the result of `auto_parallel.cut`.
         optimizer: optimizer of the model in ``forward``.
         shards: this rank's batches, one per step from the run's first to its last.
-        after_update: function that is called after each update.
-        sinks: send the shards to the device in advance, and run loops of --sink-size updates there.
+        after_update: function that `fit` calls after each update.
+        sinks: send the shards to the device in advance, and run loops of --sink-size updates on the device.
 
     Raises:
         RetryableError, NonRetryableError: a loss is NaN or infinite, as in `Run.log_metrics`.

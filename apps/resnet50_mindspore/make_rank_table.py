@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HCCN_CONF = Path("/etc/hccn.conf")
-HCCN_TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"  # the driver's folder, which is often not on PATH
+HCCN_TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"  # path of the driver's tool, which is often not on PATH
 HCCN_TOOL_SECONDS = 30
 
 
@@ -45,7 +45,7 @@ class Device:
 
     server_id: str
     device_id: int
-    device_ip: str  # "" if the table has no address
+    device_ip: str  # the address, or "" if the table has none
     rank: int = 0
     extra: dict[str, Any] = field(default_factory=dict)  # more fields of form 1.0, such as device_port
 
@@ -58,7 +58,7 @@ class Table:
     """A rank table in either form."""
 
     form: str  # "group" or "1.0"
-    devices: list[Device]  # grouped by server
+    devices: list[Device]  # the devices, grouped by server
     header: dict[str, str] = field(default_factory=dict)  # board_id, chip_info and deploy_mode of the group form
     server_extra: dict[str, dict[str, Any]] = field(default_factory=dict)  # more fields of form 1.0, such as host_ip
 
@@ -75,13 +75,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Product:
-    """A product's rules for the devices of a job. `_check_layout` has the sources."""
+    """A product's rules for the devices of a job. The docstring of `_check_layout` has the sources."""
 
     title: str
     devices: int  # upper limit of device_id, exclusive
     alone: Sequence[int]  # allowed numbers of devices on a single server
     each: Sequence[int]  # allowed numbers of devices on each of several servers
-    equal: str = ""  # whether servers "must" or "should" list equally many devices
+    equal: str = ""  # whether servers "must" or "should" list the same number of devices
     halves: bool = False  # whether devices 0-3 and 4-7 are separate networks, and the group form is allowed
 
 
@@ -110,7 +110,7 @@ def check(table: Table, product: Product | None = None) -> list[str]:
         Warnings.
 
     Raises:
-        RankTableError: the table breaks a rule. The message names the first one.
+        RankTableError: the table breaks a rule. The message names the first broken rule.
     """
     warnings = _check_servers(table)
     _check_addresses(table)
@@ -131,12 +131,12 @@ def _check_layout(table: Table, product: Product) -> list[str]:
     - training-cann7: n servers have n, 2n, 4n or 8n devices in total, and each server has the same number. Sources:
       CANN 7.0, tfmigr1_000026, and the TensorFlow migration guide 8.5, tfmigr2_000030. If a server has 2 or 4 devices,
       they lie within 0-3 or within 4-7 (create_group, hcclpython_07_0003).
-    - a2: one server has any number of devices. Each of several servers has 1 to 8, and equal numbers are faster
+    - a2: one server has any number of devices. Each of several servers has 1 to 8 devices, and equal numbers are faster
       (tfmigr2_000030).
     - a3: equal numbers of devices on each server are faster (tfmigr2_000030). A SuperPoD needs form 1.2, which this
       program does not support.
     - 300i-duo: the form is 1.0 (hcclug_000069), and any number of devices is allowed.
-    - The group form is allowed for training only. The HCCL user guide shows a group_list for no other product.
+    - The group form is allowed only for training. The HCCL user guide shows a group_list for no other product.
     - The largest device_id is 7 on the 910, and 15 on A2, A3 and 300I Duo (topoinfo_ranktableConcise.cc).
 
     Returns:
@@ -175,7 +175,7 @@ def _check_layout(table: Table, product: Product) -> list[str]:
 
 
 def _is_split(ids: Sequence[int]) -> bool:
-    """Return whether ``ids``, in ascending order, are 2 or 4 devices in both halves of a server."""
+    """Return whether ``ids``, in ascending order, are 2 or 4 devices that lie in both halves of a server."""
     return len(ids) in (2, 4) and ids[0] < 4 <= ids[-1]
 
 
@@ -240,7 +240,7 @@ def read(path: Path, product: Product | None = None) -> Table:
 
     Args:
         path: path of the file.
-        product: product whose rules apply. If it is None, check only the structure and the ranks, as for a merge.
+        product: product whose rules apply. If ``product`` is None, check only the structure and the ranks.
 
     Raises:
         RankTableError: the file cannot be read, or the table breaks a rule.
@@ -256,7 +256,11 @@ def read(path: Path, product: Product | None = None) -> Table:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises RankTableError if it is not an object with strings as values."""
+    """Return the object in a JSON file.
+
+    Raises:
+        RankTableError: the file cannot be read, or has no JSON object with only strings as values.
+    """
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
@@ -298,12 +302,12 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse(document: dict[str, Any]) -> Table:
-    """Return the table in decoded JSON, after a check of its structure, counts and status.
+    """Check the structure, counts and status of a table in decoded JSON, and return the table.
 
     Raises:
         RankTableError: a field is missing or invalid.
     """
-    grouped = "version" not in document and "server_list" not in document  # HCCL distinguishes the forms in this way
+    grouped = "version" not in document and "server_list" not in document  # HCCL distinguishes the forms by these keys
     if grouped and "group_list" not in document:
         raise RankTableError("neither server_list nor group_list: write the table with make")
     status = Node(document).text("status")
@@ -317,7 +321,7 @@ def parse(document: dict[str, Any]) -> Table:
 
 @dataclass(frozen=True)
 class Node:
-    """An object in the document, and its location for messages. Methods raise RankTableError for invalid content."""
+    """An object in the document, with its location for messages. Methods raise RankTableError for invalid content."""
 
     value: Any
     where: str = ""
@@ -354,7 +358,7 @@ class Node:
         return int(text)
 
     def check_count(self, key: str, count: int, things: str) -> None:
-        """Raise RankTableError unless the number at ``key`` is ``count``, the number of listed ``things``."""
+        """Raise RankTableError unless the value at ``key`` is ``count``, the number of listed ``things``."""
         given = self.text(key)
         if given != str(count):
             raise RankTableError(f'{self.where}{key} is {_q(given)}, but {count} {things} are listed: write "{count}"')
@@ -384,7 +388,7 @@ def _parse_servers(document: Node) -> Table:
 
 
 def _parse_groups(document: Node) -> Table:
-    # HCCL has two group forms. Without deploy_mode, it expects pod_name in place of rank_id.
+    # HCCL has two group forms. Without deploy_mode, HCCL expects pod_name instead of rank_id.
     header = {key: document.text(key) for key in ("board_id", "chip_info", "deploy_mode")}
     location = document.text("para_plane_nic_location")
     if location != "device":
@@ -450,7 +454,11 @@ def as_servers(table: Table) -> dict[str, Any]:
 
 
 def as_groups(table: Table) -> dict[str, Any]:
-    """Return the table as a JSON object in the group form. Raises RankTableError for fields that this form lacks."""
+    """Return the table as a JSON object in the group form.
+
+    Raises:
+        RankTableError: the table has a field that this form lacks.
+    """
     extra: set[str] = set()
     for fields in [*(device.extra for device in table.devices), *table.server_extra.values()]:
         extra.update(fields)
@@ -514,7 +522,7 @@ def finish(table: Table, product: Product, out: Path | None) -> None:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Return the device ids of a list such as "0,1,2,3", "0-3", "[0,4)" or "0-3,6". Blanks are ignored."""
+    """Return the device ids in a list such as "0,1,2,3", "0-3", "[0,4)" or "0-3,6". Ignore blanks."""
 
     def close(half_open: re.Match[str]) -> str:
         return f"{half_open[1]}-{int(half_open[2]) - 1}"
@@ -572,12 +580,12 @@ def ask_hccn_tool(tool: str, device: int) -> str:
 
 
 def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]) -> list[str]:
-    """Return the addresses of one server's devices, from --device-ips, --hccn-conf or this machine.
+    """Return the addresses of one server's devices from --device-ips, from --hccn-conf, or from this machine.
 
     Args:
         options: options of `make`.
         index: index of the server in --server.
-        ids: device ids.
+        ids: device ids of this server.
     """
     if options.device_ips:
         given = options.device_ips[index]
@@ -746,7 +754,7 @@ def _add_product(parser: argparse.ArgumentParser) -> None:
 
 
 def new_header(options: argparse.Namespace) -> dict[str, str]:
-    """Return the header of the group form: board_id, chip_info and deploy_mode."""
+    """Return board_id, chip_info and deploy_mode for the header of the group form."""
     board_id = options.board_id
     if not board_id:
         is_arm = platform.machine().lower() in ("aarch64", "arm64")
@@ -774,7 +782,7 @@ def _is_address(text: str) -> bool:
 
 
 def _unique(values: Sequence[Any], message: Callable[[Any], str]) -> None:
-    """Raise RankTableError with the message for the first value that occurs more than once."""
+    """Raise RankTableError with the result of ``message`` for the first value that occurs more than once."""
     for value, count in Counter(values).items():
         if count != 1:
             raise RankTableError(message(value))
@@ -787,7 +795,7 @@ def _join(values: Sequence[int]) -> str:
 
 
 def _q(text: str) -> str:
-    """Return ``text`` quoted, on one line, and shortened to 60 characters."""
+    """Return ``text`` in quotes, on one line, and shortened to 60 characters."""
     if len(text) > 60:
         return f"{text[:60]!a}..."
     return f"{text!a}"

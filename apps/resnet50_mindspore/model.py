@@ -1,4 +1,4 @@
-"""Define torchvision's ResNet ("v1.5": the 3x3 convolution of a bottleneck has the stride), and the losses."""
+"""Define the losses, and torchvision's ResNet v1.5, in which a bottleneck's 3x3 convolution has the stride."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Con
 
 
 class Block(nn.Cell):  # type: ignore[misc]
-    """A residual block: convolutions of (size, outputs, stride) with batch norms, added to the input."""
+    """A residual block, which adds convolutions of (size, outputs, stride) with batch norms to the input."""
 
     def __init__(self, inputs: int, convolutions: Sequence[tuple[int, int, int]], statistics: bool | None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ResNet(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, depth: int, freeze_bn: bool) -> None:
         super().__init__()
-        statistics = False if freeze_bn else None  # None: batch statistics in training, stored ones in evaluation
+        statistics = False if freeze_bn else None  # None: batch statistics in training, stored statistics in evaluation
         self.conv1 = convolution(3, 64, 7, 2)
         self.bn1 = nn.BatchNorm2d(64, use_batch_statistics=statistics)
         self.relu = nn.ReLU()
@@ -86,8 +86,8 @@ class ResNet(nn.Cell):  # type: ignore[misc]
 class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
     """Compute the cross entropy of logits [m, 10] and labels int32 [m], one value per row [m], in small operators.
 
-    Automatic parallelization can split these operators along any axis. The loss uses the logarithm of the sum, because
-    the quotient may be 0.
+    Automatic parallelization can split these operators along any axis. The loss takes the logarithm of the sum of
+    exponentials, because the logarithm of a quotient may be infinite.
     """
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Define the app's options: the options that all apps share, and its own.
+"""Define the options of this app: the options that all apps share, and the app's own options.
 
-The module uses the standard library only.
+The module uses only the standard library and samestep.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from samestep.options import (
     virtual_ranks_option,
 )
 
-ASCEND_DRIVER = Path("/dev/davinci_manager")  # exists if Ascend's driver is installed, also in containers
+ASCEND_DRIVER = Path("/dev/davinci_manager")  # exists if Ascend's driver is installed, even in a container
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both variables
 FEATURES = {10: 512, 18: 512, 50: 2048}  # inputs of the last layer
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
@@ -44,7 +44,7 @@ class Options(CommonOptions):
 
     global_batch_size: int = 32
     lr: float = lr_option("0.01", 0.01)
-    dtype: str = "float32"  # the only type of MindSpore's convolutions on the CPU
+    dtype: str = "float32"  # MindSpore's convolutions on the CPU support only this type
     device: str = device_option("auto", "cpu", "ascend")
     dataset: str = dataset_option("cifar10", "synthetic-cifar10")
     virtual_ranks: int | None = virtual_ranks_option(refusal="MindSpore compiles its reduction into the step")
@@ -105,7 +105,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid, or options contradict each other.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     if options.device == "auto":
         options.device = automatic_device()
@@ -123,7 +127,11 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def automatic_device() -> str:
-    """Return the device of --device auto. Raises ConfigError if a rank table is set on a machine without Ascend."""
+    """Return the device of --device auto.
+
+    Raises:
+        ConfigError: a variable names a rank table on a machine without Ascend.
+    """
     if ASCEND_DRIVER.exists():
         return "ascend"
     name = table_variable(os.environ)
@@ -149,7 +157,7 @@ def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None
 
     Args:
         options: options of the app.
-        more: names of more steps at which a loop must end, counted from the start of training.
+        more: further steps at which a loop must end, counted from the start of training, by name.
     """
     due = {
         "--log-every": options.log_every,
@@ -179,7 +187,7 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
 
 def check_start(options: Options, dataset: str, start: int) -> None:
-    """Call `check_steps` for a dataset by its name. The launch script calls this function."""
+    """Call `check_steps` for the dataset with this name. The launch script calls this function."""
     check_steps(options, TRAIN_EXAMPLES[dataset], start)
 
 
@@ -187,7 +195,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the options do not suit ``ranks`` ranks.
 
     The launch script passes the ranks of one machine, and a rank passes the world size. Batch normalization divides by
-    the number of values - 1, and the last layers have one pixel for each 32 x 32 pixels of an image.
+    the number of values - 1. The last layers have one pixel for each 32 x 32 pixels of an image.
     """
     if options.parallel != "data" and ranks == 1:
         raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")
@@ -206,7 +214,11 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def table_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the variable that names a rank table, or None. Raises ConfigError if two variables contradict."""
+    """Return the name of the variable that names a rank table, or None.
+
+    Raises:
+        ConfigError: the two variables name different tables.
+    """
     given = [name for name in TABLE_VARIABLES if environ.get(name)]
     if len({os.path.abspath(environ[name]) for name in given}) > 1:
         tables = " and ".join(f"{name}={environ[name]}" for name in given)

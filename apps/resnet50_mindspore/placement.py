@@ -1,6 +1,7 @@
 """Find the devices that a rank table lists for this machine.
 
-This module uses the standard library only: the launch script calls `find_placement` before it installs packages.
+The launch script calls `find_placement` before it installs packages, so this module uses only the standard library
+and samestep.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Placement:
     node_count: int
 
     def folder(self, run_dir: Path, device: Device) -> Path:
-        """Return a device's folder. Several servers may share the disk of the run dir, and each has a device 0."""
+        """Return a device's folder. With several servers, the folder is in a folder of the device's server."""
         if self.node_count > 1:
             run_dir = run_dir / f"server{self.node_rank}"
         return run_dir / f"device{device.device_id}"
@@ -51,7 +52,7 @@ def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Pla
     title = f"{variable}={environ[variable]}"
     try:
         table = parse(load_json(path))
-        check(table)  # the returned warnings concern merges only
+        check(table)  # the returned warnings concern only merges
     except RankTableError as error:
         raise ConfigError(f"{title}: {error}") from None
     if path.suffix != ".json":
@@ -77,7 +78,7 @@ def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Pla
 
 
 def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, str]) -> int:
-    """Return this machine's index in ``server_ids``, found by its addresses and name, or by NODE_RANK."""
+    """Find this machine by its addresses and name, or by NODE_RANK, and return its index in ``server_ids``."""
     count = len(server_ids)
     host = socket.gethostname()
     listed = f"{title} lists {_shown(server_ids)}"
@@ -86,7 +87,7 @@ def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
     own = [is_own(server_id) for server_id in server_ids]
     certain = [i for i in range(count) if own[i]]
     unknown = [i for i in range(count) if own[i] is None]
-    if count == 1:  # HCCL only compares server_ids, so the single server may have any string
+    if count == 1:  # HCCL only compares server_ids, so a single server may have any string
         certain += unknown
     possible = certain or unknown
     if not possible:
@@ -126,6 +127,6 @@ def is_own(server_id: str) -> bool | None:
         return None
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind((server_id, 0))  # a machine can bind only its own addresses; nothing is sent
+        probe.bind((server_id, 0))  # a machine can bind only its own addresses; bind sends no data
         return True
     return False

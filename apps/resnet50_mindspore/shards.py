@@ -4,8 +4,9 @@ bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0         # make
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/shards.py    # --help
 
 MindSpore's sharding is `ds.Cifar10Dataset(folder, num_shards=N, shard_id=r)` and `.batch(rows, drop_remainder=...)` for
-each rank r. Its shards have equal sizes, so rows = ceil(global batch / N). Both ways read the same files, which this
-program writes: the first pixel of an image encodes its number. MindSpore reads only files of exactly 10,000 images.
+each rank r. Its shards have equal sizes, so rows = ceil(global batch / N). MindSpore and `GlobalBatches` read the
+same files, which this program writes. The first pixel of an image encodes the image's number. MindSpore reads only
+files of exactly 10,000 images.
 
 The column "promised" is `get_dataset_size()`, or `GlobalBatches.steps_per_epoch`. The last two columns count global
 batches with the same samples as at one rank, in order and shuffled, from the same seed.
@@ -41,7 +42,7 @@ class Epoch(NamedTuple):
 
 
 def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence[Epoch], n: int) -> str:
-    """Return a Markdown row about one way to shard at one world size.
+    """Return a Markdown row for one way to shard at one world size.
 
     Args:
         name: name of the way to shard.
@@ -55,7 +56,7 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
     sizes = [len(batch) for batch in shuffled.batches]
     times = [int((seen == count).sum()) for count in (1, 2, 0)]
     counts = [len(sizes), shuffled.promised, sizes[0], sizes[-1], *times]
-    same = ["-"]  # shown if the way has no epoch in order
+    same = ["-"]  # the cell without an epoch in order
     for one, other in zip(epochs, baseline):
         equal = sum(map(np.array_equal, one.batches, other.batches))
         same.append(f"{equal:,}")
@@ -78,12 +79,20 @@ def write_numbered(folder: Path) -> None:
 
 
 def numbers(images: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the numbers [m] of images [m, 32, 32, 3]."""
+    """Return the numbers [m] that the first pixels of images [m, 32, 32, 3] encode."""
     return np.asarray(images[:, 0, 0] @ np.array([1, 1 << 8, 1 << 16]), np.int64)
 
 
 def mindspore_epoch(folder: Path, ranks: int, rows: int, shuffle: bool, drop: bool) -> Epoch:
-    """Return one epoch of MindSpore's sharding, with ``rows`` samples per rank and step."""
+    """Return one epoch of MindSpore's sharding, with ``rows`` samples per rank and step.
+
+    Args:
+        folder: folder of the files.
+        ranks: world size.
+        rows: number of samples per rank and step.
+        shuffle: whether MindSpore shuffles.
+        drop: whether MindSpore omits an incomplete last batch.
+    """
     shards = []
     sizes = set()
     for rank in range(ranks):

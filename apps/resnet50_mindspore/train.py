@@ -77,8 +77,8 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
     Args:
         run: the run.
         trained: the trained model.
-        model: the model to evaluate: ``trained`` itself, or a second model that gets whole weights if MindSpore splits
-            the weights of ``trained``.
+        model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. In that case, a second
+            model gets the whole weights.
         test_set: the test set.
     """
     if model is not trained:
@@ -140,7 +140,7 @@ class AfterUpdate:
         self.model.batches_tracked += not options.freeze_bn
         if step == run.first_step:
             distributed.all_gather(np.zeros(1))  # collective: wait once until all ranks have compiled the step
-        actions = run.after_step()  # counts the step, sends a heartbeat; the loss stays on the device
+        actions = run.after_step()  # counts the step and records progress; the loss stays on the device
         if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are from its end
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
             actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
@@ -179,7 +179,7 @@ def train(run: Run, options: Options) -> None:
     run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir)
     n = len(train_set.labels)
-    check_steps(options, n, run.first_step)  # repeats the launch script's check for other launchers
+    check_steps(options, n, run.first_step)  # repeats the launch script's check, because other launchers do not check
     batches = GlobalBatches(
         n,
         options.global_batch_size,

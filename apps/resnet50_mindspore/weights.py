@@ -1,11 +1,11 @@
 """Convert weights, running statistics and optimizer state to arrays and back.
 
-The arrays have torchvision's names. MindSpore's layouts equal torchvision's (convolutions OIHW, linear layers
-[out, in]). The running statistics are equal too (unbiased variance, new = 0.9 old + 0.1 batch).
+The arrays have torchvision's names. MindSpore and torchvision have the same layouts (convolutions OIHW, linear layers
+[out, in]). They also compute running statistics in the same way (unbiased variance, new = 0.9 old + 0.1 batch).
 
-Each rank has its own running statistics ("buffers") of its images. Checkpoints and evaluations use their average over
-ranks. Afterwards each rank continues with its own statistics, so the result does not depend on the number of
-checkpoints.
+Each rank has its own running statistics ("buffers") of its images. Checkpoints and evaluations use the average of the
+buffers over ranks. Afterwards, each rank continues with its own buffers, so the result does not depend on the number
+of checkpoints.
 
 If MindSpore has split parameters over ranks (auto_parallel.py), the functions that return arrays are collective, and
 return whole arrays. Only a model with whole parameters can load these arrays.
@@ -41,9 +41,12 @@ def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
 
 
 def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) -> None:
-    """Load the arrays of `groups`, or "model" alone. Raises ValueError if an array does not fit.
+    """Load the arrays of `groups`, or only the group "model".
 
     If the world size differs from the checkpoint's, every rank continues with the averaged buffers.
+
+    Raises:
+        ValueError: an array does not fit the model or the optimizer.
     """
     load_model(model, groups["model"])
     if "optimizer" in groups:
@@ -54,7 +57,7 @@ def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) ->
 
 
 def model_arrays(model: ResNet) -> Arrays:
-    """Return the weights and buffers as arrays on the CPU, by torch's names: the content of model.safetensors."""
+    """Return the weights and buffers as arrays on the CPU, by torch's names, as model.safetensors has them."""
     arrays = _arrays(_parameters(model))
     variances = [name for name in arrays if name.endswith("running_var")]
     counter = np.array(model.batches_tracked, np.int64)
@@ -69,13 +72,21 @@ def optimizer_arrays(optimizer: nn.Momentum) -> Arrays:
 
 
 def load_model(model: ResNet, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`. Raises ValueError if names, shapes or dtypes differ from the model's."""
+    """Load arrays that `model_arrays` returned.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ from the model's.
+    """
     _load(_parameters(model), arrays, model_arrays(model))
     model.batches_tracked = int(arrays["bn1.num_batches_tracked"])
 
 
 def load_optimizer(optimizer: nn.Momentum, arrays: Arrays) -> None:
-    """Load arrays from `optimizer_arrays`. Raises ValueError if names, shapes or dtypes differ from the optimizer's."""
+    """Load arrays that `optimizer_arrays` returned.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ from the optimizer's.
+    """
     _load(_moments(optimizer), arrays, optimizer_arrays(optimizer))
 
 
@@ -93,13 +104,17 @@ def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the running statistics averaged over ranks [k], and of each rank [world_size, k]. Collective."""
+    """Return the running statistics averaged over ranks [k], and each rank's own [world_size, k]. Collective."""
     each = all_gather(buffers(model))  # collective
     return each.mean(axis=0, dtype=np.float64).astype(np.float32), each
 
 
 def load_buffers(model: ResNet, row: NDArray[np.float32]) -> None:
-    """Load an array of `buffers`. Raises ValueError if its length does not fit."""
+    """Load an array that `buffers` returned.
+
+    Raises:
+        ValueError: the array's length does not fit the model.
+    """
     arrays = _split(_statistics(model), row)
     for name, parameter in _statistics(model).items():
         parameter.set_data(Tensor(arrays[name]))
@@ -109,7 +124,7 @@ def _split(like: Mapping[str, ms.Parameter | NDArray[Any]], row: NDArray[np.floa
     """Split an array [k] of `buffers` into arrays with the names and shapes of ``like``.
 
     Raises:
-        ValueError: the array has another length.
+        ValueError: the array's length differs from the sum of the sizes.
     """
     ends = np.cumsum([each.size for each in like.values()])
     if row.shape != (ends[-1],):

@@ -1,8 +1,8 @@
-"""Train with Hugging Face Accelerate as in its guides. torchrun starts this program.
+"""Train with Hugging Face Accelerate, as its guides recommend. torchrun starts this program.
 
-The loop comes from "Performing gradient accumulation", and the length of the schedule from Accelerate's
+The loop comes from Accelerate's guide "Performing gradient accumulation", and the length of the schedule from its
 examples/by_feature/gradient_accumulation.py. The evaluation comes from examples/cv_example.py. The batch size of a rank
-follows "Comparing performance between different device setups".
+follows the guide "Comparing performance between different device setups".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Train with PyTorch Lightning as in its guides. Lightning starts the ranks after rank 0.
+"""Train with PyTorch Lightning, as its guides recommend. This process is rank 0; Lightning starts the others.
 
-The module comes from the tutorial "PyTorch Lightning CIFAR10". The Trainer accumulates and clips. The length of the
-schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows "GPU training (FAQ)", "if
-you want distributed training to work exactly the same as single GPU training".
+The module comes from the tutorial "PyTorch Lightning CIFAR10". The Trainer accumulates and clips gradients. The length
+of the schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows "GPU training
+(FAQ)", "if you want distributed training to work exactly the same as single GPU training".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define the arguments, the model, the dataset and the record that the two loops in this folder share."""
+"""Define the arguments, the model, the dataset and the records that the two loops in this folder share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from PIL import Image  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
 MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10, as in cifar_ddp
+STD = (0.2023, 0.1994, 0.2010)  # standard deviations of CIFAR-10's channels, as in cifar_ddp
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the options that same_step_elsewhere.py passes to each rank. Both programs compute in float64."""
+    """Parse the options that same_step_elsewhere.py passes to each rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True, help="samples of an update, over all ranks")
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Net(nn.Module):
-    """cifar_ddp's small VGG without samestep, with the same parameter names, so that cifar_ddp can load its weights."""
+    """A copy of cifar_ddp's small VGG that needs no samestep. cifar_ddp can load its weights by their names."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 class Cifar(Dataset[tuple[Tensor, int, int]]):
-    """A dataset of (image float64 [3, 32, 32], label, index), by torchvision's transforms of each sample.
+    """A dataset of (image float64 [3, 32, 32], label, index). torchvision's transforms make each image.
 
     The index serves only to record the samples of an update.
     """
@@ -79,17 +79,31 @@ class Cifar(Dataset[tuple[Tensor, int, int]]):
 
 
 class Record:
-    """Record one rank's samples, micro-batch by micro-batch, and its results."""
+    """Record the samples and the loss of each of one rank's micro-batches."""
 
     def __init__(self) -> None:
         self._trained: list[dict[str, Any]] = []
 
     def add(self, update: int, indices: Tensor, loss: Tensor, lr: float) -> None:
-        """Record a micro-batch of update ``update``, from 0: its samples, their mean loss, and the learning rate."""
+        """Record a micro-batch.
+
+        Args:
+            update: number of the update, from 0.
+            indices: the samples' indices [m].
+            loss: the samples' mean loss.
+            lr: learning rate of the update.
+        """
         assert math.isfinite(loss.item())
         self._trained.append({"update": update, "indices": indices.tolist(), "loss": loss.item(), "lr": lr})
 
     def write(self, folder: Path, rank: int, accuracy: float, examples: int) -> None:
-        """Write the record of a rank. ``examples`` is the number of test examples counted over all ranks."""
+        """Write the record and the results of a rank.
+
+        Args:
+            folder: existing folder for the file rank-``rank``.json.
+            rank: the rank.
+            accuracy: the test accuracy that the program reports.
+            examples: number of test examples that the accuracy counts, over all ranks.
+        """
         record = {"trained": self._trained, "accuracy": accuracy, "examples": examples}
         (folder / f"rank-{rank}.json").write_text(json.dumps(record))

@@ -14,7 +14,7 @@ def main() -> None:
     options = common.arguments()
     task = TASKS[options.task]
     accelerator = Accelerator(cpu=True)
-    # Accelerate shards this loader, so its batch size is per rank.
+    # Accelerate shards this loader over the ranks, so the loader's batch size is a rank's batch size.
     size = options.batch // accelerator.num_processes
     loader = DataLoader(task.images(options.data), size, shuffle=True, num_workers=options.workers)
     model = task.model()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def limit(options: argparse.Namespace) -> None:
-    """Train the app's model with its optimizer and step, on its first batches, cropped and flipped in advance."""
+    """Time the app's model, optimizer and step on the app's first batches, which are cropped and flipped in advance."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"

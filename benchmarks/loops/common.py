@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESIDENT = 32  # batches of a compute limit, which are loaded before the clock starts, and repeat
+RESIDENT = 32  # number of batches of a compute limit; they are loaded before the clock starts, and repeat
 
 
 def arguments() -> argparse.Namespace:
@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Clock:
-    """Count and time steps. After the last timed step, rank 0 writes the samples per second."""
+    """Count and time a loop's steps. After the last timed step, rank 0 writes the samples per second."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
         self.options = options
@@ -41,7 +41,7 @@ class Clock:
         self.over = False
 
     def step(self) -> bool:
-        """Count a step that has ended, and return whether it was the last."""
+        """Count a finished step, and return whether it was the last step."""
         self.done += 1
         last = self.options.warm_up + self.options.steps
         if self.options.device == "cuda" and self.done in (self.options.warm_up, last):
@@ -67,12 +67,12 @@ def _synchronize() -> None:
     torch.cuda.synchronize()
 
 
-@functools.cache  # the operators stay defined as long as the library is loaded
+@functools.cache  # the operators stay declared as long as the library object exists
 def torchvision_that_imports() -> object:
     """Import torchvision, even if it is built for a CUDA torch and installed beside a CPU torch.
 
-    The import of such a torchvision fails, because its operators are not registered. The declaration of two operators
-    is enough for its models and datasets. Returns an object that keeps them declared; None without torchvision.
+    The import of such a torchvision fails, because its operators are not registered. If two operators are declared, its
+    models and datasets work. Returns an object that keeps the operators declared, or None without torchvision.
     """
     import torch
 
@@ -89,7 +89,7 @@ def torchvision_that_imports() -> object:
 
 
 def textbook_images(folder: Path) -> Any:
-    """Return torchvision's MNIST training set with the transforms of tutorials."""
+    """Return torchvision's MNIST training set with the transforms that tutorials use."""
     torchvision_that_imports()
     from torchvision import datasets, transforms
 

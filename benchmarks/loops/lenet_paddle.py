@@ -16,7 +16,7 @@ import paddle.nn.functional as F
 
 
 def textbook(options: argparse.Namespace) -> None:
-    """Train by paddle.Model.fit on images that ToTensor converts one by one."""
+    """Time paddle.Model.fit on images that ToTensor converts one at a time."""
     from paddle.vision.transforms import ToTensor
 
     world_size = int(os.environ["PADDLE_TRAINERS_NUM"])
@@ -49,7 +49,7 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """Take the app's steps with its model and optimizer on its first batches, in memory; sample and log nothing."""
+    """Time the app's model, optimizer and step on its first batches in memory, without sampling or logs."""
     app = Path(__file__).resolve().parents[2] / "apps" / "lenet_paddle"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
     from data import load

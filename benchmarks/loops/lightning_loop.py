@@ -1,4 +1,4 @@
-"""Time the program of PyTorch Lightning's documentation. torchrun starts this program."""
+"""Time a program from PyTorch Lightning's documentation. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def textbook(options: argparse.Namespace) -> None:
         strategy="ddp",
         max_steps=options.warm_up + options.steps,
         default_root_dir=str(options.out.parent),
-        # All loops are timed without checkpoints. A progress bar would slow the loop down.
+        # No timed loop saves checkpoints. A progress bar would slow this loop down.
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

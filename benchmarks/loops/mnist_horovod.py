@@ -42,8 +42,8 @@ def textbook(options: argparse.Namespace) -> None:
 def limit(options: argparse.Namespace) -> None:
     """Time the app's model and step on its first batches in memory, without sampling or logs.
 
-    The kind "fused-limit" uses hvd.DistributedOptimizer. Horovod then reduces the gradients that are ready together
-    (tensor fusion), while the other gradients are computed.
+    The kind "fused-limit" uses hvd.DistributedOptimizer. Horovod then reduces several ready gradients at once (tensor
+    fusion), while the rank computes the other gradients.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]

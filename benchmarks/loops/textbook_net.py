@@ -26,7 +26,7 @@ class TextbookNet(nn.Module):
 
 
 class TextbookVGG(nn.Module):
-    """The layers of cifar_ddp's model `small` in the same order, from torch's own modules."""
+    """A model of torch's own modules, with the layers of cifar_ddp's model `small` in the same order."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class Task:
     Attributes:
         images: returns the training set in a data folder.
         model: returns a new model.
-        optimizer: returns the optimizer of parameters.
+        optimizer: returns an optimizer of the given parameters.
         loss: returns the mean loss of a model's outputs and the labels.
     """
 
@@ -41,7 +41,7 @@ class Task:
 
 
 class Cifar(Dataset[tuple[Any, int]]):
-    """A dataset with the items of torchvision's CIFAR10, which are transformed PIL images, but without pickle files."""
+    """A dataset with the items of torchvision's CIFAR10 (transformed PIL images), which needs no pickle files."""
 
     def __init__(self, folder: Path) -> None:
         common.torchvision_that_imports()

@@ -1,4 +1,4 @@
-"""Train on Fashion-MNIST by PyTorch DDP until a target accuracy, with a baseline loop or variants of the app's step.
+"""Train on Fashion-MNIST by PyTorch DDP until a target accuracy, by a baseline loop or by variants of the app's step.
 
 torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
 dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
@@ -51,9 +51,15 @@ def arguments() -> argparse.Namespace:
 def until_accurate(
     options: argparse.Namespace, steps_per_epoch: int, step: Callable[[int], object], accuracy: Callable[[], float]
 ) -> list[dict[str, float]]:
-    """Train until the target, and return step, accuracy and seconds since the first step at each evaluation.
+    """Train until the target accuracy, and return the step, accuracy and seconds of each evaluation.
 
-    The seconds include training, evaluations, and the start of a loader's workers.
+    The seconds count from the start of the first step, and include evaluations and the start of a loader's workers.
+
+    Args:
+        options: the options of this program.
+        steps_per_epoch: number of steps of an epoch.
+        step: takes the step with this number.
+        accuracy: evaluates, and returns the test accuracy.
     """
     found: list[dict[str, float]] = []
     begun = time.perf_counter()
@@ -76,7 +82,7 @@ def until_accurate(
 
 
 def textbook_sets(options: argparse.Namespace) -> list[Any]:
-    """Return torchvision's training and test sets, as images [3, 32, 32] made of gray 28 x 28 images, as in the app."""
+    """Return torchvision's training and test sets. As in the app, images [3, 32, 32] come from gray 28 x 28 images."""
     common.torchvision_that_imports()
     from torchvision import datasets, transforms
 
@@ -101,7 +107,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
     loader = DataLoader(training, size, sampler=sampler, num_workers=options.workers)
     test_sampler: DistributedSampler[object] = DistributedSampler(
         test, shuffle=False
-    )  # pads, but not for 10,000 samples on 1, 2 or 4 ranks
+    )  # repeats samples, except if 1, 2 or 4 ranks share 10,000 samples
     test_loader = DataLoader(test, 1000, sampler=test_sampler, num_workers=options.workers)
     model = DistributedDataParallel(TextbookVGG())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -140,7 +146,7 @@ OTHERS = "contiguous", "torch's norm", "pool last"  # changes without an option 
 
 
 class AppLoop:
-    """The app's training with the options ``words``, and with the change ``name`` if it is in OTHERS."""
+    """The app's training with the options ``words``, and with the change ``name`` if OTHERS contains the name."""
 
     def __init__(self, options: argparse.Namespace, name: str, words: list[str]) -> None:
         app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
@@ -194,7 +200,7 @@ class AppLoop:
 
 
 def changed(model: Any, name: str) -> nn.Module:
-    """Return the app's model `small` with the change ``name`` of memory format or layer order, if it is one."""
+    """Return the app's model `small`, to which the change "contiguous" or "pool last" is applied if it is ``name``."""
     if name == "contiguous":
         nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     if name == "pool last":
@@ -205,14 +211,14 @@ def changed(model: Any, name: str) -> nn.Module:
 
 
 def use_own_statistics(model: nn.Module) -> None:
-    """Undo `exact` for batch norms, so that they use the statistics of a rank's own samples."""
+    """Replace the batch norms of `exact` by torch's, which use the statistics of a rank's own samples."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = nn.BatchNorm2d
 
 
 def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Train each variant until the target, and return the evaluations by name."""
+    """Train each variant until the target accuracy, and return its evaluations by its name."""
     found = {}
     for name, words in json.loads(options.variants).items():
         loop = AppLoop(options, name, words)
@@ -247,7 +253,7 @@ def main() -> None:
         os.replace(partial, options.out)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a normal exit, and a loader's workers still wait
+    os._exit(0)  # gloo's threads may abort a normal exit, and a loader's workers may still run
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """An adapter of `samestep check` that makes torchvision's wheel importable beside a CPU torch.
 
-The wheel for x86-64 is built for a CUDA torch. Its import names operators that are not registered beside a CPU torch.
+The wheel for x86-64 is built for a CUDA torch. Beside a CPU torch, its import fails because operators are missing.
 This adapter declares them; the examples do not call them.
 """
 
@@ -14,7 +14,7 @@ from samestep_record import after_import
 
 def declare(torch: Any) -> None:
     torch.samestep_library = library = torch.library.Library("torchvision", "DEF")  # keeps the operators declared
-    with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch declares the operators
+    with contextlib.suppress(RuntimeError):  # fails if the operators are already declared
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

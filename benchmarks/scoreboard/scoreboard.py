@@ -2,9 +2,9 @@
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
     bash scripts/test.sh -e scoreboard -- --only torchft,ray --row recovery-time --rounds 5       # two in turns
-    bash scripts/test.sh -e scoreboard     # all of them, into cells.json and the page
+    bash scripts/test.sh -e scoreboard     # measure all cells, and write cells.json and the page
 
-    bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
+    bash scripts/test.sh -e scoreboard -- --show accelerate                       # print our changes of an example
 
 Each example is the authors' file, downloaded at the commit in its origin.json, and verified by its SHA-256. Its
 samestep.ed has our changes: the source of the data, the length of the training, and CPU instead of a GPU. If a
@@ -50,7 +50,7 @@ def measure(
         rows: names of rows.
         given: folder of the originals, or None to download them.
         limits: options of the check that limit its time.
-        keep: folder for the copies and their output, or None.
+        keep: folder for the copies of the program and their output, or None.
     """
     environ = dict(os.environ)
     options = checker.build_parser().parse([*limits, *subject.options, *([f"--keep={keep}"] if keep else [])])
@@ -107,7 +107,7 @@ def cell_text(text: str) -> str:
 
 
 def table(cells: Cells) -> str:
-    """Return the tables of all verdicts, of the kit and of each row, and a line of machines, versions and dates."""
+    """Return the tables of all verdicts, of the kit and of each row, and a line with machines, versions and dates."""
     rows = [row for row in ROWS if row in cells]
     names = [name for name in SUBJECTS if any(name in cells[row] for row in rows)]
     lines = [f"| `--row` | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
@@ -216,7 +216,7 @@ def chosen(asked: str | None, known: dict[str, object], option: str) -> list[str
 
 
 def terminated(*_: object) -> None:
-    """Exit by an exception, so that the check stops its job. Ignore a second TERM."""
+    """Raise SystemExit, so that the check stops its job. Ignore later TERM signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
@@ -232,7 +232,7 @@ def check_files(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def measure_all(options: argparse.Namespace, names: Sequence[str], wanted: Sequence[str]) -> Cells:
-    """Check each program ``options.rounds`` times, and return the cells. --json keeps its other cells."""
+    """Check each program ``options.rounds`` times, and return all cells, including the other cells of --json's file."""
     cells: Cells = {}
     if options.json and options.json.exists():
         cells = json.loads(options.json.read_text())

@@ -2,8 +2,8 @@
 
 The examples' code is not in this repository. ``<name>/origin.json`` has a file's address and SHA-256.
 ``<name>/samestep.ed`` has our changes as an ed script of ``diff -e``: line numbers of the original, and replacements of
-these lines. The line numbers are exact, because the SHA-256 fixes every byte of the original. ``<name>/kit.ed`` adds
-`samestep.torch` to the result of samestep.ed.
+these lines. The line numbers always fit, because the SHA-256 identifies every byte of the original. ``<name>/kit.ed``
+adds `samestep.torch` to the result of samestep.ed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TIMEOUT = 10.0  # seconds, for the connection and each read
 
 
 class SourceError(Exception):
-    """An example's file is unavailable, or has another SHA-256. The message is one line, with the remedy."""
+    """An example's file is unavailable, or its SHA-256 differs. The message is one line that includes the remedy."""
 
 
 @dataclass(frozen=True)
 class File:
-    """One file of an example, and its name in the folder of the run."""
+    """One file of an example, and the file's name in the folder of the run."""
 
     repository: str  # owner/name, on GitHub
     commit: str
@@ -37,8 +37,8 @@ class File:
     sha256: str
     name: str
     edits: str = ""  # the ed script's file name; empty for an unchanged file
-    kit: str = ""  # the ed script that adds the kit, applied after ``edits``
-    package: str = ""  # the installed package that has the file, instead of a commit
+    kit: str = ""  # file name of the ed script that adds the kit after ``edits``; empty for no kit
+    package: str = ""  # the installed package that contains the file, if the file does not come from GitHub
 
     @property
     def url(self) -> str:
@@ -66,12 +66,12 @@ def _of_package(file: File) -> Path:
 
 
 def fetch(file: File, given: Path | None = None) -> str:
-    """Return the text of a file, from ``given``/<owner>/<name>/<path>, or else from its package, the cache or GitHub.
+    """Return the text of a file from its package, or from ``given``/<owner>/<name>/<path>, the cache or GitHub.
 
     A downloaded file is stored in the cache.
 
     Raises:
-        SourceError: the file cannot be found, or has another SHA-256.
+        SourceError: the file cannot be found, or its SHA-256 differs.
     """
     kept = _of_package(file) if file.package else cache() / file.sha256
     where = given / file.repository / file.path if given and not file.package else kept
@@ -105,10 +105,11 @@ def fetch(file: File, given: Path | None = None) -> str:
 
 
 def apply(text: str, script: str) -> str:
-    """Return a text that an ed script has changed. The script may append (a), change (c) and delete (d) lines.
+    """Apply an ed script to a text, and return the result. The script may append (a), change (c) and delete (d) lines.
 
     Raises:
-        ValueError: the script has another command, a line outside of the text, or does not begin at the last line.
+        ValueError: the script has another command, names a line outside the text, or does not proceed from the last
+            line to the first.
     """
     lines = text.splitlines()
     commands = script.splitlines()
@@ -135,7 +136,7 @@ def apply(text: str, script: str) -> str:
 
 
 def lines_of_kit(name: str) -> int:
-    """Return how many lines the kit adds to an example."""
+    """Return the number of lines that an example's kit.ed inserts."""
     added = 0
     for file in origin(name):
         lines = (HERE / name / file.kit).read_text().splitlines() if file.kit else []

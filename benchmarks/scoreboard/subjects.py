@@ -1,4 +1,4 @@
-"""Define the programs of the scoreboard: their commands, as in their documentation, and their data."""
+"""Define the scoreboard's programs, with their data and the commands from their documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCHRUN = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
 HOROVODRUN = "horovodrun --gloo --disable-cache"
 HOROVOD = "--no-cuda --epochs=3"
 NEWEST = "$(ls -d saved/epoch_* 2>/dev/null | sort -V | tail -n 1)"
-# Starts $1 ranks on two names of this host, because Horovod starts no rank on a host where a rank failed.
+# Starts $1 ranks under two names of this host, because Horovod starts no further rank on a host where a rank failed.
 ELASTIC = f"""printf '#!/bin/sh\\necho localhost:%d; [ %d = 0 ] || echo 127.0.0.1:%d\\n' \\
   $((($1 + 1) / 2)) $(($1 / 2)) $(($1 / 2)) >discover_hosts.sh
 chmod +x discover_hosts.sh
@@ -48,7 +48,7 @@ exit $code
 def mnist(folder: Path, name: str = "MNIST") -> None:
     """Write mnist-5k in the layout of torchvision's MNIST or FashionMNIST.
 
-    Each file lacks its last example, so that 2 ranks do not divide the number of examples.
+    The files omit the last example, so that the number of examples is odd.
     """
     raw = folder / "data" / name / "raw"
     raw.mkdir(parents=True)
@@ -59,9 +59,9 @@ def mnist(folder: Path, name: str = "MNIST") -> None:
 
 
 def jpegs(folder: Path) -> None:
-    """Write mnist-5k's training digits as JPEG files, named as in the dataset of Accelerate's example.
+    """Write training digits of mnist-5k as JPEG files, named as in the dataset of Accelerate's example.
 
-    The example takes 3195 files to train and 799 to evaluate, which 2 ranks do not divide.
+    The example trains on 3195 files and evaluates on 799. Both numbers are odd.
     """
     from PIL import Image
     from samestep.data.datasets import load
@@ -125,7 +125,7 @@ def language_model(folder: Path) -> None:
 
 
 class Subject(NamedTuple):
-    """A program, with its command and options for `samestep check`. ``origin`` is the folder of an example's edits."""
+    """A program, with its command and options for `samestep check`. ``origin`` is the name of an example's folder."""
 
     command: Sequence[str]
     packages: Sequence[str] = ("torch",)

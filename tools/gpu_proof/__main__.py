@@ -25,7 +25,7 @@ LIMITS = {"cuda": (540.0, 100.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all 
 
 
 def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
-    """Run a row and return its result, also if the row raises an exception."""
+    """Run a row, and return its result. If the row raises an exception, the result has the reason."""
     row = Row(proof, entry.name, priority, entry.patience)
     try:
         outcome: dict[str, Any] = {"outcome": PASSED, **entry.call(row)}
@@ -39,7 +39,14 @@ def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
 
 
 def try_rows(proof: Proof, chosen: Sequence[Entry], results: Results, side_by_side: bool) -> None:
-    """Run rows, and write each result as soon as it is known."""
+    """Run rows, and write each result as soon as it is known.
+
+    Args:
+        proof: the proof.
+        chosen: the rows.
+        results: the results.
+        side_by_side: whether rows run in parallel.
+    """
 
     def prove(numbered: tuple[int, Entry]) -> None:
         results.note([try_row(proof, numbered[1], numbered[0])])

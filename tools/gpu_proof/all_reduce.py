@@ -1,8 +1,8 @@
-"""Reduce two tensors over the ranks, check the sums and time them: the program of the first row.
+"""Reduce two tensors over the ranks, check the sums, and time the reduction. The first rows run this program.
 
     RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python all_reduce.py cuda
 
-The program chooses its device and joins the other ranks by the same functions as the apps.
+The program uses the apps' functions to choose its device and to join the other ranks.
 """
 
 from __future__ import annotations

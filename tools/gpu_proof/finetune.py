@@ -1,4 +1,4 @@
-"""The row of llm_finetune, a language model whose batch sizes are numbers of tokens."""
+"""Define the row of llm_finetune, an app for language models with batch sizes in tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUICK_STEPS = 4
 
 
 def finetune(row: Row) -> dict[str, Any]:
-    """Compare weights at several world sizes and losses with the CPU, and measure tokens per second."""
+    """Compare weights at several world sizes, compare losses with the CPU's, and measure tokens per second."""
     for package in ("transformers", "peft"):
         if importlib.util.find_spec(package) is None:
             raise NotRunError(f"{package} is missing")
@@ -27,8 +27,8 @@ def finetune(row: Row) -> dict[str, Any]:
 def speeds(row: Row) -> dict[str, Any]:
     """Return the tokens per second in bfloat16 at 1 and 2 ranks.
 
-    The model is SmolLM2, or the tiny model if SmolLM2 is not available. A CPU gets the tiny model, because most
-    processors emulate bfloat16.
+    The model is SmolLM2, or the tiny model if SmolLM2 is not available. On CPU, the model is always the tiny model,
+    because most processors emulate bfloat16.
     """
     steps = QUICK_STEPS if row.proof.quick else STEPS
     options = ["--autocast=bfloat16", "--epochs=1000", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
@@ -44,7 +44,7 @@ def speeds(row: Row) -> dict[str, Any]:
 
 
 def tokens_per_second(run_dir: Path, found: dict[str, Any]) -> float:
-    """Return the speed in the second half of a run's steps, because a device warms up in the first half."""
+    """Return the tokens per second in the second half of a run's steps. The device warms up in the first half."""
     rates = [line["samples_per_second"] for line in metrics(run_dir)]
     late = rates[len(rates) // 2 :]
     seconds_per_sample = sum(1 / rate for rate in late) / len(late)

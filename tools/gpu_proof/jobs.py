@@ -31,15 +31,15 @@ FORKED = (
 )  # apps whose ranks are forked by default
 FAULTS = Path(__file__).resolve().parent / "faults"  # each Python process of a job imports its sitecustomize.py
 ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
-END_SECONDS = 10.0  # seconds in which a launch script ends its processes after a second signal
+END_SECONDS = 10.0  # time for a launch script to end its processes after a second signal, in seconds
 MAX_REASON = 1500  # characters
-MAX_LOG = 2**18  # bytes of a log that is kept
+MAX_LOG = 2**18  # limit of the copied end of a log, in bytes
 Value = TypeVar("Value")
 Fault = Mapping[str, Any]
 
 
 class NotRunError(Exception):
-    """A row cannot run. The message has the reason."""
+    """A row cannot run. The message is the reason."""
 
 
 class Slots:
@@ -53,7 +53,7 @@ class Slots:
 
     @contextlib.contextmanager
     def take(self, wanted: int, priority: int) -> Iterator[None]:
-        """Wait until ``wanted`` slots are free, and no job of a lower ``priority`` number waits."""
+        """Hold ``wanted`` slots. Wait until they are free, and until no job with a lower ``priority`` number waits."""
         wanted = min(wanted, self._count)
         with self._changed:
             self._tickets += 1
@@ -78,10 +78,10 @@ class Proof:
     Attributes:
         folder: a temporary folder.
         device: "cuda" or "cpu".
-        quick: whether few steps are enough.
+        quick: whether the rows take fewer steps.
         mnist: a folder of MNIST's files, or None.
         logs: folder for the logs of failed jobs, or None.
-        job_limit: most seconds of one job, including its restarts.
+        job_limit: time limit of one job, including its restarts, in seconds.
         deadline: end of all jobs, on the clock `time.monotonic`.
         slots: limits the ranks that run in parallel.
     """
@@ -147,7 +147,11 @@ class Row:
         return min(deadline, self.proof.deadline) - time.monotonic()
 
     def communicate(self, process: subprocess.Popen[str], deadline: float) -> tuple[str, str]:
-        """Wait for a process's end and return its output. Raises subprocess.TimeoutExpired at the deadline."""
+        """Wait until a process ends, and return its stdout and stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: the process still runs at the deadline.
+        """
         while True:
             left = self.left(deadline)
             try:
@@ -157,19 +161,19 @@ class Row:
                     raise
 
     def need(self, seconds: float) -> None:
-        """Raise NotRunError if the proof has fewer seconds left."""
+        """Raise NotRunError if fewer than ``seconds`` are left until the proof's deadline."""
         left = self.proof.deadline - time.monotonic()
         if left < seconds:
             raise NotRunError(f"{max(0.0, left):.0f} s were left, and it needs about {seconds:.0f} s")
 
     def late(self, text: str) -> Exception:
-        """Return the error for a job that exceeds its limit, or that the end of the proof cuts short."""
+        """Return the error for a late job: NotRunError after the proof's deadline, otherwise TimeoutError."""
         if time.monotonic() >= self.proof.deadline:
             return NotRunError(f"the proof's time was over: {text}")
         return TimeoutError(text)
 
     def together(self, calls: Sequence[Callable[[], Value]]) -> list[Value]:
-        """Run calls in parallel and return their results, in order."""
+        """Run ``calls`` in parallel, and return their results in the same order."""
         with ThreadPoolExecutor(len(calls)) as pool:
             futures = [pool.submit(call) for call in calls]
         return [future.result() for future in futures]
@@ -185,7 +189,7 @@ class Row:
         share: bool = True,
         device: str = "",
     ) -> Iterator[Job]:
-        """Start an app's launch script. At the end of the context, end the script and all its processes.
+        """Start an app's launch script, and yield the job. When the context ends, end the script and all its processes.
 
         Args:
             app: name of the app.
@@ -216,17 +220,17 @@ class Row:
                 job.end()
 
     def run(self, app: str, ranks: int, options: Sequence[str], code: int = 0, **others: Any) -> Path:
-        """Run a launch script to its end and return its run directory. ``others`` are arguments of `start`."""
+        """Run a launch script to its end, and return the run directory. ``others`` are further arguments of `start`."""
         with self.start(app, ranks, options, **others) as job:
             job.wait(code)
             return job.run_dir
 
     def result(self, app: str, ranks: int, options: Sequence[str], **others: Any) -> dict[str, Any]:
-        """Run a launch script to its end and return the result."""
+        """Run a launch script to its end, and return the content of the run's result.json."""
         return result(self.run(app, ranks, options, **others))
 
     def undisturbed(self, app: str, ranks: int, options: Sequence[str], **others: Any) -> Path:
-        """Return the run directory of an undisturbed run, which rows share."""
+        """Return the run directory of an undisturbed run. Rows that need the same run share it."""
         key = app, ranks, tuple(options), tuple(sorted(others.items()))
         return self.proof.once(key, lambda: self.run(app, ranks, options, **others))
 
@@ -247,7 +251,11 @@ class Job:
         return Path(self.faults[fault]["path"])
 
     def wait_for(self, what: str, until: Callable[[], Value]) -> Value:
-        """Poll until ``until`` returns a true value, and return it. Raise RuntimeError if the job ends before."""
+        """Poll ``until`` until it returns a true value, and return this value.
+
+        Raises:
+            RuntimeError: the job ended first. ``what`` describes the awaited event in the message.
+        """
         while True:
             found = until()
             if found:
@@ -260,7 +268,12 @@ class Job:
             time.sleep(0.02)
 
     def wait(self, code: int) -> str:
-        """Wait for the script's end and return its stderr. Raise RuntimeError for another exit code than ``code``."""
+        """Wait for the script's end, and return its stderr.
+
+        Raises:
+            RuntimeError: the exit code is not ``code``.
+            TimeoutError, NotRunError: the script did not end in time.
+        """
         try:
             _, self._errors = self.row.communicate(self.process, self.deadline)
         except subprocess.TimeoutExpired:
@@ -270,7 +283,7 @@ class Job:
         return self._errors
 
     def pids(self) -> dict[int, int]:
-        """Return the PIDs by rank, from the ranks' heartbeats."""
+        """Return each rank's PID from its heartbeat file, by rank."""
         found = {}
         for path in (self.run_dir / "log").glob("alive-*"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -278,7 +291,7 @@ class Job:
         return found
 
     def reason(self) -> str:
-        """Return the last errors of the script and of each rank, for a row that failed."""
+        """Return the last errors of the script and of each rank as the reason for a row's failure."""
         parts = [f"script: {line}" for line in last_errors(self._errors, 2)]
         for path in sorted((self.run_dir / "log").glob("*.log")):
             with contextlib.suppress(OSError):
@@ -313,12 +326,21 @@ def start_process(
     faults: Sequence[Fault] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str]:
-    """Start a program in the environment of jobs: this interpreter, one thread, and the caller's PYTHONPATH."""
+    """Start a program with the environment variables of jobs (this interpreter, one thread, the caller's PYTHONPATH).
+
+    Args:
+        words: the command.
+        folder: folder of the compiler's cache.
+        device: "cpu" or "cuda".
+        faults: faults of faults/sitecustomize.py.
+        variables: further environment variables.
+    """
     path = [str(FAULTS)] if faults else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
     environ |= {"GPU_PROOF_FAULTS": json.dumps(list(faults)), **variables}
-    # All starts share the compiler's cache, which is in TMPDIR by default. The launch script makes a TMPDIR per job.
+    # All jobs share one compiler cache. By default, the cache is in TMPDIR, and the launch script makes a TMPDIR per
+    # job.
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     if device != "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -327,13 +349,13 @@ def start_process(
 
 
 def last_errors(text: str, count: int) -> list[str]:
-    """Return the last lines of ``text`` that name an error, or its last line."""
+    """Return the last ``count`` lines of ``text`` that match ERROR. If no line matches, return its last lines."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return ([line for line in lines if ERROR.match(line)] or lines)[-count:]
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl that have a step, also while the run writes its last line."""
+    """Return the values of each complete line of a run's metrics.jsonl that has a step."""
     lines = []
     with contextlib.suppress(FileNotFoundError, ValueError):
         for text in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -342,18 +364,18 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Return the losses of a run that logged every step."""
+    """Return the logged losses of a run, in the order of the steps."""
     return [line["loss"] for line in metrics(run_dir)]
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """Return a finished run's result."""
+    """Return the content of a finished run's result.json."""
     values: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     return values
 
 
 def resumes(run_dir: Path) -> int:
-    """Return how often a run was resumed."""
+    """Return how often a run has resumed."""
     return (run_dir / "metrics.jsonl").read_text().count('{"resumed": ')
 
 
@@ -365,17 +387,17 @@ def copy_run(run_dir: Path, to: Path) -> Path:
 
 
 def check_equal(what: str, values: Mapping[str, Any]) -> None:
-    """Raise RuntimeError unless all ``values`` are equal."""
+    """Raise RuntimeError if two of ``values`` differ. ``what`` describes the values in the message."""
     if len(set(values.values())) > 1:
         shown = ", ".join(f"{name} {str(value)[:12]}" for name, value in values.items())
         raise RuntimeError(f"{what} differ: {shown}")
 
 
 def largest_difference(curves: Sequence[Sequence[float]], steps: int) -> float:
-    """Return the largest difference between the first curve and the others, relative to max(1, first curve).
+    """Return the largest difference between the first curve and another, relative to max(1, the first curve's value).
 
     Raises:
-        RuntimeError: a curve has another number of values than ``steps``.
+        RuntimeError: the number of values of a curve is not ``steps``.
     """
     if any(len(curve) != steps for curve in curves):
         raise RuntimeError(f"not {steps} losses, but {[len(curve) for curve in curves]}")

@@ -1,4 +1,4 @@
-"""The row of the kit: a loop with `samestep.torch` alone."""
+"""Define the row of the kit, in which a loop uses `samestep.torch` without an app."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU_TOLERANCE = 1e-9  # kernels differ, but dropout masks are equal
 
 
 def kit(row: Row) -> dict[str, Any]:
-    """Compare losses at 1, 2 and 3 ranks and on the CPU, and compare weights at 3 ranks with and without a kill."""
+    """Compare losses at 1, 2 and 3 ranks and on the CPU. Compare weights at 3 ranks with and without a kill."""
     calls = [partial(train, row, ranks) for ranks in (1, 2, 3)]
     found = row.together(calls)
     difference = largest_difference([each["losses"] for each in found], STEPS)
@@ -47,7 +47,7 @@ def train(row: Row, ranks: int, device: str = "") -> dict[str, Any]:
 
 
 def train_with_kill(row: Row, ranks: int) -> dict[str, Any]:
-    """Kill all ranks after the last rank has killed itself, restart them, and return the object that rank 0 prints."""
+    """Train until the last rank kills itself, end the other ranks, resume, and return the object that rank 0 prints."""
     words = [str(PROGRAM), row.proof.device, str(row.proof.new_folder()), str(STEPS)]
     run_ranks(row, [*words, str(KILLED_AT)], ranks, killed=ranks - 1)
     found = printed(run_ranks(row, words, ranks))

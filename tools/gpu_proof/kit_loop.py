@@ -1,4 +1,4 @@
-"""Train a small model by the kit, without an app and without a `Run`: the program of the row "kit".
+"""Train a small model with the kit, without an app and without a `Run`. The row "kit" runs this program.
 
     RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python kit_loop.py \\
         cuda FOLDER STEPS [KILLED_AT]
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 EXAMPLES = 200
-BATCH = 37  # not a multiple of 2 or 3, and the last batch of an epoch is smaller
+BATCH = 37  # not a multiple of 2 or 3; the last batch of an epoch is smaller
 TIMEOUT = 30.0  # seconds
 
 
@@ -51,7 +51,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over the model's parameters and buffers, by name."""
+    """Return the SHA-256 of the names and values of the model's parameters and buffers, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

@@ -17,18 +17,18 @@ Outputs = list[tuple[str, str]]  # stdout and stderr of each rank
 
 
 def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = None, device: str = "") -> Outputs:
-    """Run a Python program as the ranks of one job, and return their outputs.
+    """Run a Python program as the ranks of one job, and return each rank's stdout and stderr.
 
     Args:
         row: the row that runs.
         words: the program and its arguments.
         ranks: number of ranks.
-        killed: a rank that kills itself. The other ranks are then killed, as a launcher would do.
+        killed: a rank that kills itself. The function then kills the other ranks, as a launcher would.
         device: "cpu" or "cuda"; by default the proof's device.
 
     Raises:
         RuntimeError: a rank failed.
-        TimeoutError, NotRunError: the time was over.
+        TimeoutError, NotRunError: the ranks did not end in time.
     """
     device = device or row.proof.device
     with row.proof.slots.take(ranks, row.priority):
@@ -55,7 +55,7 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank on this machine."""
+    """Return the environment variables of each rank, if all ranks run on this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -66,7 +66,7 @@ def places(ranks: int) -> list[dict[str, str]]:
 
 
 def end_all(started: Sequence[subprocess.Popen[str]]) -> str:
-    """Kill the processes that still run, and return their last errors."""
+    """Kill the processes that still run, and return the last errors that each of them printed."""
     texts = []
     for rank, process in enumerate(started):
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Read and write the results: one JSON file of one machine, its table, and its summary in one sentence."""
+"""Read and write the results of one machine: a JSON file, its Markdown table, and a summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDED_FIRST = f"{NOT_RUN}: the proof ended first"
 
 
 class Results:
-    """The results so far, in a file that is written after every row."""
+    """The results so far. `note` writes them to a file after every row."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], date: str, keep: bool) -> None:
         """Read the file if ``keep``. Exit with 2 if the file is from another machine."""
@@ -73,7 +73,7 @@ def driver() -> str:
 
 
 def table(results: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return a Markdown table of the results. Rows of ``names`` without a result are printed as not run."""
+    """Return a Markdown table of the results. A row in ``names`` without a result is shown as not run."""
     where = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [f"{where}; {results['date']}", "", "| row | outcome | seconds | figures |", "|---|---|---|---|"]
     found = {row["row"]: row for row in results["rows"]}
@@ -87,7 +87,7 @@ def table(results: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value as text: a small number with two digits, and a mapping as a list."""
+    """Return a value as text. Round a small float to two digits, and list the items of a dict."""
     if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value:.1e}"
     if isinstance(value, dict):
@@ -96,7 +96,7 @@ def _short(value: Any) -> str:
 
 
 def several_ranks_passed(results: Mapping[str, Any]) -> bool:
-    """Return whether a row with several ranks over NCCL passed."""
+    """Return whether a row "bits", or a row "killed" with 2 or 3 ranks, passed over NCCL."""
     is_gpu = "nccl" in results["machine"]
     passed = [row["row"] for row in results["rows"] if row["outcome"] == PASSED]
     return is_gpu and any(re.match(r"bits|killed .*[23] ranks", name) for name in passed)

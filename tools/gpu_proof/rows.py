@@ -1,4 +1,4 @@
-"""List the rows in the order in which they begin."""
+"""Define the rows and their order."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Entry(NamedTuple):
     patience: float = 1.0
 
 
-SLOW = 1.8  # patience of rows that compile or repeat rounds
-QUICK = 0.6  # patience of rows for which all other rows wait
+SLOW = 1.8  # `patience` of rows that compile or repeat rounds
+QUICK = 0.6  # `patience` of rows for which all other rows wait
 
 
 def plural(ranks: int) -> str:

@@ -1,4 +1,4 @@
-"""Rows of several ranks: bits, kills, stops, hangs, and losses at any number of ranks."""
+"""Define the rows with several ranks, which test bits, kills, stops, hangs, and losses at several world sizes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ STEPS = {"mnist_ddp": 100, "cifar_ddp": 20, "llm_finetune": 20}
 QUICK_STEPS = 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12
-END_LIMIT = 10.0  # seconds in which the other ranks must end
-# Seconds without progress until a hang is reported. To import an optimizer or to start CUDA takes some seconds.
+END_LIMIT = 10.0  # time limit for the other ranks to end, in seconds
+# Seconds without progress until the watchdog reports a hang. Importing an optimizer or starting CUDA takes some
+# seconds.
 HANG_TIMEOUTS = {"cpu": 25, "cuda": 40}
 STOP_CODE = 128 + signal.SIGTERM
 
@@ -60,7 +61,7 @@ def options_of(row: Row, app: str, *more: str) -> list[str]:
 
 
 def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
-    """Reduce a tensor over ``ranks`` processes, without an app and a launcher."""
+    """Run all_reduce.py on ``ranks`` processes, without a launcher."""
     program = str(Path(__file__).with_name("all_reduce.py"))
     return printed(run_ranks(row, [program, row.proof.device], ranks))
 
@@ -69,7 +70,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def bits(row: Row, app: str) -> dict[str, Any]:
-    """Compare weights at 1 to 4 ranks, and after a kill at 3 ranks. Report the CPU's weights without a comparison."""
+    """Compare the weights of runs with 1 to 4 ranks, and after a kill with 3 ranks. Report the CPU's weights too."""
     steps = steps_of(row, app)
     options = options_of(row, app, "--virtual-ranks=4")
     counts = (1, 3) if row.proof.quick else (1, 2, 3, 4)
@@ -110,9 +111,9 @@ def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict
 
 
 def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
-    """Kill a rank during an all-reduce. Check that the others end, and that the resumed job has undisturbed weights.
+    """Kill a rank during an all-reduce. Check that the other ranks end, and that the job resumes with the same weights.
 
-    With ``blocked``, rank 0 waits in C code that a lost connection does not end.
+    With ``blocked``, rank 0 waits in C code, which a lost connection does not interrupt.
     """
     options = options_of(row, "mnist_ddp")
     step = steps_of(row, "mnist_ddp") * 2 // 3
@@ -137,7 +138,7 @@ def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
 
 
 def end_of_others(job: Job, ranks: int) -> dict[str, Any]:
-    """Wait until a rank is killed and all others have ended. Return the seconds in between, and the cause."""
+    """Wait until a rank is killed and the other ranks end. Return the seconds until their end, and its cause."""
     struck_at = job.wait_for("the kill", partial(time_of, job.path()))
     pids = job.pids()
     job.wait_for("the end of the other ranks", lambda: not any(map(is_alive, pids.values())))
@@ -159,7 +160,7 @@ def is_alive(pid: int) -> bool:
 
 
 def what_ended(log: Path) -> str:
-    """Return the cause of a rank's end after its peer was killed, from its log: a lost connection or a signal."""
+    """Return the cause of a rank's end after a peer's kill (a lost connection or a signal), from the rank's log."""
     text = log.read_text(errors="replace")
     if "another rank has ended" in text:
         return "the launcher's signal"
@@ -170,7 +171,13 @@ def what_ended(log: Path) -> str:
 
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
-    """Raise RuntimeError unless a run was resumed ``times`` times, and has the weights of the undisturbed run."""
+    """Raise RuntimeError unless a run resumed ``times`` times and has the weights of the undisturbed run.
+
+    Args:
+        whole: run dir of the undisturbed run.
+        run_dir: run dir of the resumed run.
+        times: expected number of resumes.
+    """
     expected = result(whole)
     found = result(run_dir)
     check_equal("weights", {"undisturbed": expected["weights_sha256"], "disturbed": found["weights_sha256"]})
@@ -180,7 +187,7 @@ def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
 
 
 def stopped(row: Row, ranks: int) -> dict[str, Any]:
-    """Send TERM to the script. Check that ranks save the step, and that the resumed job has undisturbed weights."""
+    """Send TERM to the script. Check that the ranks save the step, and that the job resumes with the same weights."""
     options = options_of(row, "mnist_ddp")
     steps = steps_of(row, "mnist_ddp")
 
@@ -196,10 +203,19 @@ def stopped(row: Row, ranks: int) -> dict[str, Any]:
 def stop(
     row: Row, app: str, ranks: int, options: Sequence[str], step: int, before: Fault | None = None, **others: Any
 ) -> Path:
-    """Run an app, send TERM to its script in update ``step``, check that it is saved, and return the run directory.
+    """Run an app, send TERM to its script in update ``step``, check that a checkpoint has the step, and return the run.
 
-    Rank 0 waits in this step until the signal arrives, because a step takes milliseconds. A fault ``before`` makes the
-    job restart first.
+    Rank 0 waits in this step until the signal arrives, because a step takes only milliseconds. If a fault ``before`` is
+    given, the job restarts before this step.
+
+    Args:
+        row: the row that runs.
+        app: name of the app.
+        ranks: number of ranks.
+        options: the app's options.
+        step: number of the update, from 1.
+        before: a fault that happens first, or None.
+        others: further arguments of `Row.start`.
     """
     pause = {"rank": 0, "step": step - 1, "kind": "pause", "start": 1 if before else 0}
     with row.start(app, ranks, options, faults=[*([before] if before else []), pause], **others) as job:
@@ -216,7 +232,7 @@ def stop(
 
 
 def hang(row: Row, ranks: int, kind: str = "stop") -> dict[str, Any]:
-    """Stop a rank. Check that the report names this rank, its line, and the collective in which the others wait."""
+    """Stop a rank. Check that the report names the rank, its line, and the collective in which the other ranks wait."""
     step = steps_of(row, "mnist_ddp") // 2
     options = [
         *MNIST,

@@ -1,4 +1,4 @@
-"""Rows of gpt_fsdp, whose ranks have shards of the model, and of mnist_elastic, whose ranks may leave and rejoin."""
+"""Define the rows of gpt_fsdp, which shards its model over the ranks, and of mnist_elastic, whose ranks may rejoin."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def meshes(row: Row) -> dict[str, Any]:
 
 
 def reshard(row: Row) -> dict[str, Any]:
-    """Resume a checkpoint of mesh 2x1 at 1x1, with equal weights, and at 2x1, with an undisturbed run's final bits."""
+    """Load a checkpoint of mesh 2x1 at 1x1, and check the weights. Resume it at 2x1, and check the final weights."""
     half = STEPS // 2
     steps = STEPS
 
@@ -61,7 +61,7 @@ def reshard(row: Row) -> dict[str, Any]:
 
 
 def elastic(row: Row) -> dict[str, Any]:
-    """Kill one of three ranks, which rejoins, and compare the weights with a run of one rank. Gradients use gloo."""
+    """Kill one of three ranks, whose successor rejoins, and compare the weights with a run of one rank."""
     if importlib.util.find_spec("torchft") is None:
         raise NotRunError("torchft is missing")
     steps = steps_of(row, "mnist_ddp")

@@ -1,4 +1,4 @@
-"""Rows that compare one device with the CPU, and rows that measure time."""
+"""Define the rows that compare the device with the CPU, and the rows that measure time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gpu_proof.several import BATCH, CIFAR, FOR_EVER, check_resumed, stop
 
 MNIST_FILES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 TARGET = 0.99
-# Dropout is off, because a device draws other random numbers than the CPU.
+# Dropout is off, because a GPU's random numbers differ from the CPU's.
 APPS: dict[str, list[str]] = {
     "mnist_ddp": ["--dataset=mnist-5k", "--dropout=0"],
     "mnist_lightning": ["--dataset=mnist-5k", "--dropout=0"],
-    # A larger learning rate multiplies rounding errors: at 0.1, float32 and float64 differ by 1e-3 after 5 updates.
+    # A larger learning rate multiplies rounding errors. At 0.1, float32 and float64 differ by 1e-3 after 5 updates.
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0", "--lr=0.003"],
     "gpt_fsdp": ["--dataset=jargon-64k", "--layers=2", "--width=64"],
     "llm_finetune": ["--model=tiny", "--dataset=definitions-240", "--lora=4"],
@@ -39,13 +39,13 @@ LOSSES: list[tuple[str, list[str], float]] = [
 ]
 RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # number of ranks; mnist_ddp has its own rows
 RECOVERY_STEPS = 20
-COMPILE_SECONDS = 60.0  # seconds of a compiled run and a killed run, with a warm compiler cache
-ROUNDS = 5  # most rounds of `speed`
-ROUND_SECONDS = 30.0  # seconds of one round
+COMPILE_SECONDS = 60.0  # seconds for a compiled run and a killed run, with a warm compiler cache
+ROUNDS = 5  # largest number of rounds of `speed`
+ROUND_SECONDS = 30.0  # duration of one round, in seconds
 
 
 def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -> dict[str, Any]:
-    """Compare the first losses of one rank with losses on the CPU, without torch.compile on the CPU."""
+    """Compare one rank's first losses with the losses on the CPU, where the run does not use torch.compile."""
     steps = 2 if row.proof.quick else 5
     common = [*APPS[app], *FOR_EVER, f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     on_cpu = [*common, *(each for each in options if each != "--compile")]
@@ -61,7 +61,7 @@ def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -
 
 
 def recovery(row: Row, app: str, ranks: int) -> dict[str, Any]:
-    """Kill a rank, stop the restarted job, resume the job, and compare its weights with an undisturbed run."""
+    """Kill a rank, stop the restarted job, resume it, and compare the final weights with an undisturbed run's."""
     steps = RECOVERY_STEPS
     options = [*APPS[app], *FOR_EVER, f"--max-steps={steps}", f"--checkpoint-every={steps // 4}"]
     share = ranks > 1
@@ -92,7 +92,7 @@ def collectives(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def accuracy(row: Row) -> dict[str, Any]:
-    """Measure the seconds of mnist_ddp on MNIST until an evaluation reaches TARGET, without start-up."""
+    """Measure the seconds of training, without start-up, until mnist_ddp's accuracy on MNIST reaches TARGET."""
     given = row.proof.mnist
     if given is None or not all((given / name).is_file() for name in MNIST_FILES):
         raise NotRunError(f"no data: name a folder that has {', '.join(MNIST_FILES)} by --mnist")
@@ -112,7 +112,7 @@ def accuracy(row: Row) -> dict[str, Any]:
 
 
 def speed(row: Row) -> dict[str, Any]:
-    """Compare the speed of mnist_ddp, its compute limit and the textbook loop, in as many rounds as the time allows."""
+    """Compare the speeds of mnist_ddp, its compute limit and the textbook loop. The time left limits the rounds."""
     row.need(2 * ROUND_SECONDS)
     output = row.proof.new_folder()
     deadline = row.begin_job()

@@ -1,13 +1,13 @@
-"""Inject the faults of the proof's rows. Python imports this file at its start if the folder is on PYTHONPATH.
+"""Inject the faults of the proof's rows. Python imports this file at its start if PYTHONPATH has the file's folder.
 
-GPU_PROOF_FAULTS has a JSON list of faults. Each fault has ``rank``, ``start`` (number of earlier starts of the job),
-``step``, ``kind`` and ``path``. At the beginning of the step, the rank does one of the following:
+The variable GPU_PROOF_FAULTS has a JSON list of faults. Each fault has ``rank``, ``start`` (number of earlier starts of
+the job), ``step``, ``kind`` and ``path``. At the beginning of the step, the rank does the following for its ``kind``:
 
-* ``kill``: The rank waits ENTER_SECONDS, and sends itself SIGKILL.
+* ``kill``: The rank waits for ENTER_SECONDS, and then sends itself SIGKILL.
 * ``stop``: The rank sends itself SIGSTOP.
 * ``block``: The rank's main thread waits in C code forever, as under NCCL without a peer.
 * ``pause``: The rank writes the file ``path``, and waits for a stop signal.
-* ``skip``: The rank leaves out the next all-reduce that the program calls.
+* ``skip``: The rank does not join the next all-reduce that the program calls.
 * ``graphs``: The rank lets torch.compile make CUDA graphs, before its first step.
 * ``reseed``: The rank draws dropout from another seed than the other ranks, from this step on.
 
@@ -27,8 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ENTER_SECONDS = 0.5  # seconds in which the other ranks enter the all-reduce
-PAUSE_SECONDS = 60.0  # most seconds until the stop signal
+ENTER_SECONDS = 0.5  # time for the other ranks to enter the all-reduce, in seconds
+PAUSE_SECONDS = 60.0  # timeout of the stop signal, in seconds
 
 _faults = json.loads(os.environ.get("GPU_PROOF_FAULTS", "[]"))
 _info = json.loads(os.environ.get("SAMESTEP_JOB_INFO", "{}"))
@@ -50,7 +50,7 @@ def _stop(fault: dict[str, Any]) -> None:
 def _block(fault: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):  # the second call waits forever for the lock of the first
+    for _ in range(2):  # the second call waits forever for the lock that the first call holds
         libc.pthread_mutex_lock(mutex)
 
 
@@ -101,11 +101,11 @@ def _arm(faults: list[dict[str, Any]]) -> None:
     from samestep.sharding import GlobalBatches
 
     _strike_before(faults, GlobalBatches, "indices")
-    _strike_before(faults, TokenBatches, "plan")  # the sampler of token batches gets its samples from plan
+    _strike_before(faults, TokenBatches, "plan")  # the sampler of token batches calls `plan` for each step
 
 
 def _strike_before(faults: list[dict[str, Any]], batches: type, name: str) -> None:
-    """Wrap the method ``name`` of ``batches``, whose argument is a step, so that the step's faults happen first."""
+    """Wrap the method ``name`` of ``batches``, which gets a step, so that the step's faults happen before the call."""
     method = getattr(batches, name)
 
     def method_with_faults(self: Any, step: int, *others: Any) -> Any:
@@ -118,7 +118,7 @@ def _strike_before(faults: list[dict[str, Any]], batches: type, name: str) -> No
     setattr(batches, name, method_with_faults)
 
 
-# A rank runs train.py. A launcher has train.py among its later arguments only.
+# A rank's command line has train.py in its first arguments. A launcher's has train.py only in later arguments.
 _is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
 _own = [fault for fault in _faults if (fault["rank"], fault["start"]) == (_rank, _start)]
 if _own and _is_rank:
