@@ -310,6 +310,52 @@ def test_micro_batches_hold_the_same_samples_at_any_world_size(
 
 
 @quick
+@given(
+    st.integers(1, 300),
+    st.integers(1, 60),
+    WORLDS,
+    st.sampled_from([None, 9, 12]),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
+def test_ranks_divide_the_micro_batches_of_a_step(
+    n: int, batch: int, world_size: int, virtual_ranks: int | None, accumulate: int, step: int
+) -> None:
+    """With virtual ranks, a rank computes whole micro-batches, otherwise a shard of each micro-batch."""
+    options: dict[str, Any] = {"virtual_ranks": virtual_ranks, "accumulate": accumulate}
+    ranks = [GlobalBatches(n, batch, 1, rank, world_size, **options) for rank in range(world_size)]
+    size = ranks[0].size(step)
+    count = min(size, accumulate * virtual_ranks if virtual_ranks else accumulate)
+    assert ranks[0].num_micro_batches(step) == count
+    own = [rank.micro_batches(step) for rank in ranks]
+    everything = [(k, count) for k in range(count)]
+    if virtual_ranks:
+        assert [*itertools.chain(*own)] == everything
+    else:
+        assert own == [everything] * world_size
+    rows = [row for rank in ranks for each in rank.micro_batches(step) for row in rank.local_rows(step, each)]
+    assert sorted(rows) == list(range(size))
+    assert ranks[0].num_losses(step) == size
+    assert ranks[0].num_losses_before(step) == ranks[0].samples_seen(step)
+
+
+def test_a_shard_of_the_whole_batch_is_the_default() -> None:
+    assert GlobalBatches(10, 6, 1).micro_batches(0) == [(0, 1)]
+    assert list(GlobalBatches(10, 6, 1, rank=1, world_size=2).local_rows(0)) == [3, 4, 5]
+
+
+@quick
+@given(st.integers(0, 300), st.integers(1, 60), WORLDS)
+def test_evaluation_batches_have_each_example_once(length: int, batch_size: int, parts: int) -> None:
+    batches = sharding.eval_batches(length, batch_size, parts)
+    assert len(batches) == max(parts, math.ceil(length / batch_size))
+    assert np.array_equal(np.concatenate(batches), np.arange(length))
+    sizes = [len(batch) for batch in batches]
+    assert max(sizes) <= batch_size or len(batches) == parts
+    assert max(sizes) - min(sizes) <= 1
+
+
+@quick
 @given(st.integers(1, 300), st.integers(1, 400), SEEDS, WORLDS)
 def test_an_epoch_sees_every_sample_once(n: int, batch: int, seed: int, world_size: int) -> None:
     ranks = [GlobalBatches(n, batch, seed, rank, world_size) for rank in range(world_size)]
