@@ -32,7 +32,7 @@ GPU_PROOF = ROOT / "benchmarks" / "gpu_proof.json"
 ROWS = [entry.name for entry in entries()]  # rows of tools/gpu_proof.sh
 HOW = ("run", "simulated", "read", "proof")  # how a path was tested; "proof" means by rows of tools/gpu_proof.sh
 ENGLISH_STATUS = (
-    "All tests run on CPU. ",
+    "The default tests run on CPU. ",
     " No app ran on Ascend ",
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
     "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",

@@ -48,7 +48,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell(repository: Path, text: str) -> Ended:
-    """Run a line of a page in the repository, with this Python first in PATH and no variables of a launcher."""
+    """Run a page's command in bash, in a clone. PATH starts with this Python, and launchers' variables are unset."""
     kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH")
     environ = {name: os.environ[name] for name in kept if name in os.environ}
     environ["PATH"] = f"{repository / 'bin'}{os.pathsep}{environ['PATH']}"

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 AT_A_TIME = "2"
-MATCHED = "MATRIX_MATCHED"  # variable with a folder; tests/conftest.py writes a file to it if pytest selects a test
+# Environment variable: path of a folder, in which tests/conftest.py creates a file if pytest selects a test.
+MATCHED = "MATRIX_MATCHED"
 LEFT_LIMIT = 15.0  # time for pytest to end its own processes, in seconds
 NO_TESTS = 5  # pytest's exit code
 DRIVERS = {  # files that a device's driver makes, by the suffix of an environment's name

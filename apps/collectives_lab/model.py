@@ -51,6 +51,6 @@ class Net(nn.Module):
 
 
 def build_model(dropout: float, dtype: torch.dtype, seed: int) -> Net:
-    """Return the model with initial weights from ``seed``, which are drawn in float32 for any ``dtype``."""
+    """Return the model in ``dtype``. Its initial weights are drawn in float32, so they depend on ``seed`` alone."""
     torch.manual_seed(seed)
     return Net(dropout).to(dtype)

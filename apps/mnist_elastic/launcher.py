@@ -7,9 +7,9 @@ connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for t
 
 The launcher runs a store by which members connect, and torchft's lighthouse, which proposes the names of processes as
 the members of a group. For each rank, the launcher confirms which of these names belong to ranks of this job. Only the
-launcher writes metrics.jsonl, checkpoints and the result. Every rank sends the numbers of each log line to the
-launcher, which ignores steps that are already recorded.
-If the launcher ends, the launch script restarts the job from the newest checkpoint.
+launcher writes metrics.jsonl, checkpoints and the result. Every rank sends the values of each log line to the
+launcher, so that a lost rank loses no line. The launcher ignores a step that it has already recorded. If the launcher
+ends, the launch script restarts the job from the newest checkpoint.
 """
 
 from __future__ import annotations

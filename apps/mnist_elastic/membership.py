@@ -49,7 +49,7 @@ READY_SECONDS = 5.0  # time limit for all members to join a new group
 CONNECT_SECONDS = 10.0  # time limit for the members to connect to each other
 QUORUM_SECONDS = 5.0  # time limit for the lighthouse's answer
 MAX_FAILURES = 20  # limit of consecutive failed attempts to regroup or to compute a step
-STEPS = 4096  # ranks sum step numbers modulo STEPS, so that float32 represents the sums exactly
+STEPS = 4096  # each sub-shard adds step % STEPS, because float32 represents such small sums exactly
 CHECKS = 4  # number of values that each sub-shard adds to the sum: a count, the step, a request to regroup, the loss
 
 

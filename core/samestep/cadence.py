@@ -36,7 +36,10 @@ class Cadence:
     keep_best: bool = False
 
     def after(self, done: int, is_sync_due: bool = False) -> StepActions:
-        """Return the actions after ``done`` updates. If ``is_sync_due``, the ranks synchronize in any case."""
+        """Return the actions after ``done`` updates.
+
+        If ``is_sync_due`` is True, ``sync`` is True even if no log line is due.
+        """
         is_last = done == self.last_step
         is_epoch_end = done % self.steps_per_epoch == 0
         evaluates = is_epoch_end or _is_multiple(done, self.evaluate_every)

@@ -1,7 +1,7 @@
 """Open, create, rename and delete files below an untrusted folder, such as a run dir.
 
-`Root` follows no link below its folder, because it opens a path one folder at a time, each by its parent's descriptor.
-So a name in a run dir cannot lead to a file outside, even if another program replaces a folder in the meantime. This
+`Root` opens a path one folder at a time, each relative to its parent's descriptor and with O_NOFOLLOW. An open fails
+at a link below the root folder. So a name in a run dir cannot lead to a file outside, even if another program replaces a folder in the meantime. This
 module uses the standard library only.
 """
 

@@ -411,7 +411,7 @@ def _report_end(job: Job, node: NodeInfo, state: JobState, reason: str) -> None:
 
 
 def _resolve(job: Job) -> dict[str, Any]:
-    """Resolve the run dir, dataset and checkpoint for all machines; return the plan for the other machines."""
+    """Resolve the run dir, and on machine 0 the dataset and the checkpoint; return what the other machines need."""
     from samestep import rundir
 
     if job.nodes.rank > 0:  # without a preflight, machine 0 resolves the rest, and its rank 0 broadcasts the result

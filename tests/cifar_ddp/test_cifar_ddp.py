@@ -25,7 +25,7 @@ EVERYTHING = SPEC.variants[0]
 
 
 def uneven_batch(examples: int) -> int:
-    """Return a size of a global batch of three micro-batches, whose sizes neither 2 nor 3 divides.
+    """Return a global batch size: three micro-batches of equal size, which is divisible by neither 2 nor 3.
 
     The last batch of an epoch is as small as possible. With 1,024 samples, batches have 93 and the last has 1.
     """

@@ -64,8 +64,8 @@ class App:
     launcher: str = "torchrun"  # The launcher that the app's launch script starts.
     preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
     compared: bool = True  # Whether all ranks hold the same weights and compare them.
-    # Marks of tests that run for this app only in a soak. ``core_only``: core alone decides the result, and another
-    # app runs the test. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``,
+    # Marks of tests that pytest skips for this app, except with --soak or --every-case. ``core_only``: core alone
+    # decides the result, and another app runs the test. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``,
     # ``weights``: another app, or a test of this app's own, covers the case. ``slow``: a start takes long.
     skipped_marks: Sequence[str] = ()
     name: str = ""

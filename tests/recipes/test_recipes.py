@@ -126,7 +126,10 @@ def weights(out: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_job_resumes_with_the_losses_of_one_rank(changed: Path, folder: Path, name: str) -> None:
-    """Kill 3 ranks in the middle of an epoch. Each test example counts once, also if the last batch has one example."""
+    """Kill 3 ranks in the middle of an epoch.
+
+    The last training batch has one example. Each evaluation counts each of the 999 test examples once.
+    """
     script = changed / SCRIPTS[name]
     one = run(script, 1, folder, "one")
     expected = losses(one)

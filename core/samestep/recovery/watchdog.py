@@ -191,7 +191,7 @@ class Watchdog(Monitor):
         if (digests != digests[0]).any():
             if run_dir:
                 replica_check.quarantine_newest(run_dir)
-            collectives.broadcast(b"")  # waits until rank 0 has renamed the checkpoint, because an exit ends all ranks
+            collectives.broadcast(b"")  # waits for rank 0's checkpoint: a launcher ends all ranks if one exits
             raise replica_check.unequal(digests, self._clock.step)
 
     def record_event(self, kind: str, **fields: Any) -> None:
