@@ -65,8 +65,8 @@ class App:
     preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
     compared: bool = True  # Whether all ranks hold the same weights and compare them.
     # Marks of tests that pytest skips for this app, except with --soak or --every-case. ``core_only``: core alone
-    # decides the result, and another app runs the test. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``,
-    # ``weights``: another app, or a test of this app's own, covers the case. ``slow``: a start takes long.
+    # decides the result, and another app runs the test. ``slow``: a start takes long. All others: another app, or a
+    # test of this app's own, covers the case.
     skipped_marks: Sequence[str] = ()
     name: str = ""
 
