@@ -251,8 +251,8 @@ class Run:
         Args:
             collectives: the app's collectives, which later calls use too.
             parts: functions that load and return a checkpoint's arrays.
-            evaluated: the group with the weights that an evaluation uses and --keep-best stores; by default that of
-                ``parts``. If the group is not "model", `finish` also writes model-<evaluated>.safetensors.
+            evaluated: the group with the weights that an evaluation uses and --keep-best stores; by default
+                ``parts.evaluated``. If the group is not "model", `finish` also writes model-<evaluated>.safetensors.
 
         Raises:
             ConfigError: raised on rank 0 for a mistake of the caller.
