@@ -130,14 +130,14 @@ def _watch_run(module: ModuleType) -> None:
             yield batch
 
     @functools.wraps(count_step)
-    def record_and_count(run: Any, step: int) -> None:
+    def record_and_count(run: Any, done: int) -> None:
         if probe.is_wanted:
-            _record(run, step)
-        count_step(run, step)
+            _record(run, done - 1)
+        count_step(run, done)
 
     @functools.wraps(actions_after)
-    def actions_without_evaluation(run: Any, step: int) -> Any:
-        return actions_after(run, step)._replace(evaluate=False)
+    def actions_without_evaluation(run: Any, done: int) -> Any:
+        return actions_after(run, done)._replace(evaluate=False)
 
     @functools.wraps(save)
     def save_and_end(run: Any) -> None:
