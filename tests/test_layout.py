@@ -221,3 +221,11 @@ def test_no_torch_app_but_mnist_elastic_names_global_batches() -> None:
     others = {path.name for path in naming if path.parent.name != "mnist_elastic"}
     assert others == MEASURING
     assert len(naming) > len(others)
+
+
+def test_core_names_no_library_of_llm_finetune() -> None:
+    """The kit's adapter of Hugging Face's Trainer, and no other file, names transformers."""
+    for path in sorted((ROOT / "core" / "samestep").rglob("*.py")):
+        text = path.read_text()
+        assert not re.search(r"\b(llm_finetune|peft)\b", text), path
+        assert "transformers" not in text or path.name == "frameworks.py", path
