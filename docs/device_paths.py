@@ -167,6 +167,11 @@ def _unknown_kinds(kinds: str) -> list[str]:
     return [kind for kind in kinds.split("; ") if not any(row.startswith(f"{kind} ") for row in ROWS)]
 
 
+def outcomes_of(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the outcome of each row without its reason: "passed", "failed" or "not run"."""
+    return {row["row"]: str(row["outcome"]).partition(":")[0] for row in results["rows"]}
+
+
 def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
     """Return the outcome of an app's rows of the given kinds.
 
@@ -178,7 +183,7 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
     Returns:
         "run" if all rows passed, "failed" if one failed, otherwise "not run".
     """
-    outcomes = {row["row"]: str(row["outcome"]).partition(":")[0] for row in results["rows"]}
+    outcomes = outcomes_of(results)
     wanted = [row for kind in kinds.split("; ") for row in ROWS if re.match(rf"{kind} {app}\b", row)]
     found = [outcomes.get(row, "not run") for row in wanted]
     if found and all(outcome == PASSED for outcome in found):
@@ -189,9 +194,9 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
 def pages_with_status(results: Mapping[str, Any]) -> dict[Path, str]:
     """Return the text of each page of STATUS, with the status that follows from the results."""
     texts = {}
-    outcomes = [row["outcome"] for row in results["rows"] if row["row"] in ROWS]
+    outcomes = [outcome for row, outcome in outcomes_of(results).items() if row in ROWS]
     passed = outcomes.count(PASSED)
-    failed = sum(outcome.startswith("failed") for outcome in outcomes)
+    failed = outcomes.count("failed")
     for name, (before, after, one, several) in STATUS.items():
         claim = several if several_ranks_passed(results) else one
         claim = claim.format(passed=passed, rows=len(ROWS), failed=failed)

@@ -6,7 +6,7 @@ The program also draws docs/first_picture.zh.svg, the same picture for README.zh
 
 Both loops train in float64 at 1, 2 and 4 ranks. In a fourth run at 4 ranks, rank 1 is killed at step 70, and the same
 command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that FOLDER already
-contains. All runs take four minutes on 2 cores. If the losses with Samestep differ, the picture says NOT EQUAL.
+contains. All runs take four minutes on 2 cores. If the losses with Samestep differ, the picture shows NOT EQUAL.
 """
 
 from __future__ import annotations

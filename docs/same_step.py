@@ -37,7 +37,8 @@ text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57
 }
 """
 WIDTH, HEIGHT = 880, 320
-TOP, BOTTOM = 36, 270  # edges of both plots, in pixels
+TOP = 36  # upper edge of both plots, in pixels
+BOTTOM = 270  # lower edge
 DASH = 7  # length of a dash, in pixels
 
 

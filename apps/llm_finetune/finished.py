@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import weights
 from data import Tokenizer
@@ -23,8 +21,7 @@ def read_options(run_dir: Path) -> Options:
     """
     options = parse([])
     try:
-        with (run_dir / "metrics.jsonl").open() as file:
-            header: dict[str, Any] = json.loads(file.readline())
+        header = weights.read_header(run_dir)
         recorded = dict(header["options"])
         is_ours = header["app"] == Path(__file__).resolve().parent.name
     except (OSError, ValueError, KeyError, TypeError) as error:

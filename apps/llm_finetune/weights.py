@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from samestep import untrusted
 from samestep.checkpoint import Arrays, state_dict_diff
@@ -45,6 +48,12 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
         parameter.copy_(torch.from_numpy(arrays[name]))
 
 
+def read_header(run_dir: Path) -> dict[str, Any]:
+    """Return the first line of a run's metrics.jsonl. Raises OSError, ValueError or TypeError if it has no header."""
+    with untrusted.open_to_read(run_dir / "metrics.jsonl") as file:
+        return untrusted.parse_object(file.readline(untrusted.MAX_BYTES))
+
+
 def check_base(options: Options) -> None:
     """Raise ValueError if the file of --init-from has the LoRA matrices of a run with another base model.
 
@@ -53,8 +62,7 @@ def check_base(options: Options) -> None:
     if not options.lora or options.init_from is None:
         return
     try:
-        first_line = untrusted.read_bytes(options.init_from.parent / "metrics.jsonl").partition(b"\n")[0]
-        recorded = untrusted.parse_object(first_line)["options"]
+        recorded = read_header(options.init_from.parent)["options"]
         base = (recorded["model"], recorded["model_sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return

@@ -141,7 +141,7 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
 
 
 def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
-    """Return 1 if a required row did not pass or, without required rows, if any row failed; else 0."""
+    """Return 1 if a required row did not pass, or 0. Without required rows, return 1 if any row failed."""
     if not required:
         return int(any(each.has_failed for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))

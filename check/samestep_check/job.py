@@ -161,17 +161,18 @@ class Job:
         except PermissionError:  # a process of another user
             return False
 
-    def kill(self) -> None:
-        """Send SIGKILL to all processes of the job."""
-        for pid in self.pids():
+    def kill(self) -> int:
+        """Send SIGKILL to all processes of the job, and return their number."""
+        pids = self.pids()
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        return len(pids)
 
     def stop(self) -> None:
         """Kill all processes of the job, including processes that SIGSTOP has stopped."""
         end = time.monotonic() + KILL_SECONDS
-        while self.pids() and time.monotonic() < end:
-            self.kill()
+        while self.kill() and time.monotonic() < end:
             time.sleep(0.05)
         with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible call, such as of a hung disk
             self.process.wait(KILL_SECONDS)

@@ -6,10 +6,10 @@ import os
 import signal
 import time
 
-from samestep_check.job import LEFT_GRACE
+from samestep_check.job import LEFT_GRACE, Job
 from samestep_check.records import Records
 from samestep_check.rows_resume import restarted, resumed_at, saved_at
-from samestep_check.runner import PATIENCE, Faulted, ScriptRunner, kill_all
+from samestep_check.runner import PATIENCE, Faulted, ScriptRunner
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, Verdict
 
 NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
@@ -32,7 +32,7 @@ def rank_killed(runner: ScriptRunner) -> str:
 
 def all_killed(runner: ScriptRunner) -> str:
     """Check that a restart after SIGKILL to all processes resumes."""
-    run = runner.faulted(kill_all)
+    run = runner.faulted(Job.kill)
     at = resumed_at(runner, run, saved_at(run))
     return f"killed after step {run.done}; resumes at step {at}"
 

@@ -404,7 +404,7 @@ class ScriptRunner:
             raise NotSeen("no process has a rank in its environment")
         return ranks[max(ranks)][-1].pid
 
-    def faulted(self, strike: Callable[[Job], None] | None, **config: Any) -> Faulted:
+    def faulted(self, strike: Callable[[Job], object] | None, **config: Any) -> Faulted:
         """Run the script with a fault, then restart it as a user would.
 
         Args:
@@ -485,7 +485,7 @@ class ScriptRunner:
     def stopped(self) -> Faulted:
         """Return the run with a killed rank if that run failed, else a run with all processes killed."""
         killed: Faulted = self.killed
-        return killed if killed.code else self.faulted(kill_all)
+        return killed if killed.code else self.faulted(Job.kill)
 
     @cached
     def terminated(self) -> Faulted:
@@ -553,11 +553,6 @@ def _first_difference(first: Sequence[object], second: Sequence[object]) -> int:
 def warnings_in(output: str) -> int:
     """Return how many lines of an output are warnings or errors."""
     return sum(WARNING.search(line) is not None for line in output.splitlines())
-
-
-def kill_all(job: Job) -> None:
-    """Kill all processes of a job."""
-    job.kill()
 
 
 def relative(a: float | None, b: float | None) -> float:

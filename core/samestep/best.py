@@ -13,7 +13,7 @@ from samestep.untrusted import shown
 
 
 class BestEvaluation:
-    """The best evaluation so far. Of several equal evaluations, the first is the best.
+    """The best evaluation so far. The first of several equal evaluations is the best.
 
     A resumed run starts with the ``state`` of its checkpoint. If a resume changes the metric, the next evaluation
     becomes the best one.

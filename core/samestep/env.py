@@ -428,7 +428,7 @@ def _horovodrun(env: dict[str, str], spec: Launcher) -> World:
 
 def _paddle(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
-    # paddle.distributed.spawn sets no local rank and no number of nodes, but lists the endpoints of all ranks.
+    # paddle.distributed.spawn lists the endpoints of all ranks, and sets neither a local rank nor a number of nodes.
     hosts = [each.rpartition(":")[0] for each in env.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
     lists_one_host = len(hosts) == world.world_size and len(set(hosts)) == 1
     if lists_one_host and world.node_count is None and world.local_rank is None:

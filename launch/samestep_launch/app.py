@@ -127,6 +127,8 @@ def _main(root: Path, name: str, template: Sequence[str], arguments: list[str], 
     if os.pathsep in str(root):
         raise ConfigError(f"the project's folder {root} has a {os.pathsep}, which ends a folder on PATH: rename it")
     check_arguments(arguments)
+    if not is_second_stage:
+        _check_old_modules(root / "apps" / name)
     app = App(root, name, module=_app_options(root, name), environment=Environment(root, name))
     if "--help" in arguments or "-h" in arguments:
         _print_help(app, arguments)
@@ -323,7 +325,6 @@ def _app_options(root: Path, app: str) -> Any:
         if near:
             raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
-    _check_old_modules(path.parent)
     sys.path.append(str(path.parent))  # at the end, because an app's file may have another module's name
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses search the module of a class there

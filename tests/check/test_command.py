@@ -284,8 +284,7 @@ def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
         script = (tmp_path / "train.py").read_text()
         compile(script, f"the script before table {count}", "exec")
         assert tutorial.rows(table.text), f"table {count} is empty"
-    finished = page.partition("\n## The finished script\n")[2]
-    assert finished.partition("```python\n")[2].startswith(f"{script}```")
+    assert f"## The finished script\n\nThis is the script after all changes:\n\n```python\n{script}```" in page
     assert page.count("```diff\n") == 9
     assert {verdict for verdict, _ in tutorial.rows(table.text).values()} == {"passed"}
     assert len(tutorial.rows(table.text)) == 18

@@ -477,7 +477,7 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 
 
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bool) -> None:
-    """Only the chosen strategies, places and kind have sleeps, as the plan says. With --trace, all calls are written.
+    """Only the strategies, places and kind of the plan have sleeps. With --trace, all calls are written.
 
     A soak runs all conditions of --quick.
     """

@@ -1,4 +1,4 @@
-"""Test the picture of `samestep_observe.report --png`. Of all environments, only this app's has matplotlib."""
+"""Test the picture of `samestep_observe.report --png`. Only this app's environment has matplotlib."""
 
 from __future__ import annotations
 

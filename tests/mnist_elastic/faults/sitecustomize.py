@@ -111,7 +111,7 @@ def _copy_state_or_strike(copy_state: Any, module: Any, faults: list[dict[str, A
 
 
 def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
-    """Return a `Members.regroup` that joins the group once without the job's key, if a fault says so."""
+    """Return a `Members.regroup` that joins the group once without the job's key, if there is such a fault."""
     members = module.Members
     dist = module.dist
     regroup = members.regroup
