@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import shutil
@@ -146,6 +147,14 @@ def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
         done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == output, f"copy what this prints into docs/migrating.md: {command}"
     assert len(shown) == 7
+
+
+def test_the_page_of_slow_tests_shows_the_stored_results_and_each_counterpart() -> None:
+    soak = runpy.run_path(str(ROOT / "tools" / "soak.py"))
+    page = soak["PAGE"].read_text()
+    assert page == soak["page"](json.loads(soak["RESULTS"].read_text())), "run python tools/soak.py --page"
+    # A slow test without a comment has no counterpart.
+    assert "test_ten_kills_in_a_row_change_no_bit" in page
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
     bash scripts/test.sh -e soak                         # all environments; takes hours
     bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # keeps the other environments' results
+    bash scripts/test.sh -e soak -- mnist_ddp-cpu:exec   # tests of faults, with --start-method exec
+    python tools/soak.py --page                          # only makes the page, from docs/soak.json
 
 The program also writes the results to docs/soak.json. Its exit code is 1 if a test failed. It needs only the standard
 library.
@@ -27,12 +29,16 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "soak.md"
 WITHOUT_SLOW_TESTS = {"lint", "docs"}
+BY_EXEC = "mnist_ddp-cpu:exec"
+FAULTS = ["common/test_recovery.py", "common/test_torchrun.py", "mnist_ddp/test_hangs.py", "mnist_ddp/test_signals.py"]
+WORDS = {BY_EXEC: ["--", "--start-method=exec", *(f"tests/{path}" for path in FAULTS)]}  # after -e ENVIRONMENT
 HEAD = """\
 # Slow tests
 
-`bash scripts/test.sh` leaves out the tests that are marked "in the soak" and runs others with low counts.
-`bash scripts/test.sh -e soak` runs all of them with high counts and makes this page. `-- core gpt_fsdp-cpu` at its end
-selects environments; the page keeps the results of the others.
+`bash scripts/test.sh` runs the quick tests, with low counts of faults. `bash scripts/test.sh -e soak` runs the quick and
+the slow tests, with high counts, and makes this page. To select environments, add their names, for example
+`-- core gpt_fsdp-cpu`. The page then keeps the results of the other environments. In the row `mnist_ddp-cpu:exec`, the
+tests of faults start mnist_ddp with `--start-method exec`.
 """
 
 
@@ -41,7 +47,7 @@ def environments() -> list[str]:
     tox = configparser.RawConfigParser()
     tox.read(ROOT / "tox.ini")
     names = [name.strip() for name in tox["tox"]["env_list"].split(",")]
-    return [name for name in names if name not in WITHOUT_SLOW_TESTS]
+    return [*(name for name in names if name not in WITHOUT_SLOW_TESTS), BY_EXEC]
 
 
 def run(environment: str, folder: Path) -> dict[str, Any]:
@@ -51,8 +57,9 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
     table.write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOX_")}
     environ |= {"PYTEST_ADDOPTS": f"--soak --junitxml={report}", "MATRIX_SOAK_TABLE": str(table)}
+    command = ["bash", "scripts/test.sh", "-e", environment.partition(":")[0], *WORDS.get(environment, [])]
     begun = time.monotonic()
-    code = subprocess.run(["bash", "scripts/test.sh", "-e", environment], cwd=ROOT, env=environ, check=False).returncode
+    code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     suite = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}  # noqa: S314 - pytest wrote it
     tests = int(suite.get("tests", 0))
     skipped = int(suite.get("skipped", 0))
@@ -69,7 +76,7 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
 
 def counterparts() -> list[str]:
     """Return a table row for each slow test for which a comment names a counterpart among the default tests."""
-    pattern = re.compile(r"^@pytest\.mark\.soak +# in the matrix (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
+    pattern = re.compile(r"^@pytest\.mark\.soak +# (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [(path.relative_to(ROOT), match) for path in paths for match in pattern.finditer(path.read_text())]
     return [f"| `{path}`: `{match[2]}` | {match[1]} |" for path, match in found]
@@ -85,18 +92,23 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     tables = [line for name in environments() for line in results.get(name, {}).get("table", ())]
     if tables:
         lines += ["", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *tables]
-    lines += ["", "## Counterparts in the matrix", "", "| slow test | counterpart |", "|---|---|", *counterparts()]
+    lines += ["", "## Counterparts of the slow tests", "", "| slow test | counterpart |", "|---|---|", *counterparts()]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environments", nargs="*", metavar="ENVIRONMENT", help=", ".join(environments()))
-    chosen = parser.parse_args().environments or environments()
+    parser.add_argument("--page", action="store_true", help="make the page, and run no tests")
+    options = parser.parse_args()
+    chosen = options.environments or environments()
     unknown = {*chosen} - {*environments()}
     if unknown:
         parser.error(f"unknown environments: {', '.join(sorted(unknown))}")
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.page:
+        PAGE.write_text(page(results))
+        return 0
     for name in chosen:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = run(name, Path(folder))
