@@ -35,8 +35,8 @@ WORDS = {BY_EXEC: ["--", "--start-method=exec", *(f"tests/{path}" for path in FA
 HEAD = """\
 # Slow tests
 
-`bash scripts/test.sh` runs the quick tests, with low counts of faults. `bash scripts/test.sh -e soak` runs the quick and
-the slow tests, with high counts, and makes this page. To select environments, add their names, for example
+`bash scripts/test.sh` runs the quick tests, with low counts of faults. `bash scripts/test.sh -e soak` runs the quick
+and the slow tests, with high counts, and makes this page. To select environments, add their names, for example
 `-- core gpt_fsdp-cpu`. The page then keeps the results of the other environments. In the row `mnist_ddp-cpu:exec`, the
 tests of faults start mnist_ddp with `--start-method exec`.
 """
