@@ -84,7 +84,11 @@ def _with_loopback(arguments: Sequence[str]) -> list[str]:
 
 
 def load(program: Program, arguments: Sequence[str]) -> bool:
-    """Import torch's compiler and the program. Return whether this process may fork ranks; if not, print why."""
+    """Import torch's compiler and the program, and return whether this process may fork ranks.
+
+    If this process must not fork ranks, the function prints a warning with the reason. If the program cannot be
+    imported, this process exits.
+    """
     try:
         with importing():
             importlib.import_module("torch._dynamo")  # DDP and all optimizers import it later anyway
@@ -109,7 +113,7 @@ def _report_failed_import(failure: ImportFailed) -> None:
 
 
 def _why_not_fork() -> str:
-    """Return the reason why ranks cannot be forked, such as "used CUDA"; "" if they can."""
+    """Return the reason why ranks cannot be forked, such as "used CUDA"; "" if ranks can be forked."""
     if torch.cuda.is_initialized() or _spoils_cuda():
         return "used CUDA"
     count = threads()
@@ -117,7 +121,7 @@ def _why_not_fork() -> str:
 
 
 def launch(program: Program, arguments: list[str]) -> NoReturn:
-    """Run the agent, and exit without Python's shutdown, which takes longer than the agent."""
+    """Run the agent, and exit without Python's shutdown, which would delay the end of the job."""
     code = 0
     try:
         run_agent(program, arguments)

@@ -83,7 +83,7 @@ class JobProcesses:
         return found
 
     def kill_all(self, timeout: float) -> None:
-        """Kill and reap all processes for up to ``timeout`` seconds, so that none of them writes in the next start."""
+        """Kill and reap all processes for up to ``timeout`` seconds, so that none of them runs in the next start."""
         deadline = time.monotonic() + timeout
         checks = 0
         while checks < CLEAN_CHECKS and time.monotonic() < deadline:

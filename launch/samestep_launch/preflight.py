@@ -1,15 +1,15 @@
 """Check before a job's start that all its machines are reachable and have the same code, options and data.
 
-If a framework cannot connect to another machine, it often prints nothing for minutes, and then names only a
+If a framework cannot connect to another machine, it often prints nothing for minutes, and then reports only the failed
 connection. So the launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher
 will listen afterwards. The other machines retry until they reach machine 0, because machines start at different times
-and names may resolve late. Each machine sends a `NodeInfo`; machine 0 compares them and sends its plan. The other
-machines check that they can follow the plan (``prepare``), and all machines start together. All machines report
-a mismatch by the same error line. The preflight is repeated before each restart. If an app can continue without a lost
-machine, machine 0 also admits machines during training (`admit_late`).
+and host names may resolve late. Each machine sends its `NodeInfo` to machine 0, which compares the descriptions and
+sends its plan. The other machines check that they can follow the plan (``prepare``), and all machines start together.
+All machines report a mismatch by the same error line. The preflight is repeated before each restart. If an app can
+continue without a lost machine, machine 0 also admits machines during training (`admit_late`).
 
 A machine that will not restart reports this by `abort`, because the other machines would wait for it. The connections
-also show the address by which the other machines reach a machine; its host name may resolve to another address.
+also reveal the numeric address of each machine; its host name may resolve to another address.
 
 The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC, whose key
 depends on both nonces and on SAMESTEP_SECRET. The HMAC proves that the sender has the secret, and that no line was
@@ -43,11 +43,11 @@ from samestep import ConfigError, NonRetryableError, untrusted
 from samestep_launch.supervise import Stopped, print_stderr
 
 PROTOCOL = "samestep preflight 3"
-WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines
+WAIT_NOTICE_AFTER = 5.0  # seconds until the launch script prints which machines are missing
 RETRY = 0.5  # seconds between attempts to connect
-REPLY_TIMEOUT = 5.0  # seconds; a peer that does not reply in time is not a launch script
+REPLY_TIMEOUT = 5.0  # seconds; a peer that replies later does not count as a launch script
 ALIVE = 2.0  # seconds between messages by which machine 0 shows that it still runs
-MAX_BYTES = 2**20  # maximum length of a line
+MAX_BYTES = 2**20  # maximum length of a line in bytes
 MAX_STRANGERS = 32  # maximum number of connections without a valid message, in addition to the number of machines
 MAX_WARNINGS = 10  # maximum number of warnings about refused addresses
 MAX_PROBLEM = 2000  # maximum number of characters of an error that another machine reports
@@ -220,7 +220,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
         return secret
     shown = untrusted.shown(path, limit=200)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # otherwise, a FIFO would block
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # without O_NONBLOCK, a FIFO would block
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_BYTES).strip()
     except OSError as error:
@@ -311,7 +311,7 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
 
 
 def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:
-    """Report to all machines of the job ``node.after`` that this machine will not restart.
+    """Report to the job's other machines that this machine will not restart.
 
     The function returns when machine 0 has received the report, at the latest after ``limit`` seconds. On machine 0,
     the function waits until all other machines have received the report.
@@ -465,7 +465,7 @@ class JsonConnection:
         """Return the next message; {} at the end of the connection, or if the line is not a valid message.
 
         Args:
-            deadline: time by which the whole line must arrive, on the clock `time.monotonic`.
+            deadline: time by which the end of the line must arrive, on the clock `time.monotonic`.
 
         Raises:
             TimeoutError: the line did not end before the deadline.
@@ -485,7 +485,11 @@ class JsonConnection:
         return message
 
     def _read_line(self, deadline: float) -> bytes:
-        """Return the next line; b"" at the end of the connection, or if the line is too long. Raises TimeoutError."""
+        """Return the next line; b"" at the end of the connection, or if the line is too long.
+
+        Raises:
+            TimeoutError: the line did not end before the deadline.
+        """
         content = bytes(self._received)
         while b"\n" not in content:
             left = deadline - time.monotonic()
@@ -549,7 +553,7 @@ class _Listener:
                 self._drop_strangers(0)
                 time.sleep(0.1)
                 continue
-            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread is left
+            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread can be started
                 stranger = JsonConnection(connection, self._secret)
                 self._strangers.append(stranger)
                 self._drop_strangers(MAX_STRANGERS + self._node.machines)
@@ -690,7 +694,11 @@ class _Host:
         print_stderr(f"waiting for {noun} {numbers} of {self._node.machines} at {self._place}")
 
     def _lose(self, number: int, may_reconnect: bool) -> None:
-        """Remove a disconnected machine from the peers; raise NonRetryableError if it may not reconnect."""
+        """Remove a disconnected machine from the peers.
+
+        Raises:
+            NonRetryableError: the machine may not reconnect.
+        """
         if not may_reconnect:
             raise NonRetryableError(f"{self._name(number)} was lost before the start: see its messages there")
         del self._peers[number]
@@ -814,10 +822,11 @@ def _follow(
 
 
 def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
-    """Return machine 0's next message other than ``here``; raise the error that machine 0 reports.
+    """Return machine 0's next message other than ``here``.
 
     Raises:
-        NonRetryableError: machine 0 has sent nothing for ``place.limit`` seconds.
+        ConfigError: machine 0 reported a ConfigError.
+        NonRetryableError: machine 0 reported another error, or has sent nothing for ``place.limit`` seconds.
     """
     message: Message = {"here": True}
     while "here" in message:
@@ -830,7 +839,7 @@ def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
 
 
 def _check(message: Message) -> Message:
-    """Return a message of machine 0; raise the error that the message reports, if any."""
+    """Return ``message``, a message of machine 0, or raise the error that the message reports."""
     if "problem" in message:
         raise _as_error(message)
     return message

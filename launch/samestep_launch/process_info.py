@@ -18,7 +18,7 @@ _STAT_FIELDS_BEFORE_ARG_START = 45  # fields 3 to 47 of proc(5); arg_start to en
 
 
 def set_title(title: str) -> None:
-    """Replace this process's command by ``title``, cut to the length of the old command."""
+    """Replace this process's command by ``title``, truncated to the length of the old command."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(title[:NAME_BYTES])
         start, end, _, _ = _areas()
@@ -39,7 +39,7 @@ def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> No
 
 
 def forget_launcher() -> None:
-    """Remove this package from ``sys.modules``, because a rank that exec starts has not imported it either."""
+    """Remove this package from ``sys.modules``, because a rank that is not forked has not imported the package."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "samestep_launch"]:
         del sys.modules[name]
 
@@ -55,7 +55,11 @@ def _pack(words: Iterable[str], size: int) -> bytes:
 
 
 def _areas() -> tuple[int, int, int, int]:
-    """Return arg_start, arg_end, env_start and env_end of proc(5); raise OSError if the kernel hides them."""
+    """Return arg_start, arg_end, env_start and env_end of proc(5).
+
+    Raises:
+        OSError: the kernel does not expose these addresses.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first = _STAT_FIELDS_BEFORE_ARG_START
     arg_start, arg_end, env_start, env_end = map(int, fields[first : first + 4])

@@ -1,8 +1,8 @@
 """Import a training program once, so that each rank can be forked from the process that has imported it.
 
-A rank then runs the program's ``if __name__ == "__main__":`` block, or its function ``main`` if it has no such block.
-During the import, the program's ``__name__`` is ``__mp_main__``, as in a process that multiprocessing spawns. This
-module imports no third-party package.
+A forked rank runs the program's ``if __name__ == "__main__":`` block, or the function ``main`` if the program lacks
+this block. During the import, the program's ``__name__`` is ``__mp_main__``, as in a process that multiprocessing
+spawns. This module imports no third-party package.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ are JSON:
     {"ended": 7, "code": -9}                                          to the launcher; code: exit code or minus a signal
 
 The launcher chooses the number of each rank, here 7. If this process cannot fork ranks, it becomes the launcher, which
-then starts a Python for each rank. This process exits with the launcher's exit code.
+then starts a Python process for each rank. This process exits with the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep.job_info import JobInfo
 from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, importing
 
-MAX_MESSAGE = 2**20  # bytes; the kernel limits a command to less
+MAX_MESSAGE = 2**20  # maximum length of a message in bytes
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from samestep import failures
 
 MAX_CHUNK = 2**16  # bytes of one read
 MAX_SHOWN = 2**13  # bytes of one line that the console shows
-PAUSE_SECONDS = 0.2  # pause in the output after which the console shows an unfinished line, such as a progress bar
+# Seconds without output after which the console shows an unfinished line, such as a progress bar.
+PAUSE_SECONDS = 0.2
 # Matches a rank's error about a lost connection. A framework's error begins with the class of an exception.
 LOST_CONNECTION = re.compile(
     rb"error: rank \d+: (?P<exception>\w+: )?.*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE
@@ -33,12 +34,13 @@ SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal t
 class StderrForwarder:
     """Copies a pipe to the log, and parts of it to the console.
 
-    The log gets all bytes immediately. The console shows each one-line message once, and other lines only while
-    ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN` bytes of a longer line.
+    The log gets all bytes immediately. The console shows each line that begins with "error: " or "warning: " once, and
+    other lines only while ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN`
+    bytes of a longer line.
 
     If a rank is killed, the other ranks lose their connections. After the first error, the console therefore omits
-    errors about lost connections. A framework's exception about a lost connection is shown when the pipe ends, unless
-    another error or the launcher has named the cause.
+    errors about lost connections. The console shows a framework's exception about a lost connection when the pipe ends.
+    The console omits this exception after another error, or if the launcher has reported a rank that a signal ended.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class StderrForwarder:
         self._prefix = re.compile(line_prefix.encode())
         self._shows = shows
         self._show = show
-        self._line = b""  # the unfinished line, cut to MAX_SHOWN bytes
+        self._line = b""  # the unfinished line, truncated to MAX_SHOWN bytes
         self._is_cut = False
         self._shown_bytes = 0  # bytes of the unfinished line that the console shows
         self._messages: set[bytes] = set()
@@ -82,7 +84,7 @@ class StderrForwarder:
         os.close(self._source)
 
     def _has_more(self) -> bool:
-        """Wait up to `PAUSE_SECONDS`; return True as soon as there is more output or the pipe ends."""
+        """Wait up to `PAUSE_SECONDS` seconds; return True as soon as the pipe has more output or ends."""
         readable, _, _ = select.select([self._source], [], [], PAUSE_SECONDS)
         return bool(readable)
 
@@ -150,7 +152,7 @@ class StderrForwarder:
 
 
 class RankEnds:
-    """Parses a launcher's output for the first rank that a signal ended; later ranks may only have lost connections."""
+    """Parses a launcher's output for the first rank that a signal ended, because later ranks may end as a result."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -168,7 +170,7 @@ class RankEnds:
             self._rank = None
 
     def describe(self) -> str:
-        """Return a text such as "; rank 0 was ended by SIGKILL"; "" if there is none.
+        """Return a text such as "; rank 0 was ended by SIGKILL"; "" if no signal ended a rank.
 
         SIGTERM does not count, because launchers end the other ranks by SIGTERM.
         """

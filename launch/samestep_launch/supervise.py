@@ -29,13 +29,14 @@ from samestep_launch.job_processes import JobProcesses
 from samestep_launch.stderr_forwarder import StderrForwarder
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which ranks save a checkpoint and exit
-STOP_SECONDS = 10.0  # time from the first signal to SIGKILL if no rank can save
-REPEATED = 1.0  # period in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a step
-POLL_SECONDS = 0.25  # interval of checks whether a watchdog has reported a stalled rank
-HEARTBEAT_SECONDS = 1.0  # interval of checks of heartbeats; ranks write heartbeats at the same interval
-DIAGNOSIS_SECONDS = 10.0  # added to --timeout, so that a watchdog's more detailed report comes first
-START_SECONDS = 60.0  # minimum time limit of a rank's first heartbeat, because imports are slow
-PAUSE_SECONDS = 5.0  # a longer gap between two checks means that this process was stopped, or the machine slept
+STOP_SECONDS = 10.0  # seconds from the first signal to SIGKILL if no rank can save
+# Seconds in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a job step.
+REPEATED = 1.0
+POLL_SECONDS = 0.25  # seconds between checks for a watchdog's report of a stalled rank
+HEARTBEAT_SECONDS = 1.0  # seconds between checks of heartbeats; ranks write heartbeats at the same interval
+DIAGNOSIS_SECONDS = 10.0  # seconds added to --timeout, so that a watchdog's more detailed report comes first
+START_SECONDS = 60.0  # minimum time limit in seconds for a rank's first heartbeat, because imports are slow
+PAUSE_SECONDS = 5.0  # a longer gap in seconds between two checks means that this process or the machine was suspended
 HEARTBEAT = {
     "host": untrusted.text(255),
     "pid": untrusted.integer(0, 2**31),
@@ -108,13 +109,13 @@ class Process(Protocol):
         """The process id of the launcher, or of the fork server that forked the launcher."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the signal that ended the launcher; None while the launcher runs."""
+        """Return the exit code, or minus the number of the launcher's fatal signal; None while the launcher runs."""
 
     def wait(self) -> int:
-        """Wait for the launcher's end; return the exit code, or minus the signal that ended the launcher."""
+        """Wait for the launcher's end; return the exit code, or minus the number of the launcher's fatal signal."""
 
     def kill(self) -> None:
-        """Kill the launcher if it has not ended."""
+        """Kill the process ``pid`` if the launcher has not ended."""
 
 
 # Starts a launcher with a command, an environment, and descriptors for standard output and error.
@@ -130,7 +131,7 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
         stdout: file descriptor of the launcher's standard output.
         stderr: file descriptor of the launcher's standard error.
     """
-    # In a new session, the launcher does not receive Ctrl-C: the launch script does, and stops the ranks in order.
+    # The launcher runs in a new session, because Ctrl-C would end the launcher before its ranks have saved.
     null = subprocess.DEVNULL
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 
@@ -139,7 +140,7 @@ class LauncherEnd(NamedTuple):
     """How a launcher ended.
 
     Attributes:
-        code: the exit code, or minus the signal that ended the launcher.
+        code: the exit code, or minus the number of the launcher's fatal signal.
         ended_rank: text for the error message about the rank that a signal ended; "" if there is none.
     """
 
@@ -196,7 +197,7 @@ class Start:
         """
         if self.program is None:
             return []
-        is_rank = str(self.program) == self.command[1]  # a single rank runs without a launcher
+        is_rank = str(self.program) == self.command[1]  # without a launcher, the command runs the program itself
         if is_rank:
             return [launcher]
         return processes.ranks(self.program)
@@ -273,8 +274,8 @@ class HeartbeatWatch:
     """Detects a hang that no rank's watchdog can report: ranks' processes are stopped, or no rank has started.
 
     A thread of each rank writes ``alive-<r>`` every second, also while the rank waits, so an unchanged file means a
-    stopped process. The check covers this machine's ranks, and measures from the time at which this process found
-    the file changed.
+    stopped process. The check covers this machine's ranks. The time limit begins when this process finds that the file
+    has changed.
     """
 
     def __init__(self, job: str, logs: Path, timeout: float, first_step_timeout: float, must_start: bool) -> None:
@@ -375,7 +376,11 @@ class HeartbeatWatch:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log file to append to, unbuffered; raise ConfigError if the file is not regular or cannot be written."""
+    """Open a log file for unbuffered appending.
+
+    Raises:
+        ConfigError: the file is not regular or cannot be written.
+    """
     try:
         log = Root(path.parents[1]).open(f"{path.parent.name}/{path.name}", os.O_WRONLY | os.O_APPEND, mode=0o666)
         return os.fdopen(log, "ab", buffering=0)
@@ -444,7 +449,7 @@ class _Stopping:
         ranks = self._ranks_with_heartbeat()
         self._has_heartbeat = bool(ranks)
         if ranks:
-            self._deadline = begun + self._start.grace + 1.0  # ranks exit by themselves after the grace period
+            self._deadline = begun + self._start.grace + 1.0  # ranks exit at the end of the grace period
         else:
             self._deadline = begun + self._start.startup_grace
             if process:

@@ -30,7 +30,11 @@ MAX_TMPDIR = 60  # bytes; frameworks make Unix sockets in TMPDIR, and a socket's
 
 
 def user_folder(base: Path) -> Path | None:
-    """Return ``base/samestep-<uid>``, created if missing; None if it is a link, is another user's, or is unusable."""
+    """Create the folder ``base/samestep-<uid>`` if it is missing, and return it.
+
+    Returns:
+        The folder; None if it is a link, belongs to another user, or cannot be created.
+    """
     folder = base / f"samestep-{os.getuid()}"
     with contextlib.suppress(OSError):
         if own_folder(folder):
@@ -66,7 +70,10 @@ def reserved_port(given: int | None) -> Iterator[int]:
 
 
 def _open_locks() -> int | None:
-    """Return a descriptor of ports.lock, which has a byte for each port; warn and return None if it is unusable."""
+    """Return a descriptor of ports.lock, in which each port has a byte to lock.
+
+    If the file cannot be used, the function prints a warning and returns None.
+    """
     folder = user_folder(BASE)
     with contextlib.suppress(OSError):
         if folder is not None:
@@ -178,7 +185,11 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _lock(folder: str | Path) -> int:
-    """Return a descriptor that locks a folder; raise OSError if another process has locked or removed the folder."""
+    """Lock a folder, and return the descriptor that holds the lock.
+
+    Raises:
+        OSError: another process has locked or removed the folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

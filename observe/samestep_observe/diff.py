@@ -8,7 +8,7 @@ it also prints the first step and tensor that differ. Then it replays both runs
 up to this step, from the newest checkpoint before the step. If a run differs
 from its own replay, an event in its process caused the difference, such as a
 flipped bit. If both runs equal their replays, they had different inputs, and
-the command names the samples that differ. It never writes into the run dirs.
+the command prints the samples that differ. It never writes into the run dirs.
 
 exit codes: 0 equal, 1 different, 2 the command cannot tell or cannot run
 """
@@ -219,7 +219,7 @@ def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
         step: the last step to run again.
 
     Raises:
-        ConfigError: the run cannot be run again, or the replay is too long.
+        ConfigError: the run cannot be replayed, or the replay is too long.
     """
     run = RecordedRun(run_dir, step)
     plan = make_plan(run, step, last=step)

@@ -5,7 +5,7 @@
 The command prints the diagnosis of the newest hang in a run dir. Then it prints
 each rank's host, process, step, collective and stack of the main thread, the
 innermost call first. Ranks at the same location are printed once. The command
-names ranks without a file in the folder.
+lists ranks without a file in the folder.
 
 Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
 seconds. The files stay until the next hang. Without a shared disk, each machine

@@ -1,4 +1,4 @@
-"""Read what a replay needs from a run dir: the run's command, settings, losses and checkpoints."""
+"""Read the data that a replay needs from a run dir: the run's command, settings, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RecordedRun:
 
         Args:
             run_dir: the run's folder.
-            step: selects the header of the start that took this step; None selects the header of the last start.
+            step: selects the header of the last start that began before this step; None selects the last header.
 
         Raises:
             ConfigError: the folder is not a run dir, or has no header or no recorded step.
@@ -123,7 +123,11 @@ class RecordedRun:
 
     @property
     def command(self) -> Command:
-        """The command that started the run. Raises ConfigError if the header has no valid command."""
+        """The command that started the run.
+
+        Raises:
+            ConfigError: the header has no valid command.
+        """
         values = get_object(self.header, "command")
         try:
             untrusted.check(values, _COMMAND)
@@ -146,7 +150,7 @@ class RecordedRun:
 
 
 def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
-    """Return the loss of each recorded step, from log/losses.bin, or from metrics.jsonl if log/losses.bin lacks it.
+    """Return the loss of each recorded step, from log/losses.bin or else from metrics.jsonl, in the order of steps.
 
     Args:
         run_dir: the run's folder.

@@ -1,7 +1,7 @@
 """Run steps of a recorded run again, in a copy of its run dir, and read the records of the probes.
 
-The launch script is started as a program. Its ranks load the probes of the folder ``inside`` before train.py. The
-recorded run dir stays unchanged.
+This module starts the launch script as a program. The ranks load the probes of the folder ``inside`` before train.py.
+The recorded run dir stays unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSIDE = Path(__file__).with_name("inside")
 NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options with a value that a replay leaves out
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
-STOP_SECONDS = 20.0  # time from the stop of this process until the replay is killed
+STOP_SECONDS = 20.0  # seconds from the stop of this process until the replay is killed
 Record = dict[str, Any]
 
 
@@ -99,8 +99,8 @@ def make_plan(
         run: the recorded run.
         first: the first step to record in detail.
         last: the last step.
-        ranks: number of ranks; by default 1 with --virtual-ranks, else the run's own.
-        start: the step of the checkpoint to start from, or 0 for the seed; by default the newest before ``first``.
+        ranks: number of ranks; None means 1 if the run had --virtual-ranks, and otherwise the run's number.
+        start: step of the checkpoint to start from, or 0 for the seed; None means the newest before ``first``.
         export: whether batches and gradients are written.
 
     Raises:
@@ -288,7 +288,7 @@ def _exit_at_signal(number: int, frame: object) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the launch script, and thereby the ranks, if the script still runs."""
+    """Stop the launch script, which then stops the ranks, if the script still runs."""
     if process.poll() is not None:
         return
     process.terminate()

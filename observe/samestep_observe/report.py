@@ -171,7 +171,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
-    """Return a curve of at most MAX_POINTS points, which include each section's minimum and maximum.
+    """Return a curve of at most MAX_POINTS points.
+
+    A longer curve is divided into sections, and keeps each section's minimum and maximum.
 
     Args:
         run: index of the run.

@@ -82,7 +82,7 @@ class Panel(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The steps of a run's checkpoints, and its events that have a step, up to the ``last`` step."""
+    """The checkpoints' steps and the events of one run, on an axis of steps that ends at ``last``."""
 
     run: int
     last: int
@@ -171,7 +171,7 @@ def _script_data(page: Page) -> str:
             lines.append([line.run, line.name, line.steps, values])
         panels.append(lines)
     content = json.dumps({"names": page.names, "panels": panels}, separators=(",", ":"))
-    return content.replace("<", "\\u003c")  # so that no text can end the script
+    return content.replace("<", "\\u003c")  # a text with "</script>" would end the script
 
 
 def _digest(content: str) -> str:
@@ -238,8 +238,8 @@ def _problems(page: Page) -> Iterable[str]:
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most ``most`` round numbers from ``low`` to ``high``."""
-    raw = high / most - low / most  # high - low might overflow
+    """Return at most ``most`` + 1 round numbers from ``low`` to ``high``."""
+    raw = high / most - low / most  # high - low could overflow
     if raw < 1e-300:
         return [low]
     power = 10.0 ** math.floor(math.log10(raw))
@@ -250,7 +250,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 class _Scale:
-    """Map steps and values to a plot's coordinates, from 0 to 1."""
+    """The mapping of steps and values to a plot's coordinates, from 0 to 1."""
 
     def __init__(self, low: float, high: float, log: bool, last: int) -> None:
         self.log = log

@@ -24,14 +24,14 @@ from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 from samestep.untrusted import open_to_read
 
-RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
+RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has at least one of these
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged
 BLOCK = 2**20  # bytes of one read
 MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
 MAX_CURVES = 500  # maximum number of measurements of a run
-MAX_DEPTH = 50  # maximum number of nested levels of JSON
+MAX_DEPTH = 50  # JSON with this number of nested levels, or more, counts as damaged
 MAX_HOST = 255  # maximum number of characters of a host's name
 
 # Kinds of events in addition to `events.KINDS`: a START of events.jsonl, and a straggler of metrics.jsonl.
@@ -212,7 +212,7 @@ class FileTail:
 
 @dataclass
 class Curve:
-    """A measurement: ``values`` at ``steps``, which count completed updates in ascending order."""
+    """The values of one metric after each number of completed updates in ``steps``, which is in ascending order."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -368,7 +368,10 @@ class SavedCheckpoint(NamedTuple):
 
 
 def checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
-    """Return the completely written checkpoints, oldest first. Check only their manifests and file sizes."""
+    """Return the complete and the quarantined checkpoints, oldest first.
+
+    The function checks only manifests and file sizes.
+    """
     saved = []
     with contextlib.suppress(OSError):
         for folder in (run_dir / "checkpoints").iterdir():
@@ -711,7 +714,11 @@ class RunData:
 
 
 def read(run_dir: Path) -> RunData:
-    """Read the content of a run dir for `report`; raise ConfigError if the folder is not a run dir."""
+    """Return the content of a run dir for `report`.
+
+    Raises:
+        ConfigError: the folder is not a run dir.
+    """
     check(run_dir)
     metrics = MetricsReader(run_dir)
     metrics.read()

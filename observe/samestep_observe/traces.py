@@ -9,7 +9,7 @@ from samestep.untrusted import shown
 
 from samestep_observe.run_reader import count_of
 
-Traced = Mapping[int, Mapping[str, Mapping[str, str]]]  # as `samestep.trace.read` returns it
+Traced = Mapping[int, Mapping[str, Mapping[str, str]]]  # digests of `samestep.trace.read` by step, kind and tensor
 
 
 class Parting(NamedTuple):

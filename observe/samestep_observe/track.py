@@ -69,9 +69,9 @@ TRACKERS = {
     "wandb": TrackerClass("samestep_observe.track_wandb", "Wandb", needs=("wandb",)),
 }
 POLL_SECONDS = 1.0
-MAX_RETRY_SECONDS = 15.0  # maximum time between two attempts while a tracker fails
-FINISH_SECONDS = 30.0  # maximum time from the end of the job to the end of this process
-CHUNK_BYTES = 2**22  # maximum size of a batch in metrics.jsonl
+MAX_RETRY_SECONDS = 15.0  # maximum time in seconds between two attempts while a tracker fails
+FINISH_SECONDS = 30.0  # maximum time in seconds from the end of the job to the end of this process
+CHUNK_BYTES = 2**22  # maximum number of bytes of metrics.jsonl in one batch
 # Variables that limit the time of MLflow's requests, and disable usage and error reports of the packages.
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -104,7 +104,7 @@ class BatchReader:
         Raises:
             OSError: the file cannot be read.
         """
-        committed = committed_step(self._run_dir)  # before reading the lines, so that they are newer
+        committed = committed_step(self._run_dir)  # read first, so that the lines are not older than the checkpoint
         self._is_new_file = False
         lines = []
         for text in self._tail.new_lines(self._reset, blocks=1):
@@ -135,7 +135,7 @@ class BatchReader:
         if isinstance(values.get("step"), int):
             return self._parse_step(values)
         header = values.get("resumed", values)
-        with contextlib.suppress(ValueError, TypeError, LookupError):  # the times of later lines add to this time
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # without a valid time, the last time stays
             start_time = time.strptime(header["time"], "%Y-%m-%dT%H:%M:%SZ")
             self._time = float(calendar.timegm(start_time))
         return None
@@ -184,7 +184,7 @@ class TrackerThread(threading.Thread):
         self.done = False
 
     def run(self) -> None:
-        """Update the tracker until ``ended`` is set, and then once more. Report errors, and retry after them."""
+        """Update the tracker until ``ended`` is set, and then once more. Retry after each error."""
         wait = POLL_SECONDS
         while True:
             is_last = self._ended.is_set()
@@ -260,7 +260,11 @@ def _run(options: Options) -> None:
 
 
 def names_of(text: str) -> list[str]:
-    """Return the trackers of a comma-separated text, without duplicates; raise ConfigError for an unknown tracker."""
+    """Return the trackers of a comma-separated text, without duplicates.
+
+    Raises:
+        ConfigError: a tracker is unknown.
+    """
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in TRACKERS:
@@ -280,7 +284,7 @@ def _check_installed(names: Sequence[str]) -> None:
 def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
     """Hold a lock that prevents other processes from copying the same steps.
 
-    If another process holds the lock, wait until the run has ended, and at least for FINISH_SECONDS + 5.
+    If another process holds the lock, wait for the lock until the run has ended, and at least FINISH_SECONDS + 5 s.
 
     Args:
         run_dir: the run's folder.

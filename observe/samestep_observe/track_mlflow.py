@@ -2,7 +2,7 @@
 
 MLflow cannot delete a logged metric, and a resume repeats the steps after the newest checkpoint. So this module logs a
 step only after a checkpoint has the step. The tag ``samestep.run`` identifies the run in MLflow. The module reads the
-logged steps from MLflow, and stores no state of its own.
+logged steps from MLflow, and stores no other state.
 """
 
 from __future__ import annotations

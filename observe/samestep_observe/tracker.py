@@ -33,7 +33,7 @@ class Tracker(Protocol):
     """A tracker of one run, constructed from the run dir. After any exception, `track` constructs a new tracker."""
 
     def add(self, batch: MetricsBatch) -> None:
-        """Write one batch of log lines to the tracker. `track` calls this every second, also with an empty batch."""
+        """Write one batch to the tracker. `track` calls this method every second, also with an empty batch."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
         """Complete the tracker after the last line.
@@ -55,7 +55,7 @@ class AtomicFileTracker:
         self._folder = folder
         self._root.make_folder(folder)
         self._file: IO[bytes] | None = None
-        self._final_name: str | None = None  # name of the file before its renaming; None afterwards
+        self._final_name: str | None = None  # the name that the file will get; None after the renaming
 
     def final_name(self, batch: MetricsBatch) -> str:
         """Return the name of a new file in the tracker's folder."""

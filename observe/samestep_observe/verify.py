@@ -35,7 +35,7 @@ from samestep_observe.verify_files import Finding
 
 
 class Stretch(NamedTuple):
-    """The steps ``start`` + 1 to ``end``. Both ends are steps of checkpoints, 0, or the last step."""
+    """The steps ``start`` + 1 to ``end``. Each of both is the step of a checkpoint, 0, or the last step."""
 
     start: int
     end: int
@@ -145,7 +145,11 @@ def unlike(found: Replayed) -> Iterator[str]:
 
 
 def unlike_tensors(one: Path, other: Path) -> Iterator[str]:
-    """Yield a text for each tensor in which two checkpoints differ; raise ConfigError if one is corrupt."""
+    """Yield a text for each tensor in which two checkpoints differ.
+
+    Raises:
+        ConfigError: one of the checkpoints is corrupt.
+    """
     try:
         now = digests(one)
         before = digests(other)

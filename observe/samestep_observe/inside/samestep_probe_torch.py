@@ -97,7 +97,7 @@ seen = Torch()
 
 
 def _is_training() -> bool:
-    """Return whether this forward pass belongs to the update of a step to record."""
+    """Return whether gradients are enabled in a step that must be recorded, as in training but not in evaluation."""
     return probe.is_wanted and sys.modules["torch"].is_grad_enabled()
 
 
