@@ -9,7 +9,7 @@ An app's options.py defines the functions ``parse`` and ``build_parser``, and ``
 `samestep.hooks.AppHooks`. An app without ``--resume`` does not train: the app has neither dataset nor checkpoints, and
 does not restart.
 
-A start has two stages. The first stage runs on the system's Python without third-party packages. It reports
+A start has two stages. The first stage runs on the system's Python without third-party packages. This stage reports
 mistakes in the call that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in
 that environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts the launcher
 after failures, and leaves no process behind.
@@ -144,7 +144,7 @@ def _main(root: Path, name: str, template: Sequence[str], arguments: list[str], 
         _print_command(app, job)
         return 0
     if not is_second_stage:
-        _exec_second_stage(app, job.options)  # does not return: the second stage begins with `main` again
+        _exec_second_stage(app, job.options)  # this call does not return: the second stage begins with `main` again
     return _run(app, job)
 
 
@@ -206,7 +206,7 @@ def _parse_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
     check_share_gpu(options, nodes.count)
     _check_paths(options)
     check_notice(options)
-    _tracker_names(options)  # raises ConfigError for an unknown tracker
+    _tracker_names(options)  # this call raises ConfigError for an unknown tracker
     return Job(
         name=app.name,
         program=app.folder / "train.py",
@@ -265,7 +265,7 @@ def _tracker_names(options: Options) -> list[str]:
 
 
 def _tracker_process(root: Path, job: Job) -> trackers.TrackerProcess | None:
-    """Return the process of --track; None without the option, or if this machine writes no metrics.jsonl."""
+    """Return the tracker process of --track; None without --track, or if this machine writes no metrics.jsonl."""
     names = _tracker_names(job.options)
     if not names or job.nodes.rank > 0 or job.options.evaluate_only:
         return None
@@ -343,7 +343,7 @@ def _app_options(root: Path, app: str) -> Any:
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
     sys.path.append(str(path.parent))  # at the end, because a file of the app may have the name of a library's module
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses search the module of a class there
+    sys.modules[spec.name] = module  # dataclasses search sys.modules for the module of a class
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "HOOKS", None), AppHooks):
         raise ConfigError(f"{path} has no HOOKS: end it with HOOKS: AppHooks[Options] = AppHooks()")

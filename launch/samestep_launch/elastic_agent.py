@@ -91,7 +91,7 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
     """
     try:
         with importing():
-            importlib.import_module("torch._dynamo")  # DDP and all optimizers import it later anyway
+            importlib.import_module("torch._dynamo")  # DDP and all optimizers import this module later anyway
             program.load(arguments)
     except ImportFailed as failure:
         _report_failed_import(failure)
@@ -196,8 +196,8 @@ def run_rank(
         handlers: signal handlers from before the agent's start, by signal number.
         own_files: descriptors that were open before the agent started.
     """
-    _prctl_pr_set_pdeathsig(0)  # undo multiprocessing's setting: SIGINT at the agent's death would request a stop
-    faulthandler.disable()  # the agent has enabled it for standard error
+    _prctl_pr_set_pdeathsig(0)  # multiprocessing has requested SIGINT at the agent's death, which would request a stop
+    faulthandler.disable()  # the agent has enabled the fault handler for standard error
     for number, handler in handlers.items():
         signal.signal(number, handler)
     _close_store(own_files)
@@ -213,7 +213,7 @@ def run_rank(
 
 
 def _wait_quietly() -> None:
-    """Ignore INT and USR1, and let TERM or the agent's death end this process, while it waits for other ranks."""
+    """Ignore INT and USR1, and let TERM or the agent's death end this process while it waits for other ranks."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Find or create the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from a lock.
+"""Find or create an app's Python: the interpreter that PYTHON names, or the environment ``.venvs/<app>`` from a lock.
 
 A lock, ``apps/<app>/requirements-cpu.txt`` or ``-cuda.txt``, lists every package with the SHA-256 of its files, and
 pip installs only these files. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK selects a lock, and
@@ -44,7 +44,7 @@ COMMAND = """\
 exec {python} -m samestep "$@"
 """
 BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock with a local version label, such as torch==2.13.0+cpu
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has the CPU builds that PyPI lacks, such as torch 2.13.0+cpu
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # index of the CPU builds that PyPI lacks, such as torch 2.13.0+cpu
 # pip's message for a file whose hash is not in the lock, and the pattern of the file's package, URL and hash.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
 WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTALL | re.MULTILINE)
@@ -488,15 +488,15 @@ def _lock(venv: Path) -> IO[str]:
         lock = path.open("w")
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}: or name an interpreter by PYTHON=") from error
-    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # no effect on a file system without locks
+    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # this call has no effect on a file system without locks
     return lock
 
 
 def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
     """Return the first lock whose builds with local labels are available, and the pip options that find these builds.
 
-    The function searches pip's configured index first, and then also PyTorch's index, which may be out of reach. It
-    only lists versions, because `pip install` would download gigabytes before it reports a wrong hash.
+    The function searches pip's configured index first, and then also PyTorch's index, which may be out of reach. The
+    function uses `pip index`, because `pip install` would download gigabytes before it reports a wrong hash.
 
     Raises:
         NonRetryableError: the builds of no lock are available.

@@ -57,7 +57,7 @@ class Launcher:
         self._ended.set()
 
     def kill(self) -> None:
-        """Kill the fork server if it does not report the launcher's end within `END_SECONDS`."""
+        """Kill the fork server if it does not report the launcher's end within `END_SECONDS` seconds."""
         if not self._ended.wait(END_SECONDS):
             self._process.kill()
 
@@ -172,7 +172,7 @@ def control_socket() -> socket.socket | None:
 
 
 def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) -> None:
-    """Give this forked process its own session, and the launcher's output files and environment."""
+    """Give this forked process a new session, and the launcher's output files and environment."""
     os.setsid()
     for target, number in enumerate(files, start=1):
         os.dup2(number, target)
@@ -185,7 +185,7 @@ def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) ->
 
 
 def _discard(number: int, is_standard: bool) -> None:
-    """Close a launcher's output file in the server, because a pipe's reader waits until all writers have closed it.
+    """Close a launcher's output file in the server, because a pipe's reader waits until all writers close the pipe.
 
     A standard stream becomes /dev/null instead.
     """

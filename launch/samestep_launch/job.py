@@ -222,7 +222,8 @@ class Job:
         A word is left out if one of its placeholders has no value. {options} becomes the arguments and ``more``, and
         {arguments} becomes the arguments alone. If the ranks are forked, {forker} becomes the command of
         `samestep_launch.rank_forker`; otherwise {forker} is left out. `samestep_launch.torchrun` replaces torchrun if
-        the ranks are forked or the job has one machine. On one machine, its store listens only on 127.0.0.1.
+        the ranks are forked or the job has one machine. In a job on one machine, the store of
+        `samestep_launch.torchrun` listens only on 127.0.0.1.
 
         Args:
             python: path of the Python that runs the launcher.
@@ -419,7 +420,7 @@ def _resolve(job: Job) -> dict[str, Any]:
     """
     from samestep import rundir
 
-    if job.nodes.rank > 0:  # without a preflight, machine 0 resolves the rest, and its rank 0 broadcasts the result
+    if job.nodes.rank > 0:  # machine 0 resolves the dataset and the checkpoint, and rank 0 broadcasts the result
         job.options.run_dir = (job.options.run_dir or rundir.new(job.name)).resolve()
         rundir.make_log_folder(job.options.run_dir)
         return {}
@@ -528,7 +529,7 @@ class JobState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one start of the launcher ended.
+    """The outcome of one start of the launcher.
 
     Attributes:
         code: the launcher's exit code, or minus the number of the launcher's fatal signal.
@@ -555,7 +556,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the job ends or restarts.
+    """The decision whether the job ends or restarts.
 
     Attributes:
         exit_code: exit code of the job; None for a restart.

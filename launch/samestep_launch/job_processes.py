@@ -32,9 +32,9 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    The job consists of the processes with the job's variables in their environment, of children that this process
-    starts after creating this object, and of all their descendants. Use the object as a context manager. Inside the
-    context, this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
+    A process belongs to the start if its environment has the job's variables, or if this process has started it after
+    creating this object. Descendants of these processes belong to the start, too. Use the object as a context manager.
+    Inside the context, this process adopts each descendant whose parent ends, so that `find` returns the descendant.
     """
 
     def __init__(self, job: str) -> None:
@@ -140,7 +140,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Yield the ids of this process's children. This function is faster than `_table`."""
+    """Yield the ids of this process's children. This function is faster than `_table`, which reads all processes."""
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, path.read_text().split())

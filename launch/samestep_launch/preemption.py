@@ -1,4 +1,4 @@
-"""Watch for a cloud provider's notice that the provider will stop this machine, for --preemption-notice.
+"""Implement --preemption-notice, which watches for a cloud provider's notice that this machine will stop.
 
 A thread of the launch script polls the machine's metadata service, or a file, every `POLL_SECONDS` seconds. After a
 notice, the job stops as it does after TERM. An error of the service never stops a job.
@@ -31,7 +31,7 @@ from samestep.untrusted import shown
 from samestep_launch.supervise import STOPS, print_stderr
 
 POLL_SECONDS = 5.0
-TIMEOUT = 1.0  # seconds for a request
+TIMEOUT = 1.0  # time limit of a request in seconds
 MAX_BYTES = 2**16  # maximum number of bytes that are read from a response
 URL = "http://169.254.169.254"  # metadata service of AWS, Google Cloud and Azure
 URL_VARIABLE = "SAMESTEP_METADATA_URL"

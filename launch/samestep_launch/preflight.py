@@ -457,7 +457,7 @@ class JsonConnection:
         return hmac.new(self._keys[end], b"%d " % self._counts[end] + line, "sha256").hexdigest().encode() + b" "
 
     def send(self, message: Message) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the sender notices later, because no reply arrives
+        with self._sending, contextlib.suppress(OSError):  # the missing reply reveals the error later
             line = json.dumps(message).encode()
             self._connection.sendall(self._proof(0, line) + line + b"\n")
 
@@ -528,7 +528,8 @@ class _Listener:
     """Machine 0's listener. A thread for each connection puts the messages of a machine into the queue ``inbox``.
 
     A connection's first message in the queue describes a machine, and the last message is {}. A new connection must
-    send this first message within `REPLY_TIMEOUT`. If too many new connections wait, the listener closes the oldest.
+    send this first message within `REPLY_TIMEOUT` seconds. If too many new connections wait, the listener closes the
+    oldest.
     """
 
     def __init__(self, node: NodeInfo, place: Place) -> None:
@@ -542,7 +543,7 @@ class _Listener:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # this ends the thread's wait in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # this call ends the thread's wait in accept
         self._socket.close()
 
     def _accept(self) -> None:
@@ -707,7 +708,7 @@ class _Host:
         """Return the number of the machine that sent a message, and admit a new machine; None for another program."""
         number = self._number_of(connection)
         if "problem" in message and (number is not None or message.get("after") == self._node.after):
-            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for this
+            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for it
             raise _as_error(message)
         if number is not None:
             return number
@@ -904,7 +905,9 @@ def _connect(place: Place) -> tuple[JsonConnection | None, str]:
 
 
 def _listen(place: Place) -> socket.socket:
-    """Return a socket that listens on all addresses. Retry, because the previous launcher may still use the port.
+    """Return a socket that listens on all addresses.
+
+    The function retries for up to `REPLY_TIMEOUT` seconds, because the previous launcher may still use the port.
 
     Raises:
         ConfigError: the port cannot be used.

@@ -1,7 +1,7 @@
 """Change the command and the environment that ``ps`` and /proc show for a forked process.
 
-After a fork, both are copies of the parent's command and environment. The kernel reads them from the process's memory,
-which the process may overwrite. This module imports no third-party package.
+A forked process at first shows the parent's command and environment. The kernel reads command and environment from the
+process's memory, which the process may overwrite. This module imports no third-party package.
 """
 
 from __future__ import annotations

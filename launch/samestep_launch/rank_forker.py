@@ -2,9 +2,9 @@
 
     python -m samestep_launch.rank_forker TRAIN LAUNCHER [the launcher's arguments]
 
-This process imports TRAIN once and forks the launcher. It then forks a rank for each request of the launcher, including
-requests to restart a rank. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`. Messages
-are JSON:
+This process imports TRAIN once and forks the launcher. This process then forks a rank for each request of the launcher,
+including requests to restart a rank. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`.
+Messages are JSON:
 
     {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process, with the variables to change
     {"kill": 7}                                                       to this process

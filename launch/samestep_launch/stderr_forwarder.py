@@ -32,7 +32,7 @@ SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal t
 
 
 class StderrForwarder:
-    """Copies a pipe to the log, and parts of it to the console.
+    """A forwarder that copies a pipe to the log, and parts of the pipe's content to the console.
 
     The log gets all bytes immediately. The console shows each line that begins with "error: " or "warning: " once, and
     other lines only while ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN`
@@ -119,7 +119,7 @@ class StderrForwarder:
         self._shown_bytes = 0
 
     def _take_message(self, line: bytes, terminator: str) -> None:
-        """Show a message, unless it is an error about a lost connection (see the class)."""
+        """Show a message, but omit or delay an error about a lost connection, as the class docstring describes."""
         lost = LOST_CONNECTION.match(line)
         if lost is None:
             self._show_message(line, terminator)
@@ -152,7 +152,10 @@ class StderrForwarder:
 
 
 class RankEnds:
-    """Parses a launcher's output for the first rank that a signal ended, because later ranks may end as a result."""
+    """A parser that finds, in a launcher's output, the first rank that a signal ended.
+
+    Later ranks may have ended as a result of the first rank's end.
+    """
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -181,5 +184,5 @@ class RankEnds:
 
 
 def _is_message(line: bytes) -> bool:
-    """Return whether a line begins like a message of this project."""
+    """Return whether a line begins with "error: " or "warning: ", as messages of this project do."""
     return line.startswith((b"error: ", b"warning: "))

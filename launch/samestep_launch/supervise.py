@@ -137,7 +137,7 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
 
 
 class LauncherEnd(NamedTuple):
-    """How a launcher ended.
+    """The end of a launcher.
 
     Attributes:
         code: the exit code, or minus the number of the launcher's fatal signal.
@@ -181,7 +181,7 @@ class Start:
     start: Starter = start_program
 
     def keeps_files(self) -> bool:
-        """Return whether the launcher writes the ranks' output to files. Its command then contains ``logs``."""
+        """Return whether the launcher writes the ranks' output to files, as its command shows by the path ``logs``."""
         return any(str(self.logs) in word for word in self.command)
 
     def shows_stderr(self) -> bool:
@@ -214,8 +214,8 @@ def run_once(start: Start) -> LauncherEnd:
     with contextlib.suppress(OSError):  # a full disk must not end the job
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(start.command)}\n".encode())
     # The launcher's stderr goes through this pipe. Some launchers keep their ranks' output in files, and repeat the
-    # files on stdout. Their stdout goes through the pipe to the log, because the ranks open this process's stdout and
-    # the pipe themselves.
+    # files on stdout. The stdout of these launchers goes through the pipe to the log, because the ranks open this
+    # process's stdout and the pipe themselves.
     messages, errors = os.pipe()
     output = errors if start.keeps_files() and _can_be_opened(1) else 1
     forwarder = StderrForwarder(
@@ -271,7 +271,7 @@ def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
 
 
 class HeartbeatWatch:
-    """Detects a hang that no rank's watchdog can report: ranks' processes are stopped, or no rank has started.
+    """A detector of hangs that no rank's watchdog can report: ranks' processes are stopped, or no rank has started.
 
     A thread of each rank writes ``alive-<r>`` every second, also while the rank waits, so an unchanged file means a
     stopped process. The check covers this machine's ranks. The time limit begins when this process finds that the file
@@ -301,7 +301,7 @@ class HeartbeatWatch:
         self._checked = self._begun
 
     def finds_hang(self, processes: JobProcesses) -> bool:
-        """Check the heartbeats. Return True in the call that finds and reports a hang, and False in all others."""
+        """Check the heartbeats. Return True in the call that finds and reports a hang, otherwise False."""
         now = time.monotonic()
         if now - self._checked < HEARTBEAT_SECONDS or self._is_done:
             return False
@@ -404,7 +404,7 @@ class _StopState(enum.Enum):
 
 
 class _Stopping:
-    """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the other processes.
+    """The stop of a job: ranks save and exit within ``grace`` seconds, and the caller then kills the other processes.
 
     Only the ranks get the signal, because a launcher might kill its ranks before they have saved. All other processes
     get TERM when ranks and launcher have ended, or immediately if no rank exists. A second signal ends the wait,
@@ -464,7 +464,10 @@ class _Stopping:
             job_processes.send(ranks or self._processes.find(), signal.SIGTERM)
 
     def _waits_for(self, process: Process | None) -> bool:
-        """Return whether the launcher or another process of the job has not ended."""
+        """Return whether a process of the job has not ended.
+
+        If the launcher and all signaled ranks have ended, the method sends TERM to the processes that are left.
+        """
         left = self._processes.find()
         if process and process.poll() is None:
             return True

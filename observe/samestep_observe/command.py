@@ -35,7 +35,7 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Opt
     """
     code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters of the output
     try:
         code = command(parser.parse(arguments))
         sys.stdout.flush()

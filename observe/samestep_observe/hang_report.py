@@ -10,7 +10,7 @@ lists ranks without a file in the folder.
 Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
 seconds. The files stay until the next hang. Without a shared disk, each machine
 has the files of its own ranks. Run the command on each machine, or copy the
-other machines' run dirs to one machine and name them all. If a rank cannot
+other machines' run dirs to one machine and pass them all. If a rank cannot
 write its file (stopped, dead, or its interpreter held by C code), another rank
 of its machine writes the file.
 """

@@ -36,7 +36,7 @@ def _is_words(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Command:
-    """How a rank of a run was started.
+    """The command that started a rank of a run.
 
     Attributes:
         program: path of the program.
@@ -97,7 +97,7 @@ class RecordedRun:
 
     @property
     def virtual_ranks(self) -> int | None:
-        """The value of --virtual-ranks; None without it."""
+        """The value of --virtual-ranks; None without the option."""
         return run_reader.non_negative_int(self.options.get("virtual_ranks")) or None
 
     @property

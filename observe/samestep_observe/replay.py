@@ -2,8 +2,8 @@
 
     samestep replay RUN_DIR --step K [--to K2]
 
-The command starts the run's program in a copy of the run dir, from the newest
-checkpoint before step K. For each step from K to K2 it prints:
+The command starts the run's program in a temporary run dir, from a copy of the
+newest checkpoint before step K. For each step from K to K2, the command prints:
 
   the loss, and whether it has the recorded bits
   the samples of the global batch by rank, with the loss of each sample

@@ -1,4 +1,4 @@
-"""Run steps of a recorded run again, in a copy of its run dir, and read the records of the probes.
+"""Run steps of a recorded run again from a copy of a checkpoint, and read the records of the probes.
 
 This module starts the launch script as a program. The ranks load the probes of the folder ``inside`` before train.py.
 The recorded run dir stays unchanged.
@@ -215,7 +215,10 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
 
 
 def find_script(app: str) -> Path | None:
-    """Return the launch script of an app in this file's project or in a project around the working directory."""
+    """Return the launch script of an app; None if it is not found.
+
+    The function searches the project of this file, the working directory and the parents of the working directory.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", app):
         return None
     here = Path.cwd()
@@ -239,7 +242,7 @@ def kept_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def overrides(plan: Plan, run_dir: Path) -> list[str]:
-    """Return the options that a replay changes. None of them changes the arithmetic of a step."""
+    """Return the options that a replay changes. These options do not change the arithmetic of a step."""
     options = [f"--run-dir={run_dir}", "--resume", f"--max-steps={plan.last}", "--keep-checkpoints=2", "--quiet"]
     known = plan.run.options
     if "evaluate_every" in known:

@@ -5,7 +5,7 @@
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,
 differences from the first run, events, different options, versions and
-machines. The page names missing and damaged files.
+machines. The page lists missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
 --png draws only the plots, and needs matplotlib.
@@ -38,9 +38,9 @@ from samestep_observe.run_reader import Curve, RunData, count_of, finite_number,
 # sharp at any width.
 MAX_POINTS = 400  # maximum number of drawn points of a curve
 TOLERANCE = 1e-4  # relative difference of losses up to which runs match
-TOLERANCE_FLOAT64 = 1e-9  # the same tolerance if both runs have --dtype float64
+TOLERANCE_FLOAT64 = 1e-9  # tolerance if both runs have --dtype float64
 MAX_DIFFERENCE = 1e300  # a larger difference is drawn at this value
-LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown if a run has no result
+LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # metrics to show for a run without a result
 RESULTS = (  # the first columns of the results: fields of result.json
     *("steps", "epochs", "train_loss", *LAST_EVALUATION, "test_examples"),
     *("seconds", "samples_per_second", "restarts", "resumed_from_step"),

@@ -29,8 +29,8 @@ HEIGHT = 240  # height of a plot in pixels; the width is the window's width
 UNITS = 1000  # width and height of a plot in its own coordinates
 LANE_HEIGHT = 44  # height in pixels of a run's row in the plot of events
 COLORS = 8
-MARGIN = 0.04  # free share of a plot's height above and below the curves
-NO_LAUNCHER_LOG = "log/launcher.log: missing"  # not a problem, because only launch scripts write the file
+MARGIN = 0.04  # share of a plot's height that is empty above and below the curves
+NO_LAUNCHER_LOG = "log/launcher.log: missing"  # not listed as a problem, because only launch scripts write the file
 EQUAL = 1e-17  # value at which a difference of 0 is drawn, below float64's resolution
 KINDS = {  # by kind of event: text of the legend, and an SVG path around (0, 0) whose shape is distinct without color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
@@ -102,7 +102,7 @@ class Table(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a run's losses match the first run's losses, and a text about it."""
+    """The verdict on whether a run's losses match the first run's losses, with a text for the page."""
 
     matches: bool
     text: str

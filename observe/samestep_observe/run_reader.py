@@ -708,7 +708,7 @@ class RunData:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run trains; a run of collectives_lab only measures."""
+        """Return whether the run trains; a run of collectives_lab measures instead."""
         only_measures = "command" in self.result and "files" in self.result
         return not only_measures or self.metrics.step is not None
 

@@ -8,9 +8,9 @@ mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step
 wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
 
 The command reads metrics.jsonl, and ranks do not wait for it. A launch script
-with --track starts it beside the job. After a failure, a tracker restarts from
-the file's beginning, so that a kill of the command or the job neither loses nor
-duplicates a step.
+with --track starts the command beside the job. After a failure, a tracker
+restarts from the file's beginning, so that a kill of the command or the job
+neither loses nor duplicates a step.
 
 Without --follow, the command exits when the trackers have all lines of the
 file. With --follow, it continues until the run has its result, or until Ctrl-C
@@ -83,7 +83,7 @@ SETTINGS = {
 
 
 class BatchReader:
-    """Reads a growing ``metrics.jsonl`` in batches; restarts at the first line if a resume has replaced the file."""
+    """A reader of batches of a growing ``metrics.jsonl``, which restarts if a resume has replaced the file."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -288,7 +288,7 @@ def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
 
     Args:
         run_dir: the run's folder.
-        ended: is set when the run has ended; None if the run has ended already.
+        ended: event that is set when the run has ended; None if the run has ended already.
 
     Raises:
         ConfigError: the other process still holds the lock, or the run dir cannot be written.
@@ -351,7 +351,7 @@ def _join(threads: Sequence[threading.Thread], limit: float) -> None:
 
 
 def _end_at_signals(ended: threading.Event) -> None:
-    """Set ``ended`` at the first INT or TERM; exit at the second."""
+    """Set ``ended`` at the first INT or TERM, and exit at the second signal."""
 
     def end(number: int, frame: object) -> None:
         if ended.is_set():

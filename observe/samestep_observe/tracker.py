@@ -25,7 +25,7 @@ class MetricsBatch(NamedTuple):
     header: dict[str, Any]  # the file's first line
     key: str  # first 16 hexadecimal digits of the header's SHA-256, which identify the run
     lines: list[Line]
-    has_more: bool  # more lines can be read immediately
+    has_more: bool  # whether more lines can be read immediately
     committed_step: int = 0  # last step that no resume repeats
 
 

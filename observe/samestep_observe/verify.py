@@ -4,9 +4,9 @@
 
 The command checks the checkpoints against their digests, and the result against
 the weights. It checks that metrics.jsonl and log/losses.bin have each step once,
-and equal losses. Then it chooses S stretches between two checkpoints at random,
-and runs their steps again. It compares every loss, and the tensors of the
-checkpoint at the end. It never writes into RUN_DIR.
+and equal losses. Then it chooses S stretches at random, each between two
+checkpoints, and runs their steps again. It compares every loss, and the tensors
+of the checkpoint at the end of each stretch. RUN_DIR stays unchanged.
 
 exit codes: 0 all checks pass, 1 a check fails, 2 the command cannot tell or
 cannot run
@@ -35,7 +35,7 @@ from samestep_observe.verify_files import Finding
 
 
 class Stretch(NamedTuple):
-    """The steps ``start`` + 1 to ``end``. Each of both is the step of a checkpoint, 0, or the last step."""
+    """The steps ``start`` + 1 to ``end``. Each end is the step of a checkpoint, 0, or the last step."""
 
     start: int
     end: int

@@ -54,7 +54,7 @@ def check(run: RecordedRun) -> list[Finding]:
 
 
 def _finding(file: str, claim: str, problems: Iterator[str]) -> Finding:
-    """Return a finding with the first problem, and the number of the others."""
+    """Return a finding with the first problem, and the number of the other problems."""
     found = list(islice(problems, MOST_PROBLEMS))
     if not found:
         return Finding(file, claim)

@@ -3,9 +3,10 @@
     samestep watch [RUN_DIR]
     samestep watch --pid RANK [RUN_DIR]
 
-Each second, watch shows loss, speed, time left, each rank's heartbeat and
-location, the last checkpoint, restarts, and the last lines of log/launcher.log.
-It reads only the run dir's files, so ssh is enough. It exits when the run ends.
+By default, watch shows every second the loss, speed, time left, each rank's
+heartbeat and location, the last checkpoint, restarts, and the last lines of
+log/launcher.log. Watch reads only the run dir's files, so ssh is enough. Watch
+exits when the run ends.
 
 The age of a heartbeat uses this machine's clock. For a rank on another host,
 the age is the time since watch last read a new heartbeat. Without a shared
@@ -212,7 +213,7 @@ class View:
     def _continues(self, now: float) -> bool:
         """Return whether the run may still write.
 
-        A killed run leaves no result. Such a run counts as ended after GONE_SECONDS.
+        A killed run leaves no result. Such a run counts as ended after GONE_SECONDS seconds.
         """
         if self._state.name == "running":
             self._gone_since = None
