@@ -112,7 +112,7 @@ class Environment:
     Attributes:
         root: the project's folder, with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
         name: the app's name, or TRACKERS.
-        source: the folder with requirements and locks: a Path, or a part of this package, which may be in a zip file.
+        source: the folder with requirements and locks, as a Path or as a part of this package, which may be zipped.
         link: the symbolic link ``.venvs/<name>`` to the environment, which apps with equal locks share.
         setup: path of the app's setup.sh, which builds packages without a published wheel; the file may be missing.
     """

@@ -26,7 +26,8 @@ from samestep.job_info import JobInfo
 
 from samestep_launch import process_info
 
-MAX_MESSAGE = 2**22  # bytes; by default, Linux limits a command and its environment to 2 MiB together
+# Maximum length of a request in bytes. By default, Linux limits a command and its environment to 2 MiB together.
+MAX_MESSAGE = 2**22
 END_SECONDS = 5.0
 MODULE = "samestep_launch.torchrun"
 IDLE = "-"  # job name in a server's environment, because a server belongs to no start

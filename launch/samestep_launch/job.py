@@ -159,7 +159,7 @@ def parse_integer(name: str, text: str, least: int, most: int | None = None, def
         name: the variable or option, for the error.
         text: the value, as digits.
         least: the smallest number allowed.
-        most: the largest number allowed, or None.
+        most: the largest number allowed; None for no limit.
         default: the number of an empty text; None means that an empty text is an error.
 
     Raises:
@@ -536,7 +536,7 @@ class Outcome:
         complete: whether rank 0 has ended cleanly, so that exit code 0 is correct.
         verdict: see `JobState`.
         stepped: whether a rank completed an update; None if unknown.
-        crashes: text for the error message about ranks that a signal ended; "" if there are none.
+        crashes: text for the error message about ranks that a signal ended; "" if no signal ended a rank.
         failure: the exception of the first rank that failed; None if no rank recorded an exception.
     """
 
@@ -637,7 +637,7 @@ def attempt(
 
     Args:
         job: the job to start.
-        state: receives the name of this start and the verdict.
+        state: progress of the job, in which the function sets the name of this start and the verdict.
         number: number of earlier starts.
         plan: the plan of `_resolve`.
         rendezvous: values that several machines share; None on one machine.

@@ -52,7 +52,7 @@ class JobProcesses:
         _adopt_orphans(False)
 
     def find(self) -> list[int]:
-        """Return the ids of the processes that have not ended."""
+        """Return the ids of the processes that still run."""
         table = _table()
         infos = {pid: _job_info(pid) for pid in table}
         marked = {pid for pid, info in infos.items() if (info.job, info.launcher) == (self._job, self._launcher)}
@@ -165,7 +165,7 @@ def _variables(environment: str) -> dict[str, str]:
 
 
 def _job_info(pid: int) -> JobInfo:
-    """Return the JobInfo in a process's environment; an empty JobInfo if there is none or it is malformed."""
+    """Return the JobInfo in a process's environment; an empty JobInfo if the document is missing or malformed."""
     environment = _environment(pid)
     if DOCUMENT in environment:
         with contextlib.suppress(ConfigError):

@@ -63,7 +63,7 @@ def _levels(mount: Path, path: str) -> list[Path]:
 
 
 def _quota(quota: str = "", period: str = "") -> Iterator[float]:
-    """Yield the quota in processors, from ``quota`` and ``period`` in microseconds; nothing for "max"."""
+    """Yield the quota in processors, from ``quota`` and ``period`` in microseconds; yield nothing for "max"."""
     with contextlib.suppress(ValueError, ArithmeticError):
         processors_allowed = int(quota) / int(period)
         if processors_allowed > 0:

@@ -111,7 +111,7 @@ class Service:
 
 
 def ask_aws(service: Service) -> Notice | None:
-    """Return AWS's interruption notice for this spot instance; None if there is none."""
+    """Return AWS's interruption notice for this spot instance; None without a notice."""
     asked = {"X-aws-ec2-metadata-token-ttl-seconds": TTL}
     token = service.ask("/latest/api/token", asked, method="PUT").checked()
     path = "/latest/meta-data/spot/instance-action"
@@ -124,9 +124,9 @@ def ask_aws(service: Service) -> Notice | None:
 
 
 def ask_gcp(service: Service) -> Notice | None:
-    """Return Google Cloud's notice, which has no deadline; None if there is none.
+    """Return Google Cloud's notice, which has no deadline; None without a notice.
 
-    The machine stops 30 seconds after the notice.
+    Google Cloud stops the machine 30 seconds after the notice.
     """
     text = service.ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).checked()
     if text.strip() not in ("TRUE", "FALSE"):
@@ -137,7 +137,7 @@ def ask_gcp(service: Service) -> Notice | None:
 
 
 def ask_azure(service: Service) -> Notice | None:
-    """Return Azure's notice for this machine; None if there is none.
+    """Return Azure's notice for this machine; None without a notice.
 
     Azure's Scheduled Events also list events of other machines in the same group.
     """
@@ -263,8 +263,8 @@ class Watcher:
 
         Args:
             source: value of --preemption-notice, for the warning.
-            ask: returns the notice, or None.
-            act: called once with the notice, but not after `stop`.
+            ask: function that returns the notice, or None.
+            act: function that is called once with the notice, but not after `stop`.
             place: address of the metadata service, for the warning.
             pause: seconds between two checks.
         """
@@ -319,7 +319,7 @@ def watch(source: str, record: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         source: value of --preemption-notice.
-        record: called with one line about the notice, before TERM is sent.
+        record: function that is called with one line about the notice, before TERM is sent.
 
     Raises:
         ConfigError: SAMESTEP_METADATA_URL has neither the form http://HOST nor http://HOST:PORT.

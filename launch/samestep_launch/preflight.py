@@ -167,7 +167,7 @@ def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> s
 
     Args:
         first: the description of one machine.
-        other: the description of another.
+        other: the description of another machine.
         equal_ranks: whether the launcher needs the same number of ranks on each machine.
     """
 
@@ -199,7 +199,7 @@ def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> s
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first name with different values; "" if there is none."""
+    """Return the first name, in sorted order, whose values differ; "" if all values are equal."""
     for name in sorted(first.keys() | other.keys()):
         if first.get(name) != other.get(name):
             return name
@@ -250,11 +250,11 @@ def preflight(
 
     Args:
         node: this machine's description.
-        address: MASTER_ADDR.
-        port: MASTER_PORT.
+        address: machine 0's address, from MASTER_ADDR.
+        port: port at machine 0, from MASTER_PORT.
         limit: seconds to wait until all machines have connected, and again until all are prepared.
-        plan: returns the plan; called on machine 0 when all machines are connected.
-        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends
+        plan: function that returns the plan. It is called on machine 0 when all machines are connected.
+        prepare: function that is called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends
             the preflight on all machines.
         equal_ranks: whether all machines need the same number of ranks.
         secret: secret that all machines share; b"" for none.
@@ -658,7 +658,7 @@ class _Host:
 
         Args:
             failed: the predicate of the error about missing machines, such as "did not come".
-            counts: returns whether a message is the expected one.
+            counts: function that returns whether a message is the expected message.
             deadline: end of the wait, on the clock `time.monotonic`.
             may_reconnect: whether a machine may disconnect and connect again.
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-ROOM_BYTES = 2048  # spare memory in a fork server's environment, for the longer environments of its ranks
+ROOM_BYTES = 2048  # bytes of spare memory in a fork server's environment, for the longer environments of its ranks
 NAME_BYTES = 15  # maximum length of a thread's name: PR_SET_NAME in prctl(2)
 _STAT_FIELDS_BEFORE_ARG_START = 45  # fields 3 to 47 of proc(5); arg_start to env_end are fields 48 to 51
 
@@ -39,7 +39,7 @@ def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> No
 
 
 def forget_launcher() -> None:
-    """Remove this package from ``sys.modules``, because a rank that is not forked has not imported the package."""
+    """Remove this package from ``sys.modules``, as in a rank that starts as a program without this package."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "samestep_launch"]:
         del sys.modules[name]
 

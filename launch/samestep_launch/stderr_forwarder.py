@@ -46,14 +46,14 @@ class StderrForwarder:
     def __init__(
         self, source: int, log: IO[bytes], line_prefix: str, shows: Callable[[], bool], show: Callable[[str, str], None]
     ) -> None:
-        """Store the streams and callbacks; `run` copies.
+        """Store the streams and callbacks; `run` copies the output.
 
         Args:
             source: the descriptor to read from, which `run` closes.
             log: the file that gets all bytes, which `run` closes.
             line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
-            shows: returns whether the console shows lines that do not begin with "error: " or "warning: ".
-            show: prints a text and a terminator on the console.
+            shows: function that returns whether the console shows lines other than errors and warnings.
+            show: function that prints a text and a terminator on the console.
         """
         self.ends = RankEnds()
         self._source = source
@@ -145,7 +145,7 @@ class StderrForwarder:
             self._show_rest(line, "")
 
     def _show_rest(self, line: bytes, end: str) -> None:
-        """Show the part of the line that the console has not shown."""
+        """Show the part of the line that the console still lacks."""
         if self._shown_bytes or self._shows():
             self._show(line[self._shown_bytes :].decode(errors="replace"), end)
             self._shown_bytes = len(line)

@@ -115,7 +115,7 @@ class Process(Protocol):
         """Wait for the launcher's end; return the exit code, or minus the number of the launcher's fatal signal."""
 
     def kill(self) -> None:
-        """Kill the process ``pid`` if the launcher has not ended."""
+        """Kill the process ``pid`` if the launcher still runs."""
 
 
 # Starts a launcher with a command, an environment, and descriptors for standard output and error.
@@ -141,7 +141,7 @@ class LauncherEnd(NamedTuple):
 
     Attributes:
         code: the exit code, or minus the number of the launcher's fatal signal.
-        ended_rank: text for the error message about the rank that a signal ended; "" if there is none.
+        ended_rank: text for the error message about the rank that a signal ended; "" if no signal ended a rank.
     """
 
     code: int
@@ -159,13 +159,13 @@ class Start:
         logs: the run dir's ``log`` folder.
         grace: seconds in which ranks save and exit after a signal.
         startup_grace: seconds until the kill after a signal, if no rank has written a heartbeat.
-        watch: detects a hang that no rank reports.
+        watch: detector of a hang that no rank reports.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: text that follows "stopping (SIGTERM)" on the console.
         program: the ranks' program, if the program may have no watchdog; otherwise None. Until a rank of this program
             writes a heartbeat, the console shows all of stderr, and a stop signal goes to all ranks that `JobProcesses`
             finds.
-        start: starts the launcher.
+        start: function that starts the launcher.
     """
 
     job: str
@@ -343,7 +343,7 @@ class HeartbeatWatch:
             self._elsewhere.add(path)
 
     def _hang(self, now: float, processes: JobProcesses) -> dict[str, Any]:
-        """Return the fields of a hang's event; {} if there is none."""
+        """Return the fields of a hang's event; {} without a hang."""
         limit = max(self._timeout, self._first_step_timeout, START_SECONDS)
         none_has_begun = not self._ranks and not self._elsewhere
         if self._must_start and none_has_begun and now - self._begun > limit:
@@ -422,8 +422,8 @@ class _Stopping:
         """Send the signal and wait until the job's processes have ended, or until the deadline.
 
         Args:
-            process: the launcher; None if it has not been started.
-            number: the signal.
+            process: the launcher; None before the launcher's start.
+            number: number of the signal.
         """
         begun = time.monotonic()
         state = _StopState.SIGNAL
@@ -464,7 +464,7 @@ class _Stopping:
             job_processes.send(ranks or self._processes.find(), signal.SIGTERM)
 
     def _waits_for(self, process: Process | None) -> bool:
-        """Return whether a process of the job has not ended.
+        """Return whether a process of the job still runs.
 
         If the launcher and all signaled ranks have ended, the method sends TERM to the processes that are left.
         """

@@ -26,7 +26,8 @@ from samestep_launch.supervise import block_signals, print_stderr
 BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
 PORTS = range(20_000, 32_768)  # below Linux's ephemeral ports, so that no outgoing connection takes a reserved port
 PORT_TRIES = 1000
-MAX_TMPDIR = 60  # bytes; frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes
+# Maximum length of TMPDIR in bytes. Frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes.
+MAX_TMPDIR = 60
 
 
 def user_folder(base: Path) -> Path | None:

@@ -28,7 +28,7 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Opt
     Args:
         parser: the command's parser.
         arguments: the words after the command's name.
-        command: called with the parsed options; returns an exit code, or None for 0.
+        command: function that is called with the parsed options, and returns an exit code, or None for 0.
 
     Returns:
         The command's exit code; 2 after an expected error.

@@ -122,7 +122,7 @@ def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison:
 
 
 def first_step(one: RecordedRun, other: RecordedRun) -> int | None:
-    """Return the first step at which losses or traces of two runs differ; None if there is none."""
+    """Return the first step at which losses or traces of two runs differ; None if they do not differ."""
     first = compare(one.losses, other.losses).first
     parting = traces.first_difference(one.trace, other.trace)
     steps = [step for step in (first, parting and parting.step) if step is not None]

@@ -176,7 +176,7 @@ class Comparison:
     Attributes:
         count: number of steps that both runs have.
         equal: number of common steps whose losses have equal bits.
-        first: the first common step whose losses differ; None if there is none.
+        first: the first common step whose losses differ; None if all losses are equal.
     """
 
     count: int

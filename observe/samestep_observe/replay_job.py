@@ -30,7 +30,7 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 INSIDE = Path(__file__).with_name("inside")
 # Apps that cannot be replayed. Their steps depend on more than seed, step and weights, or the apps do not use `Run`.
 NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
-DROPPED = ("--track", "--visualdl")  # options with a value that a replay leaves out
+DROPPED = ("--track", "--visualdl")  # options that a replay leaves out together with their values
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
 STOP_SECONDS = 20.0  # seconds from the stop of this process until the replay is killed
 Record = dict[str, Any]
@@ -271,7 +271,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         environ["OMP_NUM_THREADS"] = command.threads
     folder = command.folder
     if folder is not None and not folder.is_dir():
-        folder = None  # the folder has been removed after the run
+        folder = None  # the folder was removed after the run
     before = {number: signal.signal(number, _exit_at_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(

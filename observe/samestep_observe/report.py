@@ -46,7 +46,7 @@ RESULTS = (  # the first columns of the results: fields of result.json
     *("seconds", "samples_per_second", "restarts", "resumed_from_step"),
 )
 OTHER_FIELDS = {"world_size", "seed", "global_batch_size", "node_count"}  # numbers that other columns and tables show
-RUN_OPTIONS = {"run_dir", "requested_dataset"}  # options that differ between any two runs
+RUN_OPTIONS = {"run_dir", "requested_dataset"}  # options that may differ between equal runs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -156,7 +156,7 @@ def _tolerance(first: RunData, run: RunData) -> float:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest unique end of each path; equal paths get a number."""
+    """Return the last components of each path, as many as distinguish all paths; equal paths get a number."""
     parts = [folder.resolve().parts for folder in folders]
     longest = max(map(len, parts))
     for count in range(1, longest + 1):

@@ -80,7 +80,7 @@ def count_of(count: int, noun: str) -> str:
 
 
 def get_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the JSON object ``values[name]``; {} if there is none."""
+    """Return the JSON object ``values[name]``; {} if the value is missing or not an object."""
     value = values.get(name)
     if isinstance(value, dict):
         return value
@@ -148,7 +148,7 @@ class FileTail:
     """
 
     def __init__(self, path: Path, block: int = BLOCK, keep_open: bool = False) -> None:
-        """Store the settings; `new_lines` reads.
+        """Store the settings; `new_lines` reads the file.
 
         Args:
             path: path of the file, which may be missing.
@@ -156,7 +156,7 @@ class FileTail:
             keep_open: whether to keep the file open, so that no new file can have its inode.
         """
         self.path = path
-        self.problem = "missing"  # reason why nothing can be read; "" if there is none
+        self.problem = "missing"  # reason why nothing can be read; "" if the file can be read
         self.rest = b""  # the unfinished last line
         self.at_end = True
         self._block = block
@@ -272,7 +272,7 @@ class MetricsReader:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Return the header of the last start; {} if there is none."""
+        """Return the header of the last start; {} if the file has no header."""
         if not self.starts:
             return {}
         return self.starts[-1].header
@@ -452,7 +452,7 @@ def _heartbeat(values: Mapping[str, Any]) -> Heartbeat:
 
 
 def format_location(at: Any) -> str:
-    """Return a heartbeat's location as a text such as "train.py:105 in train"; "" if there is none."""
+    """Return a heartbeat's location as a text such as "train.py:105 in train"; "" for an invalid location."""
     if not isinstance(at, list) or len(at) < 3:
         return ""
     path, line, function = at[:3]
@@ -640,8 +640,8 @@ def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
 
     Args:
         run_dir: the run's folder.
-        step: the last step in metrics.jsonl; None if there is none.
-        result: the content of result.json; {} if there is none.
+        step: the last step in metrics.jsonl; None if the file has no step.
+        result: the content of result.json; {} if the file is missing.
     """
     log = run_dir / "log"
     has_ranks = any(log.glob("alive-*"))
@@ -824,7 +824,7 @@ def _has_any(folder: Path, names: Sequence[str]) -> bool:
 
 
 def newest(folder: Path, *patterns: str) -> Path | None:
-    """Return the run dir below ``folder`` that was written last; None if there is none."""
+    """Return the run dir that was written last, of those that match ``patterns`` below ``folder``; None without one."""
     run_dirs = []
     for pattern in patterns:
         for path in folder.glob(pattern):

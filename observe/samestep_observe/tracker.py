@@ -39,7 +39,7 @@ class Tracker(Protocol):
         """Complete the tracker after the last line.
 
         Args:
-            result: content of result.json; None if the run has not finished.
+            result: content of result.json; None for an unfinished run.
         """
 
 

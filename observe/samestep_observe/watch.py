@@ -3,10 +3,10 @@
     samestep watch [RUN_DIR]
     samestep watch --pid RANK [RUN_DIR]
 
-By default, watch shows every second the loss, speed, time left, each rank's
-heartbeat and location, the last checkpoint, restarts, and the last lines of
-log/launcher.log. Watch reads only the run dir's files, so ssh is enough. Watch
-exits when the run ends.
+Watch shows loss, speed, time left, each rank's heartbeat and location, the last
+checkpoint, restarts, and the last lines of log/launcher.log. By default, it
+updates the output every second. It reads only the run dir's files, so ssh is
+enough. It exits when the run ends.
 
 The age of a heartbeat uses this machine's clock. For a rank on another host,
 the age is the time since watch last read a new heartbeat. Without a shared
