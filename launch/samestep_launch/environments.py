@@ -518,7 +518,7 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _first_build(locks: Sequence[str]) -> str:
-    """Return the preferred lock's first package with a local label: "torch 2.13.0+cpu"."""
+    """Return name and version of the preferred lock's first package with a local label, such as "torch 2.13.0+cpu"."""
     return " ".join(re.findall(BUILD, locks[0], re.MULTILINE)[0])
 
 

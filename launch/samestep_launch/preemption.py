@@ -93,8 +93,8 @@ class Service:
 
         Args:
             path: path of the resource, such as /latest/api/token.
-            headers: HTTP headers by name.
-            method: HTTP method.
+            headers: header values of the HTTP request, by name.
+            method: method of the HTTP request.
 
         Raises:
             OSError, HTTPException: the request failed.

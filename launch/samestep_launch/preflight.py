@@ -727,7 +727,7 @@ class _Host:
         """Compare a new machine with the others and add it to the peers.
 
         Raises:
-            ConfigError: the machines differ. The new machine raises the same error.
+            ConfigError: the machines cannot run the same job. The new machine raises the same error.
         """
         if node.machine in self._peers:
             _, earlier = self._peers[node.machine]

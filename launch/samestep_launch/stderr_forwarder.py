@@ -34,9 +34,9 @@ SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal t
 class StderrForwarder:
     """A forwarder that copies a pipe to the log, and parts of the pipe's content to the console.
 
-    The log gets all bytes immediately. The console shows each line that begins with "error: " or "warning: " once, and
-    other lines only while ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN`
-    bytes of a longer line.
+    The log gets all bytes immediately. The console shows each error line and each warning line once, and other lines
+    only while ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN` bytes of a
+    longer line.
 
     If a rank is killed, the other ranks lose their connections. After the first error, the console therefore omits
     errors about lost connections. The console shows a framework's exception about a lost connection when the pipe ends.
@@ -184,5 +184,5 @@ class RankEnds:
 
 
 def _is_message(line: bytes) -> bool:
-    """Return whether a line begins with "error: " or "warning: ", as messages of this project do."""
+    """Return whether a line is an error line or a warning line, as messages of this project are."""
     return line.startswith((b"error: ", b"warning: "))

@@ -98,7 +98,7 @@ def _run(options: Options) -> int:
 
 
 def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
-    """Yield all lines about two runs. The last line begins with "different: " if only the runs' checkpoints differ.
+    """Yield the lines that the command prints. If only checkpoints differ, the last line begins with ``different:``.
 
     Args:
         options: options of the command.

@@ -151,7 +151,7 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
 
 
 def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list[str]:
-    """Return the lines to print. A rank's own file takes precedence over another rank's file about the rank.
+    """Return the lines of the report. A rank's own file takes precedence over another rank's file about the rank.
 
     Args:
         states: the ranks' states at one hang.

@@ -212,7 +212,7 @@ def distance(one: float, other: float) -> str:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings that differ, as "NAME: VALUE, VALUE"."""
+    """Yield a text for each setting that differs, with the name and both values."""
     for name in sorted({*one, *other}):
         before = one.get(name)
         after = other.get(name)

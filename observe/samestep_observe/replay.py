@@ -11,7 +11,7 @@ newest checkpoint before step K. For each step from K to K2, the command prints:
   the largest activations
 
 By default, a replay uses the run's number of ranks, or one rank if the run had
---virtual-ranks, so that it repeats every bit of the run. To replay a program
+--virtual-ranks. Such a replay repeats every bit of the run. To replay a program
 of your own that uses samestep.run.Run, pass --program. The command never writes
 into RUN_DIR.
 

@@ -120,7 +120,7 @@ def _notes(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
 
 
 def _verdicts(runs: Sequence[RunData], names: Sequence[str]) -> list[Verdict]:
-    """Return a verdict for each later run that trained; [] if the first run only measured."""
+    """Return a verdict for each later run that trained; [] if the first run did not train."""
     if not runs[0].trains:
         return []
     return [_verdict(runs, names, index) for index in range(1, len(runs)) if runs[index].trains]

@@ -73,7 +73,7 @@ def non_negative_int(value: Any) -> int | None:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "1,000 ranks"."""
+    """Return a number with its noun, such as "1 rank" or "1,000 ranks"."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}s"
@@ -243,7 +243,7 @@ def world_size_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> int |
 
 
 class MetricsReader:
-    """A reader of metrics.jsonl while the file grows."""
+    """A reader of a growing metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = FileTail(run_dir / "metrics.jsonl")
@@ -629,7 +629,12 @@ def _is_byte_held(file: IO[bytes], byte: int) -> bool:
 
 
 class State(NamedTuple):
-    """The state of a run: ``name`` is running, finished, stopped, failed, ended (for an unknown reason) or new."""
+    """The state of a run.
+
+    Attributes:
+        name: running, finished, stopped, failed, ended (for an unknown reason) or new.
+        text: the state as a text for the user.
+    """
 
     name: str
     text: str

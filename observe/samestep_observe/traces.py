@@ -17,7 +17,7 @@ class Parting(NamedTuple):
 
     Attributes:
         step: the first step whose digests differ.
-        kind: "weights" (at the start of the step) or "gradients".
+        kind: either "weights" (at the start of the step) or "gradients".
         names: names of the tensors that differ.
         before: the previous step of both traces; None if ``step`` is the first common step.
     """

@@ -9,8 +9,8 @@ wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
 
 The command reads metrics.jsonl, and ranks do not wait for it. A launch script
 with --track starts the command beside the job. After a failure, a tracker
-restarts from the file's beginning, so that a kill of the command or the job
-neither loses nor duplicates a step.
+restarts from the file's beginning. So a kill of the command or the job neither
+loses nor duplicates a step.
 
 Without --follow, the command exits when the trackers have all lines of the
 file. With --follow, it continues until the run has its result, or until Ctrl-C

@@ -430,7 +430,7 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: "3 h 12 min"."""
+    """Return a duration in its two largest units, such as "3 h 12 min"."""
     rest = round(seconds)
     parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
