@@ -196,7 +196,7 @@ def run_rank(
         handlers: signal handlers from before the agent's start, by signal number.
         own_files: descriptors that were open before the agent started.
     """
-    _prctl_pr_set_pdeathsig(0)  # multiprocessing has requested SIGINT at the agent's death, which would request a stop
+    _prctl_pr_set_pdeathsig(0)  # otherwise, the agent's death would send SIGINT, a stop request, to this process
     faulthandler.disable()  # the agent has enabled the fault handler for standard error
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -44,7 +44,7 @@ RANK_FORKER = "samestep_launch.rank_forker"
 # Limit in seconds for the report to the other machines that this machine will not restart.
 REPORT_SECONDS = 10.0
 LONG_REPORT_SECONDS = 60.0  # the limit if the other machines may not have noticed the failure
-# Matches the log files that the launch script and the ranks write, read or remove, and the files' temporary copies.
+# Pattern of the log files that the launch script and the ranks write, read or remove, and of their temporary files.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 

@@ -15,15 +15,15 @@ from typing import IO
 
 from samestep import failures
 
-MAX_CHUNK = 2**16  # bytes of one read
-MAX_SHOWN = 2**13  # bytes of one line that the console shows
+MAX_CHUNK = 2**16  # maximum number of bytes of one read
+MAX_SHOWN = 2**13  # maximum number of bytes of one line that the console shows
 # Seconds without output after which the console shows an unfinished line, such as a progress bar.
 PAUSE_SECONDS = 0.2
-# Matches a rank's error about a lost connection. A framework's error begins with the class of an exception.
+# Pattern of a rank's error about a lost connection. A framework's error begins with the class of an exception.
 LOST_CONNECTION = re.compile(
     rb"error: rank \d+: (?P<exception>\w+: )?.*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE
 )
-# Match the lines by which torchrun, horovodrun and Open MPI report an ended rank and its signal, in one line or two.
+# Patterns of the one or two lines by which torchrun, horovodrun and Open MPI report an ended rank and its signal.
 ENDED_RANK = re.compile(rb"\s*rank +: (\d+) \(local_rank|Process name: (\d+)$|.*process rank (\d+) with PID")
 ENDED_BY = re.compile(
     rb"\s*exitcode +: -(\d+) |Exit code: -(\d+)$|Exit code: (129|1[3-5]\d)$|.*exited on signal (\d+)|signal (\d+) \("

@@ -118,7 +118,7 @@ class Process(Protocol):
         """Kill the process ``pid`` if the launcher still runs."""
 
 
-# Starts a launcher with a command, an environment, and descriptors for standard output and error.
+# A function that starts a launcher with a command, an environment, and descriptors for standard output and error.
 Starter = Callable[[Sequence[str], Mapping[str, str], int, int], Process]
 
 

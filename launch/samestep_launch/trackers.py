@@ -1,6 +1,6 @@
 """Run the process of --track, which sends a run's metrics to trackers.
 
-The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process, and
+The process runs `samestep_observe.track`, which reads the run dir. Training never waits for the process, and
 continues if the process fails. The process uses the Python of ``.venvs/trackers``, or the Python that PYTHON names.
 The process shares no pipe or lock with the ranks, and has the lowest priority. The process ends when its standard input
 closes. This module imports no third-party package.

@@ -24,7 +24,8 @@ from samestep.untrusted import open_regular, own_folder
 from samestep_launch.supervise import block_signals, print_stderr
 
 BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # below Linux's ephemeral ports, so that no outgoing connection takes a reserved port
+# Below Linux's default ephemeral ports, so that no outgoing connection takes a reserved port.
+PORTS = range(20_000, 32_768)
 PORT_TRIES = 1000
 # Maximum length of TMPDIR in bytes. Frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes.
 MAX_TMPDIR = 60

@@ -5,10 +5,11 @@
 The command prints the settings and versions that differ, whether the data are
 equal, and the first step whose losses differ. If both runs have --trace-every,
 it also prints the first step and tensor that differ. Then it replays both runs
-up to this step, from the newest checkpoint before the step. If a run differs
-from its own replay, an event in its process caused the difference, such as a
-flipped bit. If both runs equal their replays, they had different inputs, and
-the command prints the samples that differ. The run dirs stay unchanged.
+up to the step whose losses differ, from the newest checkpoint before this step.
+If exactly one run differs from its replay, an event in that run's process
+caused the difference, such as a flipped bit. If both runs equal their replays,
+they had different inputs, and the command prints the samples that differ. The
+run dirs stay unchanged.
 
 exit codes: 0 equal, 1 different, 2 the command cannot tell or cannot run
 """

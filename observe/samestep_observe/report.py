@@ -8,7 +8,7 @@ differences from the first run, events, different options, versions and
 machines. The page lists missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
---png draws only the plots, and needs matplotlib.
+With --png, the command also writes a picture of the plots, by matplotlib.
 
 Exit codes: 0 written, 2 a mistake in the call.
 """

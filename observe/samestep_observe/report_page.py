@@ -45,7 +45,7 @@ KINDS = {  # by kind of event: text of the legend, and an SVG path around (0, 0)
 
 
 class Line(NamedTuple):
-    """A curve of one run: the drawn points, out of ``total`` points."""
+    """The drawn points of one run's curve, which has ``total`` points."""
 
     run: int
     name: str

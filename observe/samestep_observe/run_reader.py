@@ -28,17 +28,17 @@ RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged
-BLOCK = 2**20  # bytes of one read
+BLOCK = 2**20  # maximum number of bytes of one read
 MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
-MAX_CURVES = 500  # maximum number of measurements of a run
+MAX_CURVES = 500  # maximum number of curves of a run
 MAX_DEPTH = 50  # JSON with this number of nested levels, or more, counts as damaged
 MAX_HOST = 255  # maximum number of characters of a host's name
 
 # Kinds of events in addition to `events.KINDS`: a START of events.jsonl, and a straggler of metrics.jsonl.
 RESTART = "restart"
 STRAGGLER = "straggler"
-# Matches a line of launcher.log that begins with a time. --log-format full adds a level before the time, and a place in
-# the code after the time.
+# Pattern of a line of launcher.log that begins with a time. --log-format full adds a level before the time, and a place
+# in the code after the time.
 _TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
 RankFiles = tuple[list[dict[str, Any]], list[str]]  # objects of ranks' files, and problems of unreadable files
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process

@@ -3,10 +3,11 @@
     samestep verify RUN_DIR [--steps S]
 
 The command checks the checkpoints against their digests, and the result against
-the weights. It checks that metrics.jsonl and log/losses.bin have each step once,
-and equal losses. Then it chooses S stretches at random, each between two
-checkpoints, and runs their steps again. It compares every loss, and the tensors
-of the checkpoint at the end of each stretch. RUN_DIR stays unchanged.
+the weights. It checks that metrics.jsonl and log/losses.bin miss no step and
+repeat no step, and have equal losses. Then it chooses S stretches at random,
+each between two checkpoints, and runs their steps again. It compares every
+loss, and the tensors of the checkpoint at the end of each stretch. RUN_DIR
+stays unchanged.
 
 exit codes: 0 all checks pass, 1 a check fails, 2 the command cannot tell or
 cannot run
