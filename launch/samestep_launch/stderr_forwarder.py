@@ -184,5 +184,5 @@ class RankEnds:
 
 
 def _is_message(line: bytes) -> bool:
-    """Return whether a line is an error line or a warning line, as messages of this project are."""
+    """Return whether a line begins with ``error:`` or ``warning:`` and a space."""
     return line.startswith((b"error: ", b"warning: "))

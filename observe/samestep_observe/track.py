@@ -368,7 +368,7 @@ def _until_stdin_ends(ended: threading.Event) -> None:
 
 
 def _has_ended(run_dir: Path) -> bool:
-    """Return whether the run has a result that is newer than the last line of metrics.jsonl."""
+    """Return whether the run has a result that is at least as new as metrics.jsonl."""
     try:
         result = (run_dir / "result.json").stat()
         metrics = (run_dir / "metrics.jsonl").stat()
