@@ -1,13 +1,15 @@
 """Start an app of this project: check the call, create the app's environment, and run the job by `job.run_job`.
 
-``scripts/run_<app>.sh`` passes the command of its framework's launcher as a template, and the user's arguments::
+``scripts/run_<app>.sh`` calls ``launch.sh`` with a template of the framework's launcher command, and the user's
+arguments::
 
     launch.sh <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
 
-An app's options.py has the functions ``parse`` and ``build_parser``, and `samestep.hooks.AppHooks` as ``HOOKS``. An app
-without ``--resume`` does not train: it has neither dataset nor checkpoints, and does not restart.
+An app's options.py defines the functions ``parse`` and ``build_parser``, and ``HOOKS``, an instance of
+`samestep.hooks.AppHooks`. An app without ``--resume`` does not train: the app has neither dataset nor checkpoints, and
+does not restart.
 
-A start has two stages. The first stage runs on the system's Python without third-party packages. It reports
+A start has two stages. The first stage runs on the system's Python without third-party packages. This stage reports
 mistakes in the call that can be found without the framework, creates ``.venvs/<app>``, and runs the second stage in
 that environment. The second stage resolves data, run dir and checkpoint, starts the launcher, restarts the launcher
 after failures, and leaves no process behind.
@@ -45,7 +47,8 @@ DRY_RUN = "--dry-run"
 SECOND_STAGE = "--second-stage"  # scripts/launch.py has the same constant
 MAX_RANKS = 10**5  # maximum number of ranks on one machine
 SURROGATES = "\ud800-\udfff"  # surrogates, to which Python decodes bytes that are not UTF-8
-UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{SURROGATES}]")  # with control characters and line separators
+# The characters that a name must not contain: control characters, line separators and surrogates.
+UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{SURROGATES}]")
 
 # Modules of samestep that version 0.3 moved or removed.
 OLD_MODULES = (
@@ -106,9 +109,12 @@ def main(root: Path, argv: Sequence[str]) -> int:
 
 
 def run_safely(run: Callable[[], int]) -> int:
-    """Call ``run``, print an expected error, and return the exit code of ``run``, of the error or of a signal.
+    """Call ``run``, print an expected error, and return the exit code.
 
     This process may be part of another job, so the function first removes that job's environment variables.
+
+    Returns:
+        The result of ``run``; 2 for a ConfigError, 1 for a NonRetryableError, and 128 + n after signal n.
     """
     open_closed_streams()
     leave_job(os.environ)
@@ -138,7 +144,7 @@ def _main(root: Path, name: str, template: Sequence[str], arguments: list[str], 
         _print_command(app, job)
         return 0
     if not is_second_stage:
-        _exec_second_stage(app, job.options)  # does not return: the second stage begins with `main` again
+        _exec_second_stage(app, job.options)  # this call does not return: the second stage begins with `main` again
     return _run(app, job)
 
 
@@ -181,7 +187,11 @@ class App:
 
 
 def _parse_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
-    """Return the job of a call; raise ConfigError for a mistake that can be found without the framework."""
+    """Return the job that the command line describes.
+
+    Raises:
+        ConfigError: the command line has a mistake that can be found without the framework.
+    """
     nproc, arguments = _ranks_per_node(app, arguments)
     options = app.module.parse(arguments, usage=app.usage)
     check_virtual_ranks(options, nproc)
@@ -196,7 +206,7 @@ def _parse_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
     check_share_gpu(options, nodes.count)
     _check_paths(options)
     check_notice(options)
-    _tracker_names(options)  # raises ConfigError for an unknown tracker
+    _tracker_names(options)  # this call raises ConfigError for an unknown tracker
     return Job(
         name=app.name,
         program=app.folder / "train.py",
@@ -255,7 +265,7 @@ def _tracker_names(options: Options) -> list[str]:
 
 
 def _tracker_process(root: Path, job: Job) -> trackers.TrackerProcess | None:
-    """Return the process of --track; None without the option, or if this machine writes no metrics.jsonl."""
+    """Return the tracker process of --track; None without --track, or if this machine writes no metrics.jsonl."""
     names = _tracker_names(job.options)
     if not names or job.nodes.rank > 0 or job.options.evaluate_only:
         return None
@@ -298,7 +308,11 @@ def _examples(app: App, calls: Sequence[str]) -> str:
 
 
 def _ranks_per_node(app: App, arguments: list[str]) -> tuple[int, list[str]]:
-    """Return N and the remaining arguments; raise ConfigError if N is missing or out of range."""
+    """Return N and the remaining arguments.
+
+    Raises:
+        ConfigError: N is missing or out of range.
+    """
     usage = app.usage
     has_n = bool(arguments) and not arguments[0].startswith("--") and arguments[0] not in app.hooks.commands
     if has_n:
@@ -312,7 +326,9 @@ def _ranks_per_node(app: App, arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def _app_options(root: Path, app: str) -> Any:
-    """Import and return the app's options.py, which may use the standard library, samestep and modules of its folder.
+    """Import the app's options.py, and return the module.
+
+    The file may import the standard library, samestep and modules in the file's folder.
 
     Raises:
         ConfigError: the app is unknown, imports a removed module, or has no HOOKS.
@@ -325,9 +341,9 @@ def _app_options(root: Path, app: str) -> Any:
         if near:
             raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
-    sys.path.append(str(path.parent))  # at the end, because an app's file may have another module's name
+    sys.path.append(str(path.parent))  # at the end, because a file of the app may have the name of a library's module
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses search the module of a class there
+    sys.modules[spec.name] = module  # dataclasses search sys.modules for the module of a class
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "HOOKS", None), AppHooks):
         raise ConfigError(f"{path} has no HOOKS: end it with HOOKS: AppHooks[Options] = AppHooks()")
@@ -340,7 +356,7 @@ def check_share_gpu(options: Options, machines: int) -> None:
         return
     if machines > 1:  # with --share-gpu, ranks communicate over the loopback interface
         raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
-    if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # PYTHON's packages may use other GPUs
+    if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # PYTHON's packages may support other GPUs
         raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")
 
 
@@ -383,7 +399,7 @@ def _check_old_modules(folder: Path) -> None:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the full name of each module, or name of a module, that a file imports."""
+    """Yield the line number and the full name of each module that a file imports, and of each name from a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for each in node.names:
@@ -436,7 +452,7 @@ def look_up(what: str, path: Path) -> os.stat_result | None:
 
     Args:
         what: the option or argument that names the path, for errors.
-        path: the path.
+        path: the file or folder to look up.
 
     Raises:
         ConfigError: the path cannot be accessed, or `check_name` rejects it.

@@ -84,10 +84,14 @@ def _with_loopback(arguments: Sequence[str]) -> list[str]:
 
 
 def load(program: Program, arguments: Sequence[str]) -> bool:
-    """Import torch's compiler and the program. Return whether this process may fork ranks; if not, print why."""
+    """Import torch's compiler and the program, and return whether this process may fork ranks.
+
+    If this process must not fork ranks, the function prints a warning with the reason. If the program cannot be
+    imported, this process exits.
+    """
     try:
         with importing():
-            importlib.import_module("torch._dynamo")  # DDP and all optimizers import it later anyway
+            importlib.import_module("torch._dynamo")  # DDP and all optimizers import this module later anyway
             program.load(arguments)
     except ImportFailed as failure:
         _report_failed_import(failure)
@@ -109,7 +113,7 @@ def _report_failed_import(failure: ImportFailed) -> None:
 
 
 def _why_not_fork() -> str:
-    """Return the reason why ranks cannot be forked, such as "used CUDA"; "" if they can."""
+    """Return the reason why ranks cannot be forked, such as "used CUDA"; "" if ranks can be forked."""
     if torch.cuda.is_initialized() or _spoils_cuda():
         return "used CUDA"
     count = threads()
@@ -117,7 +121,7 @@ def _why_not_fork() -> str:
 
 
 def launch(program: Program, arguments: list[str]) -> NoReturn:
-    """Run the agent, and exit without Python's shutdown, which takes longer than the agent."""
+    """Run the agent, and exit without Python's shutdown, which would delay the end of the job."""
     code = 0
     try:
         run_agent(program, arguments)
@@ -192,8 +196,8 @@ def run_rank(
         handlers: signal handlers from before the agent's start, by signal number.
         own_files: descriptors that were open before the agent started.
     """
-    _prctl_pr_set_pdeathsig(0)  # undo multiprocessing's setting: SIGINT at the agent's death would request a stop
-    faulthandler.disable()  # the agent has enabled it for standard error
+    _prctl_pr_set_pdeathsig(0)  # otherwise, the agent's death would send SIGINT, a stop request, to this process
+    faulthandler.disable()  # the agent has enabled the fault handler for standard error
     for number, handler in handlers.items():
         signal.signal(number, handler)
     _close_store(own_files)
@@ -209,7 +213,7 @@ def run_rank(
 
 
 def _wait_quietly() -> None:
-    """Ignore INT and USR1, and let TERM or the agent's death end this process, while it waits for other ranks."""
+    """Ignore INT and USR1, and let TERM or the agent's death end this process while it waits for other ranks."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Find or create the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from a lock.
+"""Find or create an app's Python: the interpreter that PYTHON names, or the environment ``.venvs/<app>`` from a lock.
 
 A lock, ``apps/<app>/requirements-cpu.txt`` or ``-cuda.txt``, lists every package with the SHA-256 of its files, and
 pip installs only these files. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK selects a lock, and
@@ -35,7 +35,7 @@ from samestep_launch.supervise import STOPS, block_signals, print_stderr, read_t
 
 TRACKERS = "trackers"  # the environment of --track, whose requirements are part of this package
 STAMP = "samestep-stamp"
-END_SECONDS = 2.0  # time limit of a set-up step after TERM, and again after KILL
+END_SECONDS = 2.0  # seconds to wait for the end of a set-up step after TERM, and again after KILL
 IS_PYTHON = ["-c", "import sys; print(sys.version_info >= (3, 9))"]
 PACKAGE_FOLDERS = ("core", "launch", "observe", "check")
 # The command ``samestep`` of an environment, run by sh because a #! line cannot contain a path with spaces.
@@ -44,7 +44,7 @@ COMMAND = """\
 exec {python} -m samestep "$@"
 """
 BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock with a local version label, such as torch==2.13.0+cpu
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has the CPU builds that PyPI lacks, such as torch 2.13.0+cpu
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # index of the CPU builds that PyPI lacks, such as torch 2.13.0+cpu
 # pip's message for a file whose hash is not in the lock, and the pattern of the file's package, URL and hash.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
 WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTALL | re.MULTILINE)
@@ -74,11 +74,11 @@ def given_python(root: Path) -> str | None:
     """Return the interpreter that PYTHON names; None if the variable is not set.
 
     If PYTHON or PYTHONPATH is set, the function puts the project's packages first on PYTHONPATH. If the project has a
-    wheel in ``vendor`` instead, the wheel must be installed in the interpreter, because Python cannot read the wheel's
-    data files from PYTHONPATH.
+    wheel in ``vendor``, the function leaves PYTHONPATH unchanged. The wheel must then be installed in the interpreter,
+    because Python cannot read the wheel's data files from PYTHONPATH.
 
     Raises:
-        ConfigError: PYTHON is not a Python of at least 3.9.
+        ConfigError: PYTHON does not name a Python 3.9 or newer.
     """
     given = os.environ.get("PYTHON")
     path = os.environ.get("PYTHONPATH")
@@ -92,7 +92,7 @@ def given_python(root: Path) -> str | None:
     python = shutil.which(given)
     if python is None:
         raise ConfigError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
-    was_started = os.path.abspath(python) == sys.executable  # launch.sh has checked that this program is a Python
+    was_started = os.path.abspath(python) == sys.executable  # launch.sh has checked the version of sys.executable
     if not was_started and not _is_python(python):
         raise ConfigError(f"PYTHON={given} is not a Python of at least 3.9: name one, or unset PYTHON")
     return python
@@ -112,7 +112,7 @@ class Environment:
     Attributes:
         root: the project's folder, with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
         name: the app's name, or TRACKERS.
-        source: the folder with requirements and locks: a Path, or a part of this package, which may be in a zip file.
+        source: the folder with requirements and locks, as a Path or as a part of this package, which may be zipped.
         link: the symbolic link ``.venvs/<name>`` to the environment, which apps with equal locks share.
         setup: path of the app's setup.sh, which builds packages without a published wheel; the file may be missing.
     """
@@ -133,7 +133,7 @@ class Environment:
         """Return the path of the environment's Python; create the environment unless an equal environment exists.
 
         An existing environment never changes, because a running job may use it: other locks lead to a new environment.
-        The path contains the environment's own folder, because the link may change.
+        The returned path does not contain the link, because the link may change.
 
         Args:
             settings: variables for the app's setup.sh; other values lead to a new environment.
@@ -194,7 +194,7 @@ class Environment:
         whose packages run on a CPU, too. SAMESTEP_LOCK overrides the choice.
 
         Raises:
-            ConfigError: the app has no such lock.
+            ConfigError: the app has no lock, or lacks the lock that SAMESTEP_LOCK selects.
         """
         named = os.environ.get("SAMESTEP_LOCK")
         if named and self.name != TRACKERS:  # the trackers have one lock for all machines
@@ -273,7 +273,11 @@ class Environment:
         command.chmod(0o755)
 
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
-        """Run a step of the set-up; raise NonRetryableError if the step fails."""
+        """Run a step of the set-up.
+
+        Raises:
+            NonRetryableError: the step failed.
+        """
         held = ""  # pip's lines about wrong hashes, printed only if no error of this method replaces them
         # The step's stdout becomes stderr, because this process's stdout is for the job's results.
         stderr = None  # setup.sh inherits stderr, which may be a terminal
@@ -299,7 +303,11 @@ class Environment:
         raise NonRetryableError(f"could not make .venvs/{self.name}: `{shlex.join(command)}` failed: see above")
 
     def _find_python(self) -> tuple[str, str]:
-        """Return the command and the version of a Python that requirements.in allows and that has the venv module."""
+        """Return the command and the version of a Python that requirements.in allows and that has the venv module.
+
+        Raises:
+            ConfigError: this machine has no such Python.
+        """
         line = re.search(r"^# python: (.*)$", self._requirements, re.MULTILINE)
         versions = line[1].split() if line else ["3.11"]
         commands = [f"python{version}" for version in versions]
@@ -398,7 +406,10 @@ def _stamp(venv: Path) -> str | None:
 
 @contextlib.contextmanager
 def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a set-up step, yield its process, and wait for its end. An exception ends the step and its children."""
+    """Start a set-up step, yield its process, and wait for its end.
+
+    An exception inside the context ends the step and its children.
+    """
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGHUP])
@@ -466,22 +477,26 @@ def _normal(name: str) -> str:
 
 
 def _lock(venv: Path) -> IO[str]:
-    """Wait for the lock on creating an environment. Return the lock's file; closing the file releases the lock."""
+    """Wait for the lock that allows one process to create an environment.
+
+    Returns:
+        The lock's file. Closing the file releases the lock.
+    """
     path = venv.with_name(f".{venv.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}: or name an interpreter by PYTHON=") from error
-    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # no effect on a file system without locks
+    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # this call has no effect on a file system without locks
     return lock
 
 
 def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
     """Return the first lock whose builds with local labels are available, and the pip options that find these builds.
 
-    The function searches pip's configured index first, and then also PyTorch's index, which may be out of reach. It
-    only lists versions, because `pip install` would download gigabytes before it reports a wrong hash.
+    The function searches pip's configured index first, and then also PyTorch's index, which may be out of reach. The
+    function uses `pip index`, because `pip install` would download gigabytes before it reports a wrong hash.
 
     Raises:
         NonRetryableError: the builds of no lock are available.
@@ -503,7 +518,7 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _first_build(locks: Sequence[str]) -> str:
-    """Return the preferred lock's first package with a local label: "torch 2.13.0+cpu"."""
+    """Return name and version of the preferred lock's first package with a local label, such as "torch 2.13.0+cpu"."""
     return " ".join(re.findall(BUILD, locks[0], re.MULTILINE)[0])
 
 

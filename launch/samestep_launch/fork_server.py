@@ -26,14 +26,15 @@ from samestep.job_info import JobInfo
 
 from samestep_launch import process_info
 
-MAX_MESSAGE = 2**22  # bytes; the kernel limits commands and environments to less
+# Maximum length of a request in bytes. By default, Linux limits a command and its environment to 2 MiB together.
+MAX_MESSAGE = 2**22
 END_SECONDS = 5.0
 MODULE = "samestep_launch.torchrun"
 IDLE = "-"  # job name in a server's environment, because a server belongs to no start
 
 
 class Launcher:
-    """A started launcher, with the interface of `subprocess.Popen` that `samestep_launch.supervise` uses."""
+    """A started launcher, with the methods of `subprocess.Popen` that `samestep_launch.supervise` uses."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
         """Start a thread that waits for the launcher's end.
@@ -57,16 +58,16 @@ class Launcher:
         self._ended.set()
 
     def kill(self) -> None:
-        """Kill the fork server if it does not report the launcher's end within `END_SECONDS`."""
+        """Kill the fork server if it does not report the launcher's end within `END_SECONDS` seconds."""
         if not self._ended.wait(END_SECONDS):
             self._process.kill()
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the signal that ended the launcher; None while the launcher runs."""
+        """Return the exit code, or minus the number of the launcher's fatal signal; None while the launcher runs."""
         return self._code
 
     def wait(self) -> int:
-        """Wait for the launcher's end; return the exit code, or minus the signal that ended the launcher."""
+        """Wait for the launcher's end; return the exit code, or minus the number of the launcher's fatal signal."""
         self._ended.wait()
         return int(self._code or 0)
 
@@ -111,7 +112,7 @@ class ForkServer:
         return Launcher(self._process, self._control)
 
     def _changes(self, environ: Mapping[str, str]) -> dict[str, str | None]:
-        """Return the variables that differ from the server's environment; None marks a variable to remove."""
+        """Return the variables that differ from the server's environment, by name; None removes a variable."""
         gone = dict.fromkeys(self._environ.keys() - environ.keys())
         return {**gone, **{name: value for name, value in environ.items() if self._environ.get(name) != value}}
 
@@ -172,7 +173,7 @@ def control_socket() -> socket.socket | None:
 
 
 def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) -> None:
-    """Give this forked process its own session, and the launcher's output files and environment."""
+    """Give this forked process a new session, and the launcher's output files and environment."""
     os.setsid()
     for target, number in enumerate(files, start=1):
         os.dup2(number, target)
@@ -185,7 +186,7 @@ def _become_launcher(files: Sequence[int], changes: Mapping[str, str | None]) ->
 
 
 def _discard(number: int, is_standard: bool) -> None:
-    """Close a launcher's output file in the server, because a pipe's reader waits until all writers have closed it.
+    """Close a launcher's output file in the server, because a pipe's reader waits until all writers close the pipe.
 
     A standard stream becomes /dev/null instead.
     """
@@ -198,9 +199,12 @@ def _discard(number: int, is_standard: bool) -> None:
 
 
 def _next_start(control: socket.socket, code: int) -> tuple[list[str], dict[str, str | None], list[int]]:
-    """Send a launcher's exit code; return the next start's arguments, changed variables and output descriptors.
+    """Send a launcher's exit code, and wait for the request of the next start.
 
     If the launch script has closed the socket, this process exits.
+
+    Returns:
+        The next launcher's arguments, changed variables and output descriptors.
     """
     try:
         control.send(str(code).encode())

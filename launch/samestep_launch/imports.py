@@ -18,7 +18,11 @@ NEEDED = ("numpy", "safetensors")  # packages that samestep itself imports
 
 
 def check_imports(names: Sequence[str] = NEEDED) -> None:
-    """Import packages; raise ConfigError with the cause and the remedy if an import fails."""
+    """Import packages.
+
+    Raises:
+        ConfigError: an import failed; the message has the cause and the remedy.
+    """
     for name in names:
         try:
             importlib.import_module(name)

@@ -44,7 +44,7 @@ RANK_FORKER = "samestep_launch.rank_forker"
 # Limit in seconds for the report to the other machines that this machine will not restart.
 REPORT_SECONDS = 10.0
 LONG_REPORT_SECONDS = 60.0  # the limit if the other machines may not have noticed the failure
-# Matches the log files that this program and its ranks write, read or remove, and temporary files with these names.
+# Pattern of the log files that the launch script and the ranks write, read or remove, and of their temporary files.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 
@@ -68,7 +68,7 @@ class Nodes:
 
     @property
     def need_preflight(self) -> bool:
-        """Whether the launch scripts of the machines connect to each other before they start anything."""
+        """Whether the machines' launch scripts connect to each other before they start the launchers."""
         return self.count > 1 and self.master_addr is not None
 
     @property
@@ -80,7 +80,8 @@ class Nodes:
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
     """Return the job's machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE.
 
-    RANK and WORLD_SIZE must count machines. A Kubernetes Indexed Job sets JOB_COMPLETION_INDEX to the machine's number.
+    RANK and WORLD_SIZE must count machines. If no other variable gives this machine's number, the number is
+    JOB_COMPLETION_INDEX, which a Kubernetes Indexed Job sets.
 
     Raises:
         ConfigError: a variable is missing, malformed or out of range, or the port is in use.
@@ -158,7 +159,7 @@ def parse_integer(name: str, text: str, least: int, most: int | None = None, def
         name: the variable or option, for the error.
         text: the value, as digits.
         least: the smallest number allowed.
-        most: the largest number allowed, or None.
+        most: the largest number allowed; None for no limit.
         default: the number of an empty text; None means that an empty text is an error.
 
     Raises:
@@ -210,7 +211,7 @@ class Job:
     def forks(self) -> bool:
         """Whether the launcher forks the ranks from a process that has imported the program.
 
-        On a machine with an NVIDIA driver, exec is the default, because forked ranks are not tested on GPUs.
+        On a machine with an NVIDIA driver, the default is False, because forked ranks are not tested on GPUs.
         """
         method = self.options.start_method
         return method == FORK or (method is None and not has_nvidia())
@@ -221,7 +222,8 @@ class Job:
         A word is left out if one of its placeholders has no value. {options} becomes the arguments and ``more``, and
         {arguments} becomes the arguments alone. If the ranks are forked, {forker} becomes the command of
         `samestep_launch.rank_forker`; otherwise {forker} is left out. `samestep_launch.torchrun` replaces torchrun if
-        the ranks are forked, or if the job has one machine, so that torchrun's store listens only on 127.0.0.1.
+        the ranks are forked or the job has one machine. In a job on one machine, the store of
+        `samestep_launch.torchrun` listens only on 127.0.0.1.
 
         Args:
             python: path of the Python that runs the launcher.
@@ -411,10 +413,14 @@ def _report_end(job: Job, node: NodeInfo, state: JobState, reason: str) -> None:
 
 
 def _resolve(job: Job) -> dict[str, Any]:
-    """Resolve the run dir, and on machine 0 the dataset and the checkpoint; return what the other machines need."""
+    """Resolve the run dir, and on machine 0 the dataset and the checkpoint.
+
+    Returns:
+        The values that the other machines need; {} on a machine other than machine 0.
+    """
     from samestep import rundir
 
-    if job.nodes.rank > 0:  # without a preflight, machine 0 resolves the rest, and its rank 0 broadcasts the result
+    if job.nodes.rank > 0:  # machine 0 resolves the dataset and the checkpoint, and rank 0 broadcasts the result
         job.options.run_dir = (job.options.run_dir or rundir.new(job.name)).resolve()
         rundir.make_log_folder(job.options.run_dir)
         return {}
@@ -523,14 +529,14 @@ class JobState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one start of the launcher ended.
+    """The outcome of one start of the launcher.
 
     Attributes:
-        code: the launcher's exit code, or minus the signal that ended the launcher.
+        code: the launcher's exit code, or minus the number of the launcher's fatal signal.
         complete: whether rank 0 has ended cleanly, so that exit code 0 is correct.
         verdict: see `JobState`.
         stepped: whether a rank completed an update; None if unknown.
-        crashes: text for the error message about ranks that a signal ended; "" if there are none.
+        crashes: text for the error message about ranks that a signal ended; "" if no signal ended a rank.
         failure: the exception of the first rank that failed; None if no rank recorded an exception.
     """
 
@@ -550,7 +556,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the job ends or restarts.
+    """The decision whether the job ends or restarts.
 
     Attributes:
         exit_code: exit code of the job; None for a restart.
@@ -631,7 +637,7 @@ def attempt(
 
     Args:
         job: the job to start.
-        state: receives the name of this start and the verdict.
+        state: progress of the job, in which the function sets the name of this start and the verdict.
         number: number of earlier starts.
         plan: the plan of `_resolve`.
         rendezvous: values that several machines share; None on one machine.

@@ -32,9 +32,9 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    The job consists of the processes with the job's variables in their environment, of children that this process
-    starts after creating this object, and of all their descendants. Use the object as a context manager. Inside the
-    context, this process adopts each descendant whose parent ends, so that `find` returns the descendant, too.
+    A process belongs to the start if its environment has the job's variables, or if this process has started it after
+    creating this object. Descendants of these processes belong to the start, too. Use the object as a context manager.
+    Inside the context, this process adopts each descendant whose parent ends, so that `find` returns the descendant.
     """
 
     def __init__(self, job: str) -> None:
@@ -52,7 +52,7 @@ class JobProcesses:
         _adopt_orphans(False)
 
     def find(self) -> list[int]:
-        """Return the ids of the processes that have not ended."""
+        """Return the ids of the processes that still run."""
         table = _table()
         infos = {pid: _job_info(pid) for pid in table}
         marked = {pid for pid, info in infos.items() if (info.job, info.launcher) == (self._job, self._launcher)}
@@ -83,7 +83,7 @@ class JobProcesses:
         return found
 
     def kill_all(self, timeout: float) -> None:
-        """Kill and reap all processes for up to ``timeout`` seconds, so that none of them writes in the next start."""
+        """Kill and reap all processes for up to ``timeout`` seconds, so that none of them runs in the next start."""
         deadline = time.monotonic() + timeout
         checks = 0
         while checks < CLEAN_CHECKS and time.monotonic() < deadline:
@@ -140,7 +140,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Yield the ids of this process's children. This function is faster than `_table`."""
+    """Yield the ids of this process's children. This function is faster than `_table`, which reads all processes."""
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, path.read_text().split())
@@ -165,7 +165,7 @@ def _variables(environment: str) -> dict[str, str]:
 
 
 def _job_info(pid: int) -> JobInfo:
-    """Return the JobInfo in a process's environment; an empty JobInfo if there is none or it is malformed."""
+    """Return the JobInfo in a process's environment; an empty JobInfo if the document is missing or malformed."""
     environment = _environment(pid)
     if DOCUMENT in environment:
         with contextlib.suppress(ConfigError):

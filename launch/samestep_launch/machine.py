@@ -25,7 +25,7 @@ def processors(root: Path = ROOT) -> int:
     """Return the number of processors that this job may use: the minimum of affinity and cgroup quotas, at least 1.
 
     Args:
-        root: the folder with ``proc`` and ``sys``; tests use another one.
+        root: the folder with ``proc`` and ``sys``; tests pass another folder.
     """
     limits = [math.ceil(quota) for quota in _quotas(root)]
     return max(1, min([_affinity(), *limits]))
@@ -63,7 +63,7 @@ def _levels(mount: Path, path: str) -> list[Path]:
 
 
 def _quota(quota: str = "", period: str = "") -> Iterator[float]:
-    """Yield the quota in processors, from ``quota`` and ``period`` in microseconds; nothing for "max"."""
+    """Yield the quota in processors, from ``quota`` and ``period`` in microseconds; yield nothing for "max"."""
     with contextlib.suppress(ValueError, ArithmeticError):
         processors_allowed = int(quota) / int(period)
         if processors_allowed > 0:

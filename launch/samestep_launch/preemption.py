@@ -1,7 +1,7 @@
-"""Watch for a cloud provider's notice that it will take this machine back, for --preemption-notice.
+"""Implement --preemption-notice, which watches for a cloud provider's notice that this machine will stop.
 
-A thread of the launch script polls the machine's metadata service, or a file, every `POLL_SECONDS`. After a notice, the
-job stops as it does after TERM. An error of the service never stops a job.
+A thread of the launch script polls the machine's metadata service, or a file, every `POLL_SECONDS` seconds. After a
+notice, the job stops as it does after TERM. An error of the service never stops a job.
 
 The metadata services have a link-local address, which only this machine can reach:
 
@@ -31,8 +31,8 @@ from samestep.untrusted import shown
 from samestep_launch.supervise import STOPS, print_stderr
 
 POLL_SECONDS = 5.0
-TIMEOUT = 1.0  # seconds for a request
-MAX_BYTES = 2**16  # most bytes that are read of a response
+TIMEOUT = 1.0  # time limit of a request in seconds
+MAX_BYTES = 2**16  # maximum number of bytes that are read from a response
 URL = "http://169.254.169.254"  # metadata service of AWS, Google Cloud and Azure
 URL_VARIABLE = "SAMESTEP_METADATA_URL"
 TTL = "60"  # lifetime of a token in seconds; each poll requests a new token
@@ -70,7 +70,11 @@ class Answer(NamedTuple):
     text: str
 
     def checked(self) -> str:
-        """Return the text; raise ValueError if the status is not 200."""
+        """Return the text.
+
+        Raises:
+            ValueError: the status is not 200.
+        """
         if self.status != http.client.OK:
             raise ValueError(f"HTTP status {self.status}")
         return self.text
@@ -89,8 +93,8 @@ class Service:
 
         Args:
             path: path of the resource, such as /latest/api/token.
-            headers: HTTP headers by name.
-            method: HTTP method.
+            headers: header values of the HTTP request, by name.
+            method: method of the HTTP request.
 
         Raises:
             OSError, HTTPException: the request failed.
@@ -107,7 +111,7 @@ class Service:
 
 
 def ask_aws(service: Service) -> Notice | None:
-    """Return AWS's interruption notice for this spot instance; None if there is none."""
+    """Return AWS's interruption notice for this spot instance; None without a notice."""
     asked = {"X-aws-ec2-metadata-token-ttl-seconds": TTL}
     token = service.ask("/latest/api/token", asked, method="PUT").checked()
     path = "/latest/meta-data/spot/instance-action"
@@ -120,9 +124,9 @@ def ask_aws(service: Service) -> Notice | None:
 
 
 def ask_gcp(service: Service) -> Notice | None:
-    """Return Google Cloud's notice, which has no deadline; None if there is none.
+    """Return Google Cloud's notice, which has no deadline; None without a notice.
 
-    The machine stops 30 seconds after the notice.
+    Google Cloud stops the machine 30 seconds after the notice.
     """
     text = service.ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).checked()
     if text.strip() not in ("TRUE", "FALSE"):
@@ -133,7 +137,7 @@ def ask_gcp(service: Service) -> Notice | None:
 
 
 def ask_azure(service: Service) -> Notice | None:
-    """Return Azure's notice for this machine; None if there is none.
+    """Return Azure's notice for this machine; None without a notice.
 
     Azure's Scheduled Events also list events of other machines in the same group.
     """
@@ -153,7 +157,11 @@ def ask_azure(service: Service) -> Notice | None:
 
 
 def _is_ending(event: object) -> bool:
-    """Return whether an event preempts or terminates a machine; raise ValueError if the event is malformed."""
+    """Return whether an event preempts or terminates a machine.
+
+    Raises:
+        ValueError: the event is malformed.
+    """
     if not isinstance(event, dict):
         raise ValueError("an event that is no object")
     untrusted.check(event, {"EventType": _TEXT})
@@ -175,7 +183,11 @@ def notice_file(source: str) -> Path | None:
 
 
 def metadata_url(environ: Mapping[str, str]) -> str:
-    """Return the metadata service's address; raise ConfigError if SAMESTEP_METADATA_URL is not an address."""
+    """Return the metadata service's address.
+
+    Raises:
+        ConfigError: SAMESTEP_METADATA_URL has neither the form http://HOST nor http://HOST:PORT.
+    """
     url = environ.get(URL_VARIABLE) or URL
     problem = ConfigError(f"{URL_VARIABLE}={shown(url)} is no address: write http://HOST or http://HOST:PORT")
     try:
@@ -198,7 +210,7 @@ def provider_of(folder: Path = DMI) -> str | None:
         return "aws"
     if "Google" in _dmi(folder, "product_name"):
         return "gcp"
-    if _dmi(folder, "chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":  # Hyper-V has another tag elsewhere
+    if _dmi(folder, "chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":  # Hyper-V outside Azure has another tag
         return "azure"
     return None
 
@@ -211,7 +223,7 @@ def _dmi(folder: Path, name: str) -> str:
 
 
 def find_source(source: str, service: Service, dmi: Path = DMI) -> Ask | None:
-    """Return the function that checks for a notice. If ``auto`` finds no provider, print a warning and return None.
+    """Return the function that checks for a notice. If ``auto`` finds no known provider, warn and return None.
 
     Args:
         source: value of --preemption-notice.
@@ -251,8 +263,8 @@ class Watcher:
 
         Args:
             source: value of --preemption-notice, for the warning.
-            ask: returns the notice, or None.
-            act: called once with the notice, but not after `stop`.
+            ask: function that returns the notice, or None.
+            act: function that is called once with the notice, but not after `stop`.
             place: address of the metadata service, for the warning.
             pause: seconds between two checks.
         """
@@ -266,7 +278,7 @@ class Watcher:
         self._acting = threading.Lock()
 
     def run(self) -> None:
-        """Check for a notice until one arrives, and call ``act`` with it."""
+        """Check for a notice until a notice arrives or `stop` is called, and call ``act`` with the notice."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])  # the main thread must get the signals
         while not self._stopped.is_set():
             notice = self._look()
@@ -307,10 +319,10 @@ def watch(source: str, record: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         source: value of --preemption-notice.
-        record: called with one line about the notice, before TERM is sent.
+        record: function that is called with one line about the notice, before TERM is sent.
 
     Raises:
-        ConfigError: SAMESTEP_METADATA_URL is not an address.
+        ConfigError: SAMESTEP_METADATA_URL has neither the form http://HOST nor http://HOST:PORT.
     """
     service = Service(metadata_url(os.environ))
     ask = find_source(source, service)

@@ -1,15 +1,15 @@
 """Check before a job's start that all its machines are reachable and have the same code, options and data.
 
-If a framework cannot connect to another machine, it often prints nothing for minutes, and then names only a
+If a framework cannot connect to another machine, it often prints nothing for minutes, and then reports only the failed
 connection. So the launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher
 will listen afterwards. The other machines retry until they reach machine 0, because machines start at different times
-and names may resolve late. Each machine sends a `NodeInfo`; machine 0 compares them and sends its plan. The other
-machines check that they can follow the plan (``prepare``), and all machines start together. All machines report
-a mismatch by the same error line. The preflight is repeated before each restart. If an app can continue without a lost
-machine, machine 0 also admits machines during training (`admit_late`).
+and host names may resolve late. Each machine sends its `NodeInfo` to machine 0, which compares the descriptions and
+sends its plan. The other machines check that they can follow the plan (``prepare``), and all machines start together.
+All machines report a mismatch by the same error line. The preflight is repeated before each restart. If an app can
+continue without a lost machine, machine 0 also admits machines during training (`admit_late`).
 
 A machine that will not restart reports this by `abort`, because the other machines would wait for it. The connections
-also show the address by which the other machines reach a machine; its host name may resolve to another address.
+also reveal the numeric address of each machine; its host name may resolve to another address.
 
 The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC, whose key
 depends on both nonces and on SAMESTEP_SECRET. The HMAC proves that the sender has the secret, and that no line was
@@ -43,11 +43,11 @@ from samestep import ConfigError, NonRetryableError, untrusted
 from samestep_launch.supervise import Stopped, print_stderr
 
 PROTOCOL = "samestep preflight 3"
-WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines
+WAIT_NOTICE_AFTER = 5.0  # seconds until the launch script prints which machines are missing
 RETRY = 0.5  # seconds between attempts to connect
-REPLY_TIMEOUT = 5.0  # seconds; a peer that does not reply in time is not a launch script
+REPLY_TIMEOUT = 5.0  # seconds; a peer that replies later does not count as a launch script
 ALIVE = 2.0  # seconds between messages by which machine 0 shows that it still runs
-MAX_BYTES = 2**20  # maximum length of a line
+MAX_BYTES = 2**20  # maximum length of a line in bytes
 MAX_STRANGERS = 32  # maximum number of connections without a valid message, in addition to the number of machines
 MAX_WARNINGS = 10  # maximum number of warnings about refused addresses
 MAX_PROBLEM = 2000  # maximum number of characters of an error that another machine reports
@@ -167,7 +167,7 @@ def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> s
 
     Args:
         first: the description of one machine.
-        other: the description of another.
+        other: the description of another machine.
         equal_ranks: whether the launcher needs the same number of ranks on each machine.
     """
 
@@ -199,7 +199,7 @@ def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> s
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first name with different values; "" if there is none."""
+    """Return the first name, in sorted order, whose values differ; "" if all values are equal."""
     for name in sorted(first.keys() | other.keys()):
         if first.get(name) != other.get(name):
             return name
@@ -220,7 +220,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
         return secret
     shown = untrusted.shown(path, limit=200)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # otherwise, a FIFO would block
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # without O_NONBLOCK, a FIFO would block
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_BYTES).strip()
     except OSError as error:
@@ -250,11 +250,11 @@ def preflight(
 
     Args:
         node: this machine's description.
-        address: MASTER_ADDR.
-        port: MASTER_PORT.
+        address: machine 0's address, from MASTER_ADDR.
+        port: port at machine 0, from MASTER_PORT.
         limit: seconds to wait until all machines have connected, and again until all are prepared.
-        plan: returns the plan; called on machine 0 when all machines are connected.
-        prepare: called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends
+        plan: function that returns the plan. It is called on machine 0 when all machines are connected.
+        prepare: function that is called on the other machines with the plan. An error in ``plan`` or ``prepare`` ends
             the preflight on all machines.
         equal_ranks: whether all machines need the same number of ranks.
         secret: secret that all machines share; b"" for none.
@@ -311,7 +311,7 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
 
 
 def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:
-    """Report to all machines of the job ``node.after`` that this machine will not restart.
+    """Report to the job's other machines that this machine will not restart.
 
     The function returns when machine 0 has received the report, at the latest after ``limit`` seconds. On machine 0,
     the function waits until all other machines have received the report.
@@ -457,7 +457,7 @@ class JsonConnection:
         return hmac.new(self._keys[end], b"%d " % self._counts[end] + line, "sha256").hexdigest().encode() + b" "
 
     def send(self, message: Message) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the sender notices later, because no reply arrives
+        with self._sending, contextlib.suppress(OSError):  # the missing reply reveals the error later
             line = json.dumps(message).encode()
             self._connection.sendall(self._proof(0, line) + line + b"\n")
 
@@ -465,7 +465,7 @@ class JsonConnection:
         """Return the next message; {} at the end of the connection, or if the line is not a valid message.
 
         Args:
-            deadline: time by which the whole line must arrive, on the clock `time.monotonic`.
+            deadline: time by which the end of the line must arrive, on the clock `time.monotonic`.
 
         Raises:
             TimeoutError: the line did not end before the deadline.
@@ -485,7 +485,11 @@ class JsonConnection:
         return message
 
     def _read_line(self, deadline: float) -> bytes:
-        """Return the next line; b"" at the end of the connection, or if the line is too long. Raises TimeoutError."""
+        """Return the next line; b"" at the end of the connection, or if the line is too long.
+
+        Raises:
+            TimeoutError: the line did not end before the deadline.
+        """
         content = bytes(self._received)
         while b"\n" not in content:
             left = deadline - time.monotonic()
@@ -524,7 +528,8 @@ class _Listener:
     """Machine 0's listener. A thread for each connection puts the messages of a machine into the queue ``inbox``.
 
     A connection's first message in the queue describes a machine, and the last message is {}. A new connection must
-    send this first message within `REPLY_TIMEOUT`. If too many new connections wait, the listener closes the oldest.
+    send this first message within `REPLY_TIMEOUT` seconds. If too many new connections wait, the listener closes the
+    oldest.
     """
 
     def __init__(self, node: NodeInfo, place: Place) -> None:
@@ -538,7 +543,7 @@ class _Listener:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # this ends the thread's wait in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # this call ends the thread's wait in accept
         self._socket.close()
 
     def _accept(self) -> None:
@@ -549,7 +554,7 @@ class _Listener:
                 self._drop_strangers(0)
                 time.sleep(0.1)
                 continue
-            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread is left
+            with contextlib.suppress(OSError, RuntimeError):  # the peer has disconnected, or no thread can be started
                 stranger = JsonConnection(connection, self._secret)
                 self._strangers.append(stranger)
                 self._drop_strangers(MAX_STRANGERS + self._node.machines)
@@ -653,7 +658,7 @@ class _Host:
 
         Args:
             failed: the predicate of the error about missing machines, such as "did not come".
-            counts: returns whether a message is the expected one.
+            counts: function that returns whether a message is the expected message.
             deadline: end of the wait, on the clock `time.monotonic`.
             may_reconnect: whether a machine may disconnect and connect again.
 
@@ -690,7 +695,11 @@ class _Host:
         print_stderr(f"waiting for {noun} {numbers} of {self._node.machines} at {self._place}")
 
     def _lose(self, number: int, may_reconnect: bool) -> None:
-        """Remove a disconnected machine from the peers; raise NonRetryableError if it may not reconnect."""
+        """Remove a disconnected machine from the peers.
+
+        Raises:
+            NonRetryableError: the machine may not reconnect.
+        """
         if not may_reconnect:
             raise NonRetryableError(f"{self._name(number)} was lost before the start: see its messages there")
         del self._peers[number]
@@ -699,7 +708,7 @@ class _Host:
         """Return the number of the machine that sent a message, and admit a new machine; None for another program."""
         number = self._number_of(connection)
         if "problem" in message and (number is not None or message.get("after") == self._node.after):
-            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for this
+            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for it
             raise _as_error(message)
         if number is not None:
             return number
@@ -718,7 +727,7 @@ class _Host:
         """Compare a new machine with the others and add it to the peers.
 
         Raises:
-            ConfigError: the machines differ. The new machine raises the same error.
+            ConfigError: the machines cannot run the same job. The new machine raises the same error.
         """
         if node.machine in self._peers:
             _, earlier = self._peers[node.machine]
@@ -814,10 +823,11 @@ def _follow(
 
 
 def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
-    """Return machine 0's next message other than ``here``; raise the error that machine 0 reports.
+    """Return machine 0's next message other than ``here``.
 
     Raises:
-        NonRetryableError: machine 0 has sent nothing for ``place.limit`` seconds.
+        ConfigError: machine 0 reported a ConfigError.
+        NonRetryableError: machine 0 reported another error, or has sent nothing for ``place.limit`` seconds.
     """
     message: Message = {"here": True}
     while "here" in message:
@@ -830,7 +840,7 @@ def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
 
 
 def _check(message: Message) -> Message:
-    """Return a message of machine 0; raise the error that the message reports, if any."""
+    """Return ``message``, a message of machine 0, or raise the error that the message reports."""
     if "problem" in message:
         raise _as_error(message)
     return message
@@ -895,7 +905,9 @@ def _connect(place: Place) -> tuple[JsonConnection | None, str]:
 
 
 def _listen(place: Place) -> socket.socket:
-    """Return a socket that listens on all addresses. Retry, because the previous launcher may still use the port.
+    """Return a socket that listens on all addresses.
+
+    The function retries for up to `REPLY_TIMEOUT` seconds, because the previous launcher may still use the port.
 
     Raises:
         ConfigError: the port cannot be used.

@@ -1,7 +1,7 @@
 """Change the command and the environment that ``ps`` and /proc show for a forked process.
 
-After a fork, both are copies of the parent's command and environment. The kernel reads them from the process's memory,
-which the process may overwrite. This module imports no third-party package.
+A forked process at first shows the parent's command and environment. The kernel reads command and environment from the
+process's memory, which the process may overwrite. This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-ROOM_BYTES = 2048  # spare memory in a fork server's environment, for the longer environments of its ranks
+ROOM_BYTES = 2048  # bytes of spare memory in a fork server's environment, for the longer environments of its ranks
 NAME_BYTES = 15  # maximum length of a thread's name: PR_SET_NAME in prctl(2)
 _STAT_FIELDS_BEFORE_ARG_START = 45  # fields 3 to 47 of proc(5); arg_start to env_end are fields 48 to 51
 
 
 def set_title(title: str) -> None:
-    """Replace this process's command by ``title``, cut to the length of the old command."""
+    """Replace this process's command by ``title``, truncated to the length of the old command."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(title[:NAME_BYTES])
         start, end, _, _ = _areas()
@@ -39,7 +39,7 @@ def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> No
 
 
 def forget_launcher() -> None:
-    """Remove this package from ``sys.modules``, because a rank that exec starts has not imported it either."""
+    """Remove this package from ``sys.modules``, as in a rank that starts as a program without this package."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "samestep_launch"]:
         del sys.modules[name]
 
@@ -55,7 +55,11 @@ def _pack(words: Iterable[str], size: int) -> bytes:
 
 
 def _areas() -> tuple[int, int, int, int]:
-    """Return arg_start, arg_end, env_start and env_end of proc(5); raise OSError if the kernel hides them."""
+    """Return arg_start, arg_end, env_start and env_end of proc(5).
+
+    Raises:
+        OSError: the kernel does not expose these addresses.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first = _STAT_FIELDS_BEFORE_ARG_START
     arg_start, arg_end, env_start, env_end = map(int, fields[first : first + 4])

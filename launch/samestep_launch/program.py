@@ -1,8 +1,8 @@
 """Import a training program once, so that each rank can be forked from the process that has imported it.
 
-A rank then runs the program's ``if __name__ == "__main__":`` block, or its function ``main`` if it has no such block.
-During the import, the program's ``__name__`` is ``__mp_main__``, as in a process that multiprocessing spawns. This
-module imports no third-party package.
+A forked rank runs the program's ``if __name__ == "__main__":`` block, or the function ``main`` if the program lacks
+this block. During the import, the program's ``__name__`` is ``__mp_main__``, as in a process that multiprocessing
+spawns. This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep import ConfigError
 IMPORTED = "__mp_main__"
 STARTED = "__main__"
 # numpy's import starts OpenBLAS's threads, and a process with threads cannot fork ranks. OPENBLAS_NUM_THREADS does
-# not change torch's number of threads. If torch looks for GPUs by CUDA instead of NVML, forked processes cannot use
+# not change torch's number of threads. If torch counts GPUs through CUDA instead of NVML, forked processes cannot use
 # CUDA.
 IMPORT_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -50,7 +50,7 @@ class Program:
         self._block: CodeType | None = None
 
     def load(self, arguments: Sequence[str]) -> None:
-        """Import the program as this process's ``__main__``, with its command line in ``sys.argv``.
+        """Import the program as this process's ``__main__``, with the program's command line in ``sys.argv``.
 
         Raises:
             ImportFailed: the program raised an exception, which this method has printed.

@@ -2,16 +2,16 @@
 
     python -m samestep_launch.rank_forker TRAIN LAUNCHER [the launcher's arguments]
 
-This process imports TRAIN once and forks the launcher. It then forks a rank for each request of the launcher, including
-requests to restart a rank. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`. Messages
-are JSON:
+This process imports TRAIN once and forks the launcher. This process then forks a rank for each request of the launcher,
+including requests to restart a rank. The launcher communicates by a Unix socket, whose descriptor is `JobInfo.forker`.
+Messages are JSON:
 
     {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process, with the variables to change
     {"kill": 7}                                                       to this process
     {"ended": 7, "code": -9}                                          to the launcher; code: exit code or minus a signal
 
 The launcher chooses the number of each rank, here 7. If this process cannot fork ranks, it becomes the launcher, which
-then starts a Python for each rank. This process exits with the launcher's exit code.
+then starts a Python process for each rank. This process exits with the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep.job_info import JobInfo
 from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, importing
 
-MAX_MESSAGE = 2**20  # bytes; the kernel limits a command to less
+MAX_MESSAGE = 2**20  # maximum length of a message in bytes
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ environment of PROGRAM:
   share a secret by SAMESTEP_SECRET or the file SAMESTEP_SECRET_FILE.
 
 signals: TERM, USR1 or Ctrl-C stops the job and all its processes. The ranks
-receive the same signal. A program that uses samestep.run.Run saves first. With
---preemption-notice, the notice of a cloud provider does the same as TERM.
+receive the same signal. A program that uses samestep.run.Run first saves a
+checkpoint. With --preemption-notice, the notice of a cloud provider does the
+same as TERM.
 
 exit codes: 0 done, 1 a failure, 2 a mistake in the call,
 128 + n stopped by signal n

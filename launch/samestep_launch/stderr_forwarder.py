@@ -15,14 +15,15 @@ from typing import IO
 
 from samestep import failures
 
-MAX_CHUNK = 2**16  # bytes of one read
-MAX_SHOWN = 2**13  # bytes of one line that the console shows
-PAUSE_SECONDS = 0.2  # pause in the output after which the console shows an unfinished line, such as a progress bar
-# Matches a rank's error about a lost connection. A framework's error begins with the class of an exception.
+MAX_CHUNK = 2**16  # maximum number of bytes of one read
+MAX_SHOWN = 2**13  # maximum number of bytes of one line that the console shows
+# Seconds without output after which the console shows an unfinished line, such as a progress bar.
+PAUSE_SECONDS = 0.2
+# Pattern of a rank's error about a lost connection. A framework's error begins with the class of an exception.
 LOST_CONNECTION = re.compile(
     rb"error: rank \d+: (?P<exception>\w+: )?.*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE
 )
-# Match the lines by which torchrun, horovodrun and Open MPI report an ended rank and its signal, in one line or two.
+# Patterns of the one or two lines by which torchrun, horovodrun and Open MPI report an ended rank and its signal.
 ENDED_RANK = re.compile(rb"\s*rank +: (\d+) \(local_rank|Process name: (\d+)$|.*process rank (\d+) with PID")
 ENDED_BY = re.compile(
     rb"\s*exitcode +: -(\d+) |Exit code: -(\d+)$|Exit code: (129|1[3-5]\d)$|.*exited on signal (\d+)|signal (\d+) \("
@@ -31,27 +32,28 @@ SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal t
 
 
 class StderrForwarder:
-    """Copies a pipe to the log, and parts of it to the console.
+    """A forwarder that copies a pipe to the log, and parts of the pipe's content to the console.
 
-    The log gets all bytes immediately. The console shows each one-line message once, and other lines only while
-    ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN` bytes of a longer line.
+    The log gets all bytes immediately. The console shows each error line and each warning line once, and other lines
+    only while ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN` bytes of a
+    longer line.
 
     If a rank is killed, the other ranks lose their connections. After the first error, the console therefore omits
-    errors about lost connections. A framework's exception about a lost connection is shown when the pipe ends, unless
-    another error or the launcher has named the cause.
+    errors about lost connections. The console shows a framework's exception about a lost connection when the pipe ends.
+    The console omits this exception after another error, or if the launcher has reported a rank that a signal ended.
     """
 
     def __init__(
         self, source: int, log: IO[bytes], line_prefix: str, shows: Callable[[], bool], show: Callable[[str, str], None]
     ) -> None:
-        """Store the streams and callbacks; `run` copies.
+        """Store the streams and callbacks; `run` copies the output.
 
         Args:
             source: the descriptor to read from, which `run` closes.
             log: the file that gets all bytes, which `run` closes.
             line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
-            shows: returns whether the console shows lines that do not begin with "error: " or "warning: ".
-            show: prints a text and a terminator on the console.
+            shows: function that returns whether the console shows lines other than errors and warnings.
+            show: function that prints a text and a terminator on the console.
         """
         self.ends = RankEnds()
         self._source = source
@@ -59,7 +61,7 @@ class StderrForwarder:
         self._prefix = re.compile(line_prefix.encode())
         self._shows = shows
         self._show = show
-        self._line = b""  # the unfinished line, cut to MAX_SHOWN bytes
+        self._line = b""  # the unfinished line, truncated to MAX_SHOWN bytes
         self._is_cut = False
         self._shown_bytes = 0  # bytes of the unfinished line that the console shows
         self._messages: set[bytes] = set()
@@ -82,7 +84,7 @@ class StderrForwarder:
         os.close(self._source)
 
     def _has_more(self) -> bool:
-        """Wait up to `PAUSE_SECONDS`; return True as soon as there is more output or the pipe ends."""
+        """Wait up to `PAUSE_SECONDS` seconds; return True as soon as the pipe has more output or ends."""
         readable, _, _ = select.select([self._source], [], [], PAUSE_SECONDS)
         return bool(readable)
 
@@ -117,7 +119,7 @@ class StderrForwarder:
         self._shown_bytes = 0
 
     def _take_message(self, line: bytes, terminator: str) -> None:
-        """Show a message, unless it is an error about a lost connection (see the class)."""
+        """Show a message, but omit or delay an error about a lost connection, as the class docstring describes."""
         lost = LOST_CONNECTION.match(line)
         if lost is None:
             self._show_message(line, terminator)
@@ -143,14 +145,17 @@ class StderrForwarder:
             self._show_rest(line, "")
 
     def _show_rest(self, line: bytes, end: str) -> None:
-        """Show the part of the line that the console has not shown."""
+        """Show the part of the line that the console still lacks."""
         if self._shown_bytes or self._shows():
             self._show(line[self._shown_bytes :].decode(errors="replace"), end)
             self._shown_bytes = len(line)
 
 
 class RankEnds:
-    """Parses a launcher's output for the first rank that a signal ended; later ranks may only have lost connections."""
+    """A parser that finds, in a launcher's output, the first rank that a signal ended.
+
+    Later ranks may have ended as a result of the first rank's end.
+    """
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -168,7 +173,7 @@ class RankEnds:
             self._rank = None
 
     def describe(self) -> str:
-        """Return a text such as "; rank 0 was ended by SIGKILL"; "" if there is none.
+        """Return a text such as "; rank 0 was ended by SIGKILL"; "" if no signal ended a rank.
 
         SIGTERM does not count, because launchers end the other ranks by SIGTERM.
         """
@@ -179,5 +184,5 @@ class RankEnds:
 
 
 def _is_message(line: bytes) -> bool:
-    """Return whether a line begins like a message of this project."""
+    """Return whether a line begins with ``error:`` or ``warning:`` and a space."""
     return line.startswith((b"error: ", b"warning: "))

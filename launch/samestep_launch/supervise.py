@@ -29,13 +29,14 @@ from samestep_launch.job_processes import JobProcesses
 from samestep_launch.stderr_forwarder import StderrForwarder
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which ranks save a checkpoint and exit
-STOP_SECONDS = 10.0  # time from the first signal to SIGKILL if no rank can save
-REPEATED = 1.0  # period in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a step
-POLL_SECONDS = 0.25  # interval of checks whether a watchdog has reported a stalled rank
-HEARTBEAT_SECONDS = 1.0  # interval of checks of heartbeats; ranks write heartbeats at the same interval
-DIAGNOSIS_SECONDS = 10.0  # added to --timeout, so that a watchdog's more detailed report comes first
-START_SECONDS = 60.0  # minimum time limit of a rank's first heartbeat, because imports are slow
-PAUSE_SECONDS = 5.0  # a longer gap between two checks means that this process was stopped, or the machine slept
+STOP_SECONDS = 10.0  # seconds from the first signal to SIGKILL if no rank can save
+# Seconds in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a job step.
+REPEATED = 1.0
+POLL_SECONDS = 0.25  # seconds between checks for a watchdog's report of a stalled rank
+HEARTBEAT_SECONDS = 1.0  # seconds between checks of heartbeats; ranks write heartbeats at the same interval
+DIAGNOSIS_SECONDS = 10.0  # seconds added to --timeout, so that a watchdog's more detailed report comes first
+START_SECONDS = 60.0  # minimum time limit in seconds for a rank's first heartbeat, because imports are slow
+PAUSE_SECONDS = 5.0  # a longer gap in seconds between two checks means that this process or the machine was suspended
 HEARTBEAT = {
     "host": untrusted.text(255),
     "pid": untrusted.integer(0, 2**31),
@@ -108,16 +109,16 @@ class Process(Protocol):
         """The process id of the launcher, or of the fork server that forked the launcher."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the signal that ended the launcher; None while the launcher runs."""
+        """Return the exit code, or minus the number of the launcher's fatal signal; None while the launcher runs."""
 
     def wait(self) -> int:
-        """Wait for the launcher's end; return the exit code, or minus the signal that ended the launcher."""
+        """Wait for the launcher's end; return the exit code, or minus the number of the launcher's fatal signal."""
 
     def kill(self) -> None:
-        """Kill the launcher if it has not ended."""
+        """Kill the process ``pid`` if the launcher still runs."""
 
 
-# Starts a launcher with a command, an environment, and descriptors for standard output and error.
+# A function that starts a launcher with a command, an environment, and descriptors for standard output and error.
 Starter = Callable[[Sequence[str], Mapping[str, str], int, int], Process]
 
 
@@ -130,17 +131,17 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
         stdout: file descriptor of the launcher's standard output.
         stderr: file descriptor of the launcher's standard error.
     """
-    # In a new session, the launcher does not receive Ctrl-C: the launch script does, and stops the ranks in order.
+    # The launcher runs in a new session, because Ctrl-C would end the launcher before its ranks have saved.
     null = subprocess.DEVNULL
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 class LauncherEnd(NamedTuple):
-    """How a launcher ended.
+    """The end of a launcher.
 
     Attributes:
-        code: the exit code, or minus the signal that ended the launcher.
-        ended_rank: text for the error message about the rank that a signal ended; "" if there is none.
+        code: the exit code, or minus the number of the launcher's fatal signal.
+        ended_rank: text for the error message about the rank that a signal ended; "" if no signal ended a rank.
     """
 
     code: int
@@ -158,13 +159,13 @@ class Start:
         logs: the run dir's ``log`` folder.
         grace: seconds in which ranks save and exit after a signal.
         startup_grace: seconds until the kill after a signal, if no rank has written a heartbeat.
-        watch: detects a hang that no rank reports.
+        watch: detector of a hang that no rank reports.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: text that follows "stopping (SIGTERM)" on the console.
         program: the ranks' program, if the program may have no watchdog; otherwise None. Until a rank of this program
             writes a heartbeat, the console shows all of stderr, and a stop signal goes to all ranks that `JobProcesses`
             finds.
-        start: starts the launcher.
+        start: function that starts the launcher.
     """
 
     job: str
@@ -180,7 +181,7 @@ class Start:
     start: Starter = start_program
 
     def keeps_files(self) -> bool:
-        """Return whether the launcher writes the ranks' output to files. Its command then contains ``logs``."""
+        """Return whether the launcher writes the ranks' output to files, as its command shows by the path ``logs``."""
         return any(str(self.logs) in word for word in self.command)
 
     def shows_stderr(self) -> bool:
@@ -196,7 +197,7 @@ class Start:
         """
         if self.program is None:
             return []
-        is_rank = str(self.program) == self.command[1]  # a single rank runs without a launcher
+        is_rank = str(self.program) == self.command[1]  # without a launcher, the command runs the program itself
         if is_rank:
             return [launcher]
         return processes.ranks(self.program)
@@ -213,8 +214,8 @@ def run_once(start: Start) -> LauncherEnd:
     with contextlib.suppress(OSError):  # a full disk must not end the job
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(start.command)}\n".encode())
     # The launcher's stderr goes through this pipe. Some launchers keep their ranks' output in files, and repeat the
-    # files on stdout. Their stdout goes through the pipe to the log, because the ranks open this process's stdout and
-    # the pipe themselves.
+    # files on stdout. The stdout of these launchers goes through the pipe to the log, because the ranks open this
+    # process's stdout and the pipe themselves.
     messages, errors = os.pipe()
     output = errors if start.keeps_files() and _can_be_opened(1) else 1
     forwarder = StderrForwarder(
@@ -270,11 +271,11 @@ def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
 
 
 class HeartbeatWatch:
-    """Detects a hang that no rank's watchdog can report: ranks' processes are stopped, or no rank has started.
+    """A detector of hangs that no rank's watchdog can report: ranks' processes are stopped, or no rank has started.
 
     A thread of each rank writes ``alive-<r>`` every second, also while the rank waits, so an unchanged file means a
-    stopped process. The check covers this machine's ranks, and measures from the time at which this process found
-    the file changed.
+    stopped process. The check covers this machine's ranks. The time limit begins when this process finds that the file
+    has changed.
     """
 
     def __init__(self, job: str, logs: Path, timeout: float, first_step_timeout: float, must_start: bool) -> None:
@@ -300,7 +301,7 @@ class HeartbeatWatch:
         self._checked = self._begun
 
     def finds_hang(self, processes: JobProcesses) -> bool:
-        """Check the heartbeats. Return True in the call that finds and reports a hang, and False in all others."""
+        """Check the heartbeats. Return True in the call that finds and reports a hang, otherwise False."""
         now = time.monotonic()
         if now - self._checked < HEARTBEAT_SECONDS or self._is_done:
             return False
@@ -342,7 +343,7 @@ class HeartbeatWatch:
             self._elsewhere.add(path)
 
     def _hang(self, now: float, processes: JobProcesses) -> dict[str, Any]:
-        """Return the fields of a hang's event; {} if there is none."""
+        """Return the fields of a hang's event; {} without a hang."""
         limit = max(self._timeout, self._first_step_timeout, START_SECONDS)
         none_has_begun = not self._ranks and not self._elsewhere
         if self._must_start and none_has_begun and now - self._begun > limit:
@@ -375,7 +376,11 @@ class HeartbeatWatch:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log file to append to, unbuffered; raise ConfigError if the file is not regular or cannot be written."""
+    """Open a log file for unbuffered appending.
+
+    Raises:
+        ConfigError: the file is not regular or cannot be written.
+    """
     try:
         log = Root(path.parents[1]).open(f"{path.parent.name}/{path.name}", os.O_WRONLY | os.O_APPEND, mode=0o666)
         return os.fdopen(log, "ab", buffering=0)
@@ -399,7 +404,7 @@ class _StopState(enum.Enum):
 
 
 class _Stopping:
-    """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the other processes.
+    """The stop of a job: ranks save and exit within ``grace`` seconds, and the caller then kills the other processes.
 
     Only the ranks get the signal, because a launcher might kill its ranks before they have saved. All other processes
     get TERM when ranks and launcher have ended, or immediately if no rank exists. A second signal ends the wait,
@@ -417,8 +422,8 @@ class _Stopping:
         """Send the signal and wait until the job's processes have ended, or until the deadline.
 
         Args:
-            process: the launcher; None if it has not been started.
-            number: the signal.
+            process: the launcher; None before the launcher's start.
+            number: number of the signal.
         """
         begun = time.monotonic()
         state = _StopState.SIGNAL
@@ -444,7 +449,7 @@ class _Stopping:
         ranks = self._ranks_with_heartbeat()
         self._has_heartbeat = bool(ranks)
         if ranks:
-            self._deadline = begun + self._start.grace + 1.0  # ranks exit by themselves after the grace period
+            self._deadline = begun + self._start.grace + 1.0  # ranks exit at the end of the grace period
         else:
             self._deadline = begun + self._start.startup_grace
             if process:
@@ -459,7 +464,10 @@ class _Stopping:
             job_processes.send(ranks or self._processes.find(), signal.SIGTERM)
 
     def _waits_for(self, process: Process | None) -> bool:
-        """Return whether the launcher or another process of the job has not ended."""
+        """Return whether a process of the job still runs.
+
+        If the launcher and all signaled ranks have ended, the method sends TERM to the processes that are left.
+        """
         left = self._processes.find()
         if process and process.poll() is None:
             return True

@@ -1,8 +1,8 @@
-"""Run torchrun's agent in this process: ``python -m samestep_launch.torchrun [torchrun's arguments]``.
+"""Run torchrun's agent in this process, by ``python -m samestep_launch.torchrun [torchrun's arguments]``.
 
-With ``--start-method=fork`` this process imports torch and the program once, and torchrun's agent forks the ranks from
-it. Otherwise the agent starts a Python for each rank, as torchrun does. On one machine, the agent's store listens only
-at ``--master-addr``.
+With ``--start-method=fork``, this process imports torch and the program once, and the agent forks the ranks from this
+process. Otherwise the agent starts a Python process for each rank, as torchrun does. On one machine, the agent's store
+listens only at ``--master-addr``.
 """
 
 from __future__ import annotations

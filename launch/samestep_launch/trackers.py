@@ -1,9 +1,9 @@
 """Run the process of --track, which sends a run's metrics to trackers.
 
-The process runs `samestep_observe.track`, which reads only metrics.jsonl. Training never waits for the process, and
-continues if the process fails. The process runs the Python of ``.venvs/trackers``, or the Python that PYTHON names.
-The process shares no environment, pipe or lock with the job, and has the lowest priority. The process ends when its
-standard input closes. This module imports no third-party package.
+The process runs `samestep_observe.track`, which reads the run dir. Training never waits for the process, and
+continues if the process fails. The process uses the Python of ``.venvs/trackers``, or the Python that PYTHON names.
+The process shares no pipe or lock with the ranks, and has the lowest priority. The process ends when its standard input
+closes. This module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 MODULES = {"mlflow-skinny": "mlflow"}  # import names that differ from the package's name
-FINISH_SECONDS = 30.0  # time limit for sending the last metrics after the job has ended
-STOP_SECONDS = 10.0  # time limit for sending the last metrics after a stop signal
+FINISH_SECONDS = 30.0  # time limit in seconds for sending the last metrics after the job has ended
+STOP_SECONDS = 10.0  # time limit in seconds for sending the last metrics after a stop signal
 NICE = 19  # ranks come first if no core is idle
 
 
@@ -120,10 +120,10 @@ class TrackerProcess:
             return None
 
     def _report_end(self, then: str) -> None:
-        """Warn that the process has ended by itself; ``then`` ends the warning."""
+        """Print a warning that the process has ended too early; ``then`` is the end of the warning."""
         if self._process is None:
             return
-        self._process.communicate()  # this closes the pipes
+        self._process.communicate()  # this call closes the pipes
         code = self._process.returncode
         self._process = None
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")
@@ -148,7 +148,7 @@ class TrackerProcess:
             )
 
     def _wait_for_end(self, run_dir: Path, limit: float) -> dict[str, str]:
-        """Wait for at most ``limit`` seconds; return the problem of each incomplete tracker."""
+        """Wait up to ``limit`` seconds for the process's end; return each incomplete tracker's problem, by name."""
         late = dict.fromkeys(self._names, f"not done {limit:g} s after the job")
         try:
             if self._process is None:

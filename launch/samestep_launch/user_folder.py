@@ -24,13 +24,19 @@ from samestep.untrusted import open_regular, own_folder
 from samestep_launch.supervise import block_signals, print_stderr
 
 BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # below Linux's ephemeral ports, so that no outgoing connection takes a reserved port
+# Below Linux's default ephemeral ports, so that no outgoing connection takes a reserved port.
+PORTS = range(20_000, 32_768)
 PORT_TRIES = 1000
-MAX_TMPDIR = 60  # bytes; frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes
+# Maximum length of TMPDIR in bytes. Frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes.
+MAX_TMPDIR = 60
 
 
 def user_folder(base: Path) -> Path | None:
-    """Return ``base/samestep-<uid>``, created if missing; None if it is a link, is another user's, or is unusable."""
+    """Create the folder ``base/samestep-<uid>`` if it is missing, and return it.
+
+    Returns:
+        The folder; None if it is a link, belongs to another user, or cannot be created.
+    """
     folder = base / f"samestep-{os.getuid()}"
     with contextlib.suppress(OSError):
         if own_folder(folder):
@@ -66,7 +72,10 @@ def reserved_port(given: int | None) -> Iterator[int]:
 
 
 def _open_locks() -> int | None:
-    """Return a descriptor of ports.lock, which has a byte for each port; warn and return None if it is unusable."""
+    """Return a descriptor of ports.lock, in which each port has a byte to lock.
+
+    If the file cannot be used, the function prints a warning and returns None.
+    """
     folder = user_folder(BASE)
     with contextlib.suppress(OSError):
         if folder is not None:
@@ -178,7 +187,11 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _lock(folder: str | Path) -> int:
-    """Return a descriptor that locks a folder; raise OSError if another process has locked or removed the folder."""
+    """Lock a folder, and return the descriptor that holds the lock.
+
+    Raises:
+        OSError: another process has locked or removed the folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Read run dirs: report pages, a terminal view, trackers, hang reports, and replays of recorded steps.
+"""Commands that read run dirs: report, watch, track, hang, replay, diff and verify.
 
 Ranks do not import this package. The package reads the run dirs of running, finished and failed runs.
 """

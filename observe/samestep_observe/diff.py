@@ -5,10 +5,11 @@
 The command prints the settings and versions that differ, whether the data are
 equal, and the first step whose losses differ. If both runs have --trace-every,
 it also prints the first step and tensor that differ. Then it replays both runs
-up to this step, from the newest checkpoint before the step. If a run differs
-from its own replay, an event in its process caused the difference, such as a
-flipped bit. If both runs equal their replays, they had different inputs, and
-the command names the samples that differ. It never writes into the run dirs.
+up to the step whose losses differ, from the newest checkpoint before this step.
+If exactly one run differs from its replay, an event in that run's process
+caused the difference, such as a flipped bit. If both runs equal their replays,
+they had different inputs, and the command prints the samples that differ. The
+run dirs stay unchanged.
 
 exit codes: 0 equal, 1 different, 2 the command cannot tell or cannot run
 """
@@ -98,7 +99,7 @@ def _run(options: Options) -> int:
 
 
 def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison: Comparison) -> Iterator[str]:
-    """Yield all lines about two runs. The last line begins with "different: " if only the runs' checkpoints differ.
+    """Yield the lines that the command prints. If only checkpoints differ, the last line begins with ``different:``.
 
     Args:
         options: options of the command.
@@ -122,7 +123,7 @@ def describe(options: Options, one: RecordedRun, other: RecordedRun, comparison:
 
 
 def first_step(one: RecordedRun, other: RecordedRun) -> int | None:
-    """Return the first step at which losses or traces of two runs differ; None if there is none."""
+    """Return the first step at which losses or traces of two runs differ; None if they do not differ."""
     first = compare(one.losses, other.losses).first
     parting = traces.first_difference(one.trace, other.trace)
     steps = [step for step in (first, parting and parting.step) if step is not None]
@@ -219,7 +220,7 @@ def replay_own(options: Options, run_dir: Path, step: int) -> OwnReplay:
         step: the last step to run again.
 
     Raises:
-        ConfigError: the run cannot be run again, or the replay is too long.
+        ConfigError: the run cannot be replayed, or the replay is too long.
     """
     run = RecordedRun(run_dir, step)
     plan = make_plan(run, step, last=step)

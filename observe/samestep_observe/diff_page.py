@@ -12,7 +12,7 @@ from samestep_observe.report_page import EQUAL, Line, Panel, Verdict
 
 
 def write(path: Path, runs: Sequence[RecordedRun], lines: Sequence[str], first: int | None) -> None:
-    """Write the page.
+    """Write the page to a file.
 
     Args:
         path: path of the page.

@@ -5,12 +5,12 @@
 The command prints the diagnosis of the newest hang in a run dir. Then it prints
 each rank's host, process, step, collective and stack of the main thread, the
 innermost call first. Ranks at the same location are printed once. The command
-names ranks without a file in the folder.
+lists ranks without a file in the folder.
 
 Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
 seconds. The files stay until the next hang. Without a shared disk, each machine
 has the files of its own ranks. Run the command on each machine, or copy the
-other machines' run dirs to one machine and name them all. If a rank cannot
+other machines' run dirs to one machine and pass them all. If a rank cannot
 write its file (stopped, dead, or its interpreter held by C code), another rank
 of its machine writes the file.
 """
@@ -151,7 +151,7 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
 
 
 def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list[str]:
-    """Return the lines to print. A rank's own file takes precedence over another rank's file about the rank.
+    """Return the lines of the report. A rank's own file takes precedence over another rank's file about the rank.
 
     Args:
         states: the ranks' states at one hang.

@@ -1,4 +1,4 @@
-"""Read what a replay needs from a run dir: the run's command, settings, losses and checkpoints."""
+"""Read the data that a replay needs from a run dir: the run's command, settings, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _is_words(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Command:
-    """How a rank of a run was started.
+    """The command that started a rank of a run.
 
     Attributes:
         program: path of the program.
@@ -59,7 +59,7 @@ class RecordedRun:
 
         Args:
             run_dir: the run's folder.
-            step: selects the header of the start that took this step; None selects the header of the last start.
+            step: selects the header of the last start that began before this step; None selects the last header.
 
         Raises:
             ConfigError: the folder is not a run dir, or has no header or no recorded step.
@@ -97,7 +97,7 @@ class RecordedRun:
 
     @property
     def virtual_ranks(self) -> int | None:
-        """The value of --virtual-ranks; None without it."""
+        """The value of --virtual-ranks; None without the option."""
         return run_reader.non_negative_int(self.options.get("virtual_ranks")) or None
 
     @property
@@ -123,7 +123,11 @@ class RecordedRun:
 
     @property
     def command(self) -> Command:
-        """The command that started the run. Raises ConfigError if the header has no valid command."""
+        """The command that started the run.
+
+        Raises:
+            ConfigError: the header has no valid command.
+        """
         values = get_object(self.header, "command")
         try:
             untrusted.check(values, _COMMAND)
@@ -146,7 +150,7 @@ class RecordedRun:
 
 
 def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
-    """Return the loss of each recorded step, from log/losses.bin, or from metrics.jsonl if log/losses.bin lacks it.
+    """Return the loss of each recorded step, from log/losses.bin or else from metrics.jsonl, in the order of steps.
 
     Args:
         run_dir: the run's folder.
@@ -172,7 +176,7 @@ class Comparison:
     Attributes:
         count: number of steps that both runs have.
         equal: number of common steps whose losses have equal bits.
-        first: the first common step whose losses differ; None if there is none.
+        first: the first common step whose losses differ; None if all losses are equal.
     """
 
     count: int
@@ -208,7 +212,7 @@ def distance(one: float, other: float) -> str:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings that differ, as "NAME: VALUE, VALUE"."""
+    """Yield a text for each setting that differs, with the name and both values."""
     for name in sorted({*one, *other}):
         before = one.get(name)
         after = other.get(name)

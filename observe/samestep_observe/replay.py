@@ -2,8 +2,8 @@
 
     samestep replay RUN_DIR --step K [--to K2]
 
-The command starts the run's program in a copy of the run dir, from the newest
-checkpoint before step K. For each step from K to K2 it prints:
+The command starts the run's program in a temporary run dir, from a copy of the
+newest checkpoint before step K. For each step from K to K2, the command prints:
 
   the loss, and whether it has the recorded bits
   the samples of the global batch by rank, with the loss of each sample
@@ -11,7 +11,7 @@ checkpoint before step K. For each step from K to K2 it prints:
   the largest activations
 
 By default, a replay uses the run's number of ranks, or one rank if the run had
---virtual-ranks, so that it repeats every bit of the run. To replay a program
+--virtual-ranks. Such a replay repeats every bit of the run. To replay a program
 of your own that uses samestep.run.Run, pass --program. The command never writes
 into RUN_DIR.
 

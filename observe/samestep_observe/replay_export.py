@@ -25,9 +25,13 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 @contextlib.contextmanager
 def new_folder(folder: Path | None) -> Iterator[None]:
-    """Create the folder of --export, and delete it if the block fails before it writes there.
+    """Create the folder of --export, and delete the folder if the block fails and the folder is still empty.
 
-    Raises ConfigError if the folder exists or cannot be created.
+    Args:
+        folder: value of --export; None without the option.
+
+    Raises:
+        ConfigError: the folder exists or cannot be created.
     """
     if folder is None:
         yield

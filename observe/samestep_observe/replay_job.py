@@ -1,7 +1,7 @@
-"""Run steps of a recorded run again, in a copy of its run dir, and read the records of the probes.
+"""Run steps of a recorded run again from a copy of a checkpoint, and read the records of the probes.
 
-The launch script is started as a program. Its ranks load the probes of the folder ``inside`` before train.py. The
-recorded run dir stays unchanged.
+This module starts the launch script as a program. The ranks load the probes of the folder ``inside`` before train.py.
+The recorded run dir stays unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 INSIDE = Path(__file__).with_name("inside")
 # Apps that cannot be replayed. Their steps depend on more than seed, step and weights, or the apps do not use `Run`.
 NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
-DROPPED = ("--track", "--visualdl")  # options with a value that a replay leaves out
+DROPPED = ("--track", "--visualdl")  # options that a replay leaves out together with their values
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
-STOP_SECONDS = 20.0  # time from the stop of this process until the replay is killed
+STOP_SECONDS = 20.0  # seconds from the stop of this process until the replay is killed
 Record = dict[str, Any]
 
 
@@ -99,8 +99,8 @@ def make_plan(
         run: the recorded run.
         first: the first step to record in detail.
         last: the last step.
-        ranks: number of ranks; by default 1 with --virtual-ranks, else the run's own.
-        start: the step of the checkpoint to start from, or 0 for the seed; by default the newest before ``first``.
+        ranks: number of ranks; None means 1 if the run had --virtual-ranks, and otherwise the run's number.
+        start: step of the checkpoint to start from, or 0 for the seed; None means the newest before ``first``.
         export: whether batches and gradients are written.
 
     Raises:
@@ -215,7 +215,10 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
 
 
 def find_script(app: str) -> Path | None:
-    """Return the launch script of an app in this file's project or in a project around the working directory."""
+    """Return the launch script of an app; None if it is not found.
+
+    The function searches the project of this file, the working directory and the parents of the working directory.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", app):
         return None
     here = Path.cwd()
@@ -239,7 +242,7 @@ def kept_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def overrides(plan: Plan, run_dir: Path) -> list[str]:
-    """Return the options that a replay changes. None of them changes the arithmetic of a step."""
+    """Return the options that a replay changes. These options do not change the arithmetic of a step."""
     options = [f"--run-dir={run_dir}", "--resume", f"--max-steps={plan.last}", "--keep-checkpoints=2", "--quiet"]
     known = plan.run.options
     if "evaluate_every" in known:
@@ -268,7 +271,7 @@ def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any]
         environ["OMP_NUM_THREADS"] = command.threads
     folder = command.folder
     if folder is not None and not folder.is_dir():
-        folder = None  # the folder has been removed after the run
+        folder = None  # the folder was removed after the run
     before = {number: signal.signal(number, _exit_at_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(
@@ -288,7 +291,7 @@ def _exit_at_signal(number: int, frame: object) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the launch script, and thereby the ranks, if the script still runs."""
+    """Stop the launch script, which then stops the ranks, if the script still runs."""
     if process.poll() is not None:
         return
     process.terminate()

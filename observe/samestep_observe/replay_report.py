@@ -93,7 +93,7 @@ def describe_step(replayed: Replayed, step: int) -> Iterator[str]:
 
 
 def describe_loss(replayed: float | None, recorded: float | None) -> str:
-    """Return a line that compares a replayed loss with the recorded one."""
+    """Return a line that compares a replayed loss with the recorded loss."""
     if replayed is None:
         return "loss: the replay did not log it"
     if recorded is None:
@@ -185,13 +185,16 @@ def describe_verdict(replayed: Replayed, comparison: Comparison) -> Iterator[str
 
 
 def is_comparable(replayed: Replayed) -> bool:
-    """Return whether the replay must repeat the recorded bits: with the same number of ranks, or with virtual ranks."""
+    """Return whether the replay must repeat the recorded bits.
+
+    The bits must be equal if the replay has the run's number of ranks, or if the run has virtual ranks.
+    """
     run = replayed.plan.run
     return bool(run.virtual_ranks) or replayed.plan.ranks == run.ranks
 
 
 def _settings(replayed: Replayed) -> dict[str, Any]:
-    """Return the versions and settings of a replay that the recorded run's header has, too."""
+    """Return the versions and settings of a replay whose names the recorded run's header also has."""
     names = replayed.plan.run.settings().keys() - {"OMP_NUM_THREADS"}
     if not is_comparable(replayed):
         names -= {"backend"}

@@ -5,10 +5,10 @@
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,
 differences from the first run, events, different options, versions and
-machines. The page names missing and damaged files.
+machines. The page lists missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
---png draws only the plots, and needs matplotlib.
+With --png, the command also writes a picture of the plots, by matplotlib.
 
 Exit codes: 0 written, 2 a mistake in the call.
 """
@@ -38,15 +38,15 @@ from samestep_observe.run_reader import Curve, RunData, count_of, finite_number,
 # sharp at any width.
 MAX_POINTS = 400  # maximum number of drawn points of a curve
 TOLERANCE = 1e-4  # relative difference of losses up to which runs match
-TOLERANCE_FLOAT64 = 1e-9  # the same tolerance if both runs have --dtype float64
+TOLERANCE_FLOAT64 = 1e-9  # tolerance if both runs have --dtype float64
 MAX_DIFFERENCE = 1e300  # a larger difference is drawn at this value
-LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown if a run has no result
+LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # metrics to show for a run without a result
 RESULTS = (  # the first columns of the results: fields of result.json
     *("steps", "epochs", "train_loss", *LAST_EVALUATION, "test_examples"),
     *("seconds", "samples_per_second", "restarts", "resumed_from_step"),
 )
 OTHER_FIELDS = {"world_size", "seed", "global_batch_size", "node_count"}  # numbers that other columns and tables show
-RUN_OPTIONS = {"run_dir", "requested_dataset"}  # options that differ between any two runs
+RUN_OPTIONS = {"run_dir", "requested_dataset"}  # options that may differ between equal runs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,7 +120,7 @@ def _notes(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
 
 
 def _verdicts(runs: Sequence[RunData], names: Sequence[str]) -> list[Verdict]:
-    """Return a verdict for each later run that trained; [] if the first run only measured."""
+    """Return a verdict for each later run that trained; [] if the first run did not train."""
     if not runs[0].trains:
         return []
     return [_verdict(runs, names, index) for index in range(1, len(runs)) if runs[index].trains]
@@ -156,7 +156,7 @@ def _tolerance(first: RunData, run: RunData) -> float:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest unique end of each path; equal paths get a number."""
+    """Return the last components of each path, as many as distinguish all paths; equal paths get a number."""
     parts = [folder.resolve().parts for folder in folders]
     longest = max(map(len, parts))
     for count in range(1, longest + 1):
@@ -171,7 +171,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
-    """Return a curve of at most MAX_POINTS points, which include each section's minimum and maximum.
+    """Return a curve of at most MAX_POINTS points.
+
+    A longer curve is divided into sections, and keeps each section's minimum and maximum.
 
     Args:
         run: index of the run.

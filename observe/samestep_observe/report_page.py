@@ -29,8 +29,8 @@ HEIGHT = 240  # height of a plot in pixels; the width is the window's width
 UNITS = 1000  # width and height of a plot in its own coordinates
 LANE_HEIGHT = 44  # height in pixels of a run's row in the plot of events
 COLORS = 8
-MARGIN = 0.04  # free share of a plot's height above and below the curves
-NO_LAUNCHER_LOG = "log/launcher.log: missing"  # not a problem, because only launch scripts write the file
+MARGIN = 0.04  # share of a plot's height that is empty above and below the curves
+NO_LAUNCHER_LOG = "log/launcher.log: missing"  # not listed as a problem, because only launch scripts write the file
 EQUAL = 1e-17  # value at which a difference of 0 is drawn, below float64's resolution
 KINDS = {  # by kind of event: text of the legend, and an SVG path around (0, 0) whose shape is distinct without color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
@@ -45,7 +45,7 @@ KINDS = {  # by kind of event: text of the legend, and an SVG path around (0, 0)
 
 
 class Line(NamedTuple):
-    """A curve of one run: the drawn points, out of ``total`` points."""
+    """The drawn points of one run's curve, which has ``total`` points."""
 
     run: int
     name: str
@@ -82,7 +82,7 @@ class Panel(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The steps of a run's checkpoints, and its events that have a step, up to the ``last`` step."""
+    """The checkpoints' steps and the events of one run, on an axis of steps that ends at ``last``."""
 
     run: int
     last: int
@@ -102,7 +102,7 @@ class Table(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a run's losses match the first run's losses, and a text about it."""
+    """The verdict on whether a run's losses match the first run's losses, with a text for the page."""
 
     matches: bool
     text: str
@@ -171,7 +171,7 @@ def _script_data(page: Page) -> str:
             lines.append([line.run, line.name, line.steps, values])
         panels.append(lines)
     content = json.dumps({"names": page.names, "panels": panels}, separators=(",", ":"))
-    return content.replace("<", "\\u003c")  # so that no text can end the script
+    return content.replace("<", "\\u003c")  # a text with "</script>" would end the script
 
 
 def _digest(content: str) -> str:
@@ -238,8 +238,8 @@ def _problems(page: Page) -> Iterable[str]:
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most ``most`` round numbers from ``low`` to ``high``."""
-    raw = high / most - low / most  # high - low might overflow
+    """Return at most ``most`` + 1 round numbers from ``low`` to ``high``."""
+    raw = high / most - low / most  # high - low could overflow
     if raw < 1e-300:
         return [low]
     power = 10.0 ** math.floor(math.log10(raw))
@@ -250,7 +250,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 class _Scale:
-    """Map steps and values to a plot's coordinates, from 0 to 1."""
+    """The mapping of steps and values to a plot's coordinates, from 0 to 1."""
 
     def __init__(self, low: float, high: float, log: bool, last: int) -> None:
         self.log = log

@@ -24,21 +24,21 @@ from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 from samestep.untrusted import open_to_read
 
-RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
+RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has at least one of these
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged
-BLOCK = 2**20  # bytes of one read
+BLOCK = 2**20  # maximum number of bytes of one read
 MAX_BLOCKS = 2**11  # maximum number of blocks that one call reads
-MAX_CURVES = 500  # maximum number of measurements of a run
-MAX_DEPTH = 50  # maximum number of nested levels of JSON
+MAX_CURVES = 500  # maximum number of curves of a run
+MAX_DEPTH = 50  # JSON with this number of nested levels, or more, counts as damaged
 MAX_HOST = 255  # maximum number of characters of a host's name
 
 # Kinds of events in addition to `events.KINDS`: a START of events.jsonl, and a straggler of metrics.jsonl.
 RESTART = "restart"
 STRAGGLER = "straggler"
-# Matches a line of launcher.log that begins with a time. --log-format full adds a level before the time, and a place in
-# the code after the time.
+# Pattern of a line of launcher.log that begins with a time. --log-format full adds a level before the time, and a place
+# in the code after the time.
 _TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
 RankFiles = tuple[list[dict[str, Any]], list[str]]  # objects of ranks' files, and problems of unreadable files
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
@@ -73,14 +73,14 @@ def non_negative_int(value: Any) -> int | None:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "1,000 ranks"."""
+    """Return a number with its noun, such as "1 rank" or "1,000 ranks"."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}s"
 
 
 def get_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the JSON object ``values[name]``; {} if there is none."""
+    """Return the JSON object ``values[name]``; {} if the value is missing or not an object."""
     value = values.get(name)
     if isinstance(value, dict):
         return value
@@ -148,7 +148,7 @@ class FileTail:
     """
 
     def __init__(self, path: Path, block: int = BLOCK, keep_open: bool = False) -> None:
-        """Store the settings; `new_lines` reads.
+        """Store the settings; `new_lines` reads the file.
 
         Args:
             path: path of the file, which may be missing.
@@ -156,7 +156,7 @@ class FileTail:
             keep_open: whether to keep the file open, so that no new file can have its inode.
         """
         self.path = path
-        self.problem = "missing"  # reason why nothing can be read; "" if there is none
+        self.problem = "missing"  # reason why nothing can be read; "" if the file can be read
         self.rest = b""  # the unfinished last line
         self.at_end = True
         self._block = block
@@ -212,7 +212,7 @@ class FileTail:
 
 @dataclass
 class Curve:
-    """A measurement: ``values`` at ``steps``, which count completed updates in ascending order."""
+    """The values of one metric after each number of completed updates in ``steps``, which is in ascending order."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -243,7 +243,7 @@ def world_size_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> int |
 
 
 class MetricsReader:
-    """A reader of metrics.jsonl while the file grows."""
+    """A reader of a growing metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = FileTail(run_dir / "metrics.jsonl")
@@ -272,7 +272,7 @@ class MetricsReader:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Return the header of the last start; {} if there is none."""
+        """Return the header of the last start; {} if the file has no header."""
         if not self.starts:
             return {}
         return self.starts[-1].header
@@ -368,7 +368,10 @@ class SavedCheckpoint(NamedTuple):
 
 
 def checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
-    """Return the completely written checkpoints, oldest first. Check only their manifests and file sizes."""
+    """Return the complete and the quarantined checkpoints, oldest first.
+
+    The function checks only manifests and file sizes.
+    """
     saved = []
     with contextlib.suppress(OSError):
         for folder in (run_dir / "checkpoints").iterdir():
@@ -449,7 +452,7 @@ def _heartbeat(values: Mapping[str, Any]) -> Heartbeat:
 
 
 def format_location(at: Any) -> str:
-    """Return a heartbeat's location as a text such as "train.py:105 in train"; "" if there is none."""
+    """Return a heartbeat's location as a text such as "train.py:105 in train"; "" for an invalid location."""
     if not isinstance(at, list) or len(at) < 3:
         return ""
     path, line, function = at[:3]
@@ -626,7 +629,12 @@ def _is_byte_held(file: IO[bytes], byte: int) -> bool:
 
 
 class State(NamedTuple):
-    """The state of a run: ``name`` is running, finished, stopped, failed, ended (for an unknown reason) or new."""
+    """The state of a run.
+
+    Attributes:
+        name: running, finished, stopped, failed, ended (for an unknown reason) or new.
+        text: the state as a text for the user.
+    """
 
     name: str
     text: str
@@ -637,8 +645,8 @@ def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
 
     Args:
         run_dir: the run's folder.
-        step: the last step in metrics.jsonl; None if there is none.
-        result: the content of result.json; {} if there is none.
+        step: the last step in metrics.jsonl; None if the file has no step.
+        result: the content of result.json; {} if the file is missing.
     """
     log = run_dir / "log"
     has_ranks = any(log.glob("alive-*"))
@@ -705,13 +713,17 @@ class RunData:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run trains; a run of collectives_lab only measures."""
+        """Return whether the run trains; a run of collectives_lab measures instead."""
         only_measures = "command" in self.result and "files" in self.result
         return not only_measures or self.metrics.step is not None
 
 
 def read(run_dir: Path) -> RunData:
-    """Read the content of a run dir for `report`; raise ConfigError if the folder is not a run dir."""
+    """Return the content of a run dir for `report`.
+
+    Raises:
+        ConfigError: the folder is not a run dir.
+    """
     check(run_dir)
     metrics = MetricsReader(run_dir)
     metrics.read()
@@ -817,7 +829,7 @@ def _has_any(folder: Path, names: Sequence[str]) -> bool:
 
 
 def newest(folder: Path, *patterns: str) -> Path | None:
-    """Return the run dir below ``folder`` that was written last; None if there is none."""
+    """Return the run dir that was written last, of those that match ``patterns`` below ``folder``; None without one."""
     run_dirs = []
     for pattern in patterns:
         for path in folder.glob(pattern):

@@ -9,7 +9,7 @@ from samestep.untrusted import shown
 
 from samestep_observe.run_reader import count_of
 
-Traced = Mapping[int, Mapping[str, Mapping[str, str]]]  # as `samestep.trace.read` returns it
+Traced = Mapping[int, Mapping[str, Mapping[str, str]]]  # digests of `samestep.trace.read` by step, kind and tensor
 
 
 class Parting(NamedTuple):
@@ -17,7 +17,7 @@ class Parting(NamedTuple):
 
     Attributes:
         step: the first step whose digests differ.
-        kind: "weights" (at the start of the step) or "gradients".
+        kind: either "weights" (at the start of the step) or "gradients".
         names: names of the tensors that differ.
         before: the previous step of both traces; None if ``step`` is the first common step.
     """

@@ -8,9 +8,9 @@ mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step
 wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
 
 The command reads metrics.jsonl, and ranks do not wait for it. A launch script
-with --track starts it beside the job. After a failure, a tracker restarts from
-the file's beginning, so that a kill of the command or the job neither loses nor
-duplicates a step.
+with --track starts the command beside the job. After a failure, a tracker
+restarts from the file's beginning. So a kill of the command or the job neither
+loses nor duplicates a step.
 
 Without --follow, the command exits when the trackers have all lines of the
 file. With --follow, it continues until the run has its result, or until Ctrl-C
@@ -69,9 +69,9 @@ TRACKERS = {
     "wandb": TrackerClass("samestep_observe.track_wandb", "Wandb", needs=("wandb",)),
 }
 POLL_SECONDS = 1.0
-MAX_RETRY_SECONDS = 15.0  # maximum time between two attempts while a tracker fails
-FINISH_SECONDS = 30.0  # maximum time from the end of the job to the end of this process
-CHUNK_BYTES = 2**22  # maximum size of a batch in metrics.jsonl
+MAX_RETRY_SECONDS = 15.0  # maximum time in seconds between two attempts while a tracker fails
+FINISH_SECONDS = 30.0  # maximum time in seconds from the end of the job to the end of this process
+CHUNK_BYTES = 2**22  # maximum number of bytes of metrics.jsonl in one batch
 # Variables that limit the time of MLflow's requests, and disable usage and error reports of the packages.
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -83,7 +83,7 @@ SETTINGS = {
 
 
 class BatchReader:
-    """Reads a growing ``metrics.jsonl`` in batches; restarts at the first line if a resume has replaced the file."""
+    """A reader of batches of a growing ``metrics.jsonl``, which restarts if a resume has replaced the file."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -104,7 +104,7 @@ class BatchReader:
         Raises:
             OSError: the file cannot be read.
         """
-        committed = committed_step(self._run_dir)  # before reading the lines, so that they are newer
+        committed = committed_step(self._run_dir)  # read first, so that the lines are not older than the checkpoint
         self._is_new_file = False
         lines = []
         for text in self._tail.new_lines(self._reset, blocks=1):
@@ -135,7 +135,7 @@ class BatchReader:
         if isinstance(values.get("step"), int):
             return self._parse_step(values)
         header = values.get("resumed", values)
-        with contextlib.suppress(ValueError, TypeError, LookupError):  # the times of later lines add to this time
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # without a valid time, the last time stays
             start_time = time.strptime(header["time"], "%Y-%m-%dT%H:%M:%SZ")
             self._time = float(calendar.timegm(start_time))
         return None
@@ -184,7 +184,7 @@ class TrackerThread(threading.Thread):
         self.done = False
 
     def run(self) -> None:
-        """Update the tracker until ``ended`` is set, and then once more. Report errors, and retry after them."""
+        """Update the tracker until ``ended`` is set, and then once more. Retry after each error."""
         wait = POLL_SECONDS
         while True:
             is_last = self._ended.is_set()
@@ -260,7 +260,11 @@ def _run(options: Options) -> None:
 
 
 def names_of(text: str) -> list[str]:
-    """Return the trackers of a comma-separated text, without duplicates; raise ConfigError for an unknown tracker."""
+    """Return the trackers of a comma-separated text, without duplicates.
+
+    Raises:
+        ConfigError: a tracker is unknown.
+    """
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in TRACKERS:
@@ -280,11 +284,11 @@ def _check_installed(names: Sequence[str]) -> None:
 def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
     """Hold a lock that prevents other processes from copying the same steps.
 
-    If another process holds the lock, wait until the run has ended, and at least for FINISH_SECONDS + 5.
+    If another process holds the lock, wait for the lock until the run has ended, and at least FINISH_SECONDS + 5 s.
 
     Args:
         run_dir: the run's folder.
-        ended: is set when the run has ended; None if the run has ended already.
+        ended: event that is set when the run has ended; None if the run has ended already.
 
     Raises:
         ConfigError: the other process still holds the lock, or the run dir cannot be written.
@@ -347,7 +351,7 @@ def _join(threads: Sequence[threading.Thread], limit: float) -> None:
 
 
 def _end_at_signals(ended: threading.Event) -> None:
-    """Set ``ended`` at the first INT or TERM; exit at the second."""
+    """Set ``ended`` at the first INT or TERM, and exit at the second signal."""
 
     def end(number: int, frame: object) -> None:
         if ended.is_set():
@@ -364,7 +368,7 @@ def _until_stdin_ends(ended: threading.Event) -> None:
 
 
 def _has_ended(run_dir: Path) -> bool:
-    """Return whether the run has a result, and has not resumed after the result."""
+    """Return whether the run has a result that is at least as new as metrics.jsonl."""
     try:
         result = (run_dir / "result.json").stat()
         metrics = (run_dir / "metrics.jsonl").stat()

@@ -2,7 +2,7 @@
 
 MLflow cannot delete a logged metric, and a resume repeats the steps after the newest checkpoint. So this module logs a
 step only after a checkpoint has the step. The tag ``samestep.run`` identifies the run in MLflow. The module reads the
-logged steps from MLflow, and stores no state of its own.
+logged steps from MLflow, and stores no other state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TAGS = 100  # MLflow's maximum number of tags or parameters in one request
 
 
 class MLflow:
-    """A tracker that logs to one MLflow run, which it creates with the first step.
+    """A tracker that creates one MLflow run with the first step, and logs to this run.
 
     The logged times are computed from the lines, so that a repeated request changes nothing.
     """

@@ -24,9 +24,9 @@ FILE_NAME = re.compile(r"events\.out\.tfevents\.\d{1,18}")
 class TensorBoard(AtomicFileTracker):
     """A tracker that writes one event file.
 
-    A file that replaces another file has the next number. It begins with a session start at step 0, at which an open
-    TensorBoard discards earlier data. The replaced file is emptied, not deleted, because an open TensorBoard reads the
-    file before the next file.
+    A file that replaces another file has the next number. The new file begins with a session start at step 0, at which
+    an open TensorBoard discards earlier data. The replaced file is emptied, not deleted, because an open TensorBoard
+    reads the file before the next file.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Write a run for W&B: ``RUN_DIR/track/wandb/offline-run-<time>-<id>/run-<id>.wandb``, which `wandb sync` uploads.
+"""Write ``RUN_DIR/track/wandb/offline-run-<time>-<id>/run-<id>.wandb``, a run that `wandb sync` uploads to W&B.
 
 ``wandb.init(mode="offline")`` cannot continue a file (wandb#4624): each start would create another run. So this module
 writes the file itself, with W&B's protocol buffers.

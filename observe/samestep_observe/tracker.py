@@ -25,7 +25,7 @@ class MetricsBatch(NamedTuple):
     header: dict[str, Any]  # the file's first line
     key: str  # first 16 hexadecimal digits of the header's SHA-256, which identify the run
     lines: list[Line]
-    has_more: bool  # more lines can be read immediately
+    has_more: bool  # whether more lines can be read immediately
     committed_step: int = 0  # last step that no resume repeats
 
 
@@ -33,13 +33,13 @@ class Tracker(Protocol):
     """A tracker of one run, constructed from the run dir. After any exception, `track` constructs a new tracker."""
 
     def add(self, batch: MetricsBatch) -> None:
-        """Write one batch of log lines to the tracker. `track` calls this every second, also with an empty batch."""
+        """Write one batch to the tracker. `track` calls this method every second, also with an empty batch."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
         """Complete the tracker after the last line.
 
         Args:
-            result: content of result.json; None if the run has not finished.
+            result: content of result.json; None for an unfinished run.
         """
 
 
@@ -55,7 +55,7 @@ class AtomicFileTracker:
         self._folder = folder
         self._root.make_folder(folder)
         self._file: IO[bytes] | None = None
-        self._final_name: str | None = None  # name of the file before its renaming; None afterwards
+        self._final_name: str | None = None  # the name that the file will get; None after the renaming
 
     def final_name(self, batch: MetricsBatch) -> str:
         """Return the name of a new file in the tracker's folder."""

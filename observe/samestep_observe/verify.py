@@ -3,10 +3,11 @@
     samestep verify RUN_DIR [--steps S]
 
 The command checks the checkpoints against their digests, and the result against
-the weights. It checks that metrics.jsonl and log/losses.bin have each step once,
-and equal losses. Then it chooses S stretches between two checkpoints at random,
-and runs their steps again. It compares every loss, and the tensors of the
-checkpoint at the end. It never writes into RUN_DIR.
+the weights. It checks that metrics.jsonl and log/losses.bin miss no step and
+repeat no step, and have equal losses. Then it chooses S stretches at random,
+each between two checkpoints, and runs their steps again. It compares every
+loss, and the tensors of the checkpoint at the end of each stretch. RUN_DIR
+stays unchanged.
 
 exit codes: 0 all checks pass, 1 a check fails, 2 the command cannot tell or
 cannot run
@@ -35,7 +36,7 @@ from samestep_observe.verify_files import Finding
 
 
 class Stretch(NamedTuple):
-    """The steps ``start`` + 1 to ``end``. Both ends are steps of checkpoints, 0, or the last step."""
+    """The steps ``start`` + 1 to ``end``. Each end is the step of a checkpoint, 0, or the last step."""
 
     start: int
     end: int
@@ -145,7 +146,11 @@ def unlike(found: Replayed) -> Iterator[str]:
 
 
 def unlike_tensors(one: Path, other: Path) -> Iterator[str]:
-    """Yield a text for each tensor in which two checkpoints differ; raise ConfigError if one is corrupt."""
+    """Yield a text for each tensor in which two checkpoints differ.
+
+    Raises:
+        ConfigError: one of the checkpoints is corrupt.
+    """
     try:
         now = digests(one)
         before = digests(other)

@@ -54,7 +54,7 @@ def check(run: RecordedRun) -> list[Finding]:
 
 
 def _finding(file: str, claim: str, problems: Iterator[str]) -> Finding:
-    """Return a finding with the first problem, and the number of the others."""
+    """Return a finding with the first problem, and the number of the other problems."""
     found = list(islice(problems, MOST_PROBLEMS))
     if not found:
         return Finding(file, claim)
@@ -96,7 +96,10 @@ def read_lines(content: bytes) -> tuple[list[Line], list[str]]:
 
 
 def order_problems(lines: list[Line]) -> Iterator[str]:
-    """Yield the problems in the order of lines: a header must be first, steps must ascend, and resumes must fit."""
+    """Yield the problems in the order of lines.
+
+    The first line must be a header, steps must ascend, and a resume must not precede the previous line's step.
+    """
     if not lines or "step" in lines[0].values or "resumed" in lines[0].values:
         yield "its first line is no header"
     last = Line(0, {"step": 0, "epoch": 0, "samples_seen": 0})

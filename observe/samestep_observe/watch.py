@@ -3,13 +3,14 @@
     samestep watch [RUN_DIR]
     samestep watch --pid RANK [RUN_DIR]
 
-Each second, watch shows loss, speed, time left, each rank's heartbeat and
-location, the last checkpoint, restarts, and the last lines of log/launcher.log.
-It reads only the run dir's files, so ssh is enough. It exits when the run ends.
+Watch shows loss, speed, time left, each rank's heartbeat and location, the last
+checkpoint, restarts, and the last lines of log/launcher.log. By default, it
+updates the output every second. It reads only the run dir's files, so ssh is
+enough. It exits when the run ends.
 
 The age of a heartbeat uses this machine's clock. For a rank on another host,
-the age is the time since watch last saw the file change. Without a shared disk,
-watch shows only the ranks of this machine.
+the age is the time since watch last read a new heartbeat. Without a shared
+disk, watch shows only the ranks of this machine.
 
 If stdout is not a terminal, watch prints once, as with --once. Ctrl-C ends
 watch, not the run.
@@ -43,10 +44,10 @@ from samestep_observe.command import new_parser, run_command
 from samestep_observe.run_reader import RESTART, Curve, Heartbeat, State, finite_number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SILENT_SECONDS = 5.0  # age of a heartbeat above which the rank is stopped or dead, or its disk hangs
-GONE_SECONDS = 10.0  # maximum time without a process while the launcher restarts a run
-MAX_SECONDS = 1e9  # maximum plausible time of a step; a longer time means damaged lines
-SPEED_LINES = 10  # lines of metrics.jsonl from which the speed is computed
+SILENT_SECONDS = 5.0  # age in seconds above which a heartbeat means that the rank is stopped or dead, or its disk hangs
+GONE_SECONDS = 10.0  # maximum time in seconds without a process while the launcher restarts a run
+MAX_SECONDS = 1e9  # maximum plausible time of a step in seconds; a longer time means damaged lines
+SPEED_LINES = 10  # number of the last lines of metrics.jsonl from which the speed is computed
 RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
 TAIL_LINES = 6  # maximum number of shown lines of log/launcher.log
 DEFAULT_SIZE = (100, 200)  # columns and lines of the output without a terminal
@@ -89,7 +90,11 @@ def _run(options: Options) -> None:
 
 
 def _process_of(run_dir: Path, rank: int) -> int:
-    """Return the process ID of a rank; raise ConfigError if the rank does not run on this machine."""
+    """Return the process ID of a rank.
+
+    Raises:
+        ConfigError: the rank does not run on this machine.
+    """
     if run_reader.is_held(run_dir) is False:
         raise ConfigError(f"{run_dir}: its job has ended, and no rank has a process: give the RUN_DIR of a running job")
     beats, _ = run_reader.heartbeats(run_dir)
@@ -140,7 +145,10 @@ def _alternate_screen() -> Iterator[None]:
 
 
 def _size() -> tuple[int, int]:
-    """Return the terminal's current columns and lines. The variables COLUMNS and LINES may be out of date."""
+    """Return the terminal's current columns and lines.
+
+    The function ignores the variables COLUMNS and LINES, because they may be out of date.
+    """
     with contextlib.suppress(OSError, ValueError):
         size = os.get_terminal_size(sys.stdout.fileno())
         return size.columns or DEFAULT_SIZE[0], size.lines or DEFAULT_SIZE[1]
@@ -205,7 +213,7 @@ class View:
     def _continues(self, now: float) -> bool:
         """Return whether the run may still write.
 
-        A killed run leaves no result. Such a run counts as ended after GONE_SECONDS.
+        A killed run leaves no result. Such a run counts as ended after GONE_SECONDS seconds.
         """
         if self._state.name == "running":
             self._gone_since = None
@@ -350,7 +358,7 @@ class View:
             yield f"{event.kind:<14} {event.when[11:]} {event.text}"
 
     def _ranks(self, max_lines: int) -> Iterator[str]:
-        """Yield one line about all ranks of an ended run, or one line per rank of a running run."""
+        """Yield a summary line about the ranks, followed by one line per rank if the run may still write."""
         beats = list(self._heartbeats.values())
         world_size = max(run_reader.world_size_of(self._metrics.header, self._result) or 0, len(beats))
         if self._state.name == "finished":
@@ -366,7 +374,7 @@ class View:
             yield from self._rank_lines(beats, max_lines - 1)
 
     def _rank_lines(self, beats: list[Heartbeat], max_lines: int) -> Iterator[str]:
-        """Yield one line per rank. If there are too few lines, prefer silent ranks, then ranks at low steps."""
+        """Yield one line per rank. If ``max_lines`` is too small, prefer silent ranks, and then ranks at low steps."""
         shown = beats
         if len(beats) > max_lines:
             shown = sorted(beats, key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
@@ -392,7 +400,7 @@ class View:
         return "  ".join(texts)
 
     def _age(self, beat: Heartbeat) -> float:
-        """Return the seconds since a heartbeat, or since watch first read it if the rank runs on another host."""
+        """Return the seconds since a heartbeat, or since its first reading if the rank runs on another host."""
         if _is_here(beat):
             return max(0.0, time.time() - beat.time)
         _, changed = self._changed[beat.rank]
@@ -422,7 +430,7 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: "3 h 12 min"."""
+    """Return a duration in its two largest units, such as "3 h 12 min"."""
     rest = round(seconds)
     parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
@@ -433,7 +441,7 @@ def duration(seconds: float) -> str:
 
 
 def _cut(line: str, columns: int) -> str:
-    """Cut a line to the terminal's width, and escape control characters, which would change the terminal."""
+    """Truncate a line to the terminal's width, and escape control characters, which would change the terminal."""
     line = printable(line.expandtabs(4))
     if len(line) <= columns:
         return line

@@ -153,7 +153,7 @@ def _watch_run(module: ModuleType) -> None:
 
 
 def _end(run: Any) -> NoReturn:
-    """End this rank after its last checkpoint is on the disk, because a replay needs no result."""
+    """Wait until this rank's last checkpoint is on the disk, and end this process, because a replay needs no result."""
     run.storage.finish(run)
     run.collectives.broadcast(b"")  # collective: a barrier, because a rank's end may make its launcher kill the others
     run.monitor.stop()

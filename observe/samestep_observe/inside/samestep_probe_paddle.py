@@ -28,7 +28,7 @@ class Paddle(Framework):
 
     def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         values = {
-            # Before the first step, the app computes an additional loss, which fixes the order of its collectives.
+            # Before the first step, the app computes an extra loss, which fixes the order of the app's collectives.
             "losses": self.losses[-rows:] if rows else [],
             "learning_rates": self.rates,
             "clip": None,

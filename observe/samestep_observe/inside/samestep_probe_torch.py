@@ -97,7 +97,7 @@ seen = Torch()
 
 
 def _is_training() -> bool:
-    """Return whether this forward pass belongs to the update of a step to record."""
+    """Return whether gradients are enabled in a step that must be recorded, as in training but not in evaluation."""
     return probe.is_wanted and sys.modules["torch"].is_grad_enabled()
 
 
@@ -228,14 +228,17 @@ def _watch_optimizers(module: ModuleType) -> None:
 
 @guarded
 def _before_update(optimizer: Any, arguments: Any, named: Any) -> None:
-    """Copy weights and gradients before an update. A closure, as in Lightning, computes the gradients later."""
+    """Copy weights and gradients before an update.
+
+    If the optimizer gets a closure, as in Lightning, the closure computes the gradients later.
+    """
     if not probe.is_wanted:
         return
     has_closure = any(map(callable, [*arguments, *named.values()]))
     seen.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     for parameter in _parameters(optimizer):
         gradient = None
-        if parameter.grad is not None and not has_closure:  # some optimizers change the gradient
+        if parameter.grad is not None and not has_closure:  # a copy, because some optimizers change the gradient
             gradient = _local(parameter.grad.detach()).clone()
         seen.before[id(parameter)] = (_local(parameter.detach()).clone(), gradient)
 
