@@ -1,8 +1,8 @@
 """Open, create, rename and delete files below an untrusted folder, such as a run dir.
 
 `Root` opens a path one folder at a time, each relative to its parent's descriptor and with O_NOFOLLOW. An open fails
-at a link below the root folder. So a name in a run dir cannot lead to a file outside, even if another program replaces
-a folder in the meantime. This module uses the standard library only.
+at a link below the root folder. Therefore a name in a run dir cannot lead to a file outside, even if another program
+replaces a folder in the meantime. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -244,7 +244,11 @@ def _allow_existing(allowed: bool) -> Iterator[None]:
 
 
 def _is_folder(leaf: str, descriptor: int) -> bool:
-    """Return whether the folder exists. Raises NotADirectoryError if the name is a file or a link."""
+    """Return whether the folder exists.
+
+    Raises:
+        NotADirectoryError: the name is a file or a link.
+    """
     try:
         status = os.stat(leaf, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:

@@ -135,7 +135,7 @@ class StepSync:
         self._next_step = step + max(1, steps)
 
     def end_log_line(self) -> None:
-        """Reset the sums, because a log line has reported them."""
+        """Reset the sums, because a log line contains them."""
         self._sums = {}
 
     def _read(self) -> list[float]:
@@ -174,7 +174,7 @@ def _totals(table: NDArray[Any], names: list[str]) -> Totals:
 
 
 def _number(value: SupportsFloat) -> float:
-    """Return a loss as a float. Prefer ``item``, because ``float`` of a tensor that requires gradients warns."""
+    """Return a loss as a float. Prefer ``item``: ``float`` emits a warning for a tensor that requires gradients."""
     item = getattr(value, "item", None)
     if item is None:
         return float(value)

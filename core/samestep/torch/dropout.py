@@ -90,7 +90,7 @@ def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
         x: the input, [k * m, ...], with k consecutive entries for each row.
         model: the number of a `ModelRows`.
         p: probability of dropping a value.
-        by_channel: whether to drop whole channels, the second dimension.
+        by_channel: whether to drop all values of a channel (the second dimension) together.
 
     Returns:
         bool [k * m, c, 1, ...] with ``by_channel``, otherwise bool with the shape of x.

@@ -88,7 +88,7 @@ class FixedRows:
     Args:
         virtual_ranks: a number lets batch norms compute the statistics of each forward pass without other ranks; None
             lets them use all ranks' rows.
-        group: the ranks that take different data, as in `GlobalBatchSampler`.
+        group: the ranks that get different data, as in `GlobalBatchSampler`.
     """
 
     def __init__(self, virtual_ranks: int | None = None, group: GroupOrAxis = None) -> None:
@@ -132,8 +132,8 @@ class GlobalBatchSampler(Sampler[Indices]):
     position belongs to this epoch until the iteration ends. If a program is restored at such a position, the next
     iteration yields no batch, so that the program first repeats its evaluation.
 
-    `samestep.torch.DataLoader` counts the batches that the loop has received. Any other DataLoader may read ahead with
-    workers, so iterate over ``sampler.received(loader)``.
+    `samestep.torch.DataLoader` counts the batches that the loop has received. With any other DataLoader, iterate over
+    ``sampler.received(loader)``, because its workers may read ahead.
 
     Args:
         dataset_len: number of examples.
@@ -148,11 +148,11 @@ class GlobalBatchSampler(Sampler[Indices]):
             world size; see `samestep.torch.reduction.gradient_tree`.
         accumulate: number of micro-batches per step. With this argument or ``virtual_ranks``, iterate over
             `micro_batches` in each step.
-        group: the ranks that take different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
+        group: the ranks that get different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
             None means all ranks.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: an argument is out of range, no batch remains, or ``group`` is a mesh of several axes.
     """
 
@@ -190,7 +190,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             drop_last=drop_last,
         )
         self.seed_steps = seed_steps
-        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads whole batches
+        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads batches
         self._epoch = 0
         self._batch = 0  # steps done in this epoch; equal to len(self) at the epoch's end
         self._is_drawn = False
@@ -399,10 +399,10 @@ class EvalSampler(Sampler[Indices]):
             forward pass is a collective.
         rank: rank of this process; by default the rank in the process group.
         world_size: number of ranks; by default the number in the process group.
-        group: the ranks that take different data, as in `GlobalBatchSampler`.
+        group: the ranks that get different data, as in `GlobalBatchSampler`.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: an argument is out of range, or ``group`` is a mesh of several axes.
     """
 
@@ -428,7 +428,7 @@ class EvalSampler(Sampler[Indices]):
         self._is_even = even
         self._group = process_group(group)
         self._given = checked_place(rank, world_size, self._group)
-        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads whole batches
+        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads batches
 
     @property
     def num_blocks(self) -> int:
@@ -486,7 +486,7 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
         group: process group, which excludes ``rank`` and ``world_size``.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: the arguments exclude each other, or are out of range.
     """
     if rank is None and world_size is None:

@@ -44,7 +44,11 @@ def model_arrays(model: nn.Module) -> Arrays:
 
 
 def _array(name: str, tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array. Raises NonRetryableError for a dtype that numpy lacks, such as bfloat16."""
+    """Return a tensor as an array.
+
+    Raises:
+        NonRetryableError: numpy lacks the dtype, such as bfloat16.
+    """
     try:
         return tensor.detach().cpu().contiguous().numpy()
     except TypeError as error:
