@@ -24,7 +24,7 @@ class BestEvaluation:
     """
 
     def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:
-        """Start with the ``state`` of a checkpoint.
+        """Restore the best evaluation from the ``state`` of a checkpoint.
 
         Args:
             state: the attribute ``state`` as a checkpoint stores it; None for a new run.

@@ -1,4 +1,4 @@
-"""Decide which actions follow an update, by the number of the update."""
+"""Compute from an update's number which actions follow the update."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safet
 seconds) and the options that a resume must repeat. To detect flipped bits, the manifest also has the size and SHA-256
 of every file, and a SHA-256 of itself. The folder is written under a temporary name, synced and renamed.
 
-Only rank 0 reads and writes checkpoints. At a resume, rank 0 broadcasts the arrays, so the ranks need no shared disk.
-Every rank may call the functions that only compute, such as `weights_sha256` and `state_dict_diff`. For sharded models,
-`samestep.sharded` writes one file for each rank's shard.
+Only rank 0 calls the functions that read and write checkpoints. At a resume, rank 0 broadcasts the arrays, so the ranks
+need no shared disk. Every rank may call the functions that only compute, such as `weights_sha256`. For a sharded model,
+`samestep.sharded` replaces `save` and `read`, and each rank writes its shards.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def save(
         resume_invariants: options that a resume must repeat, as JSON values.
         keep: number of newest checkpoints to keep, at least 1.
         protected_step: step of another checkpoint to keep, or None.
-        report: see `wait_for_previous`.
+        report: function that logs one line if this call waits for the previous checkpoint; see `wait_for_previous`.
         before_commit: function that the thread calls before it renames the folder, to sync other files of the run.
 
     Returns:
@@ -137,7 +137,7 @@ def save(
 
     Raises:
         NonRetryableError: a value is invalid, or the previous checkpoint could not be written. Earlier checkpoints
-            stay as they are.
+            remain unchanged.
     """
     wait_for_previous(f"step {step}", report)
     if keep < 1:
@@ -180,7 +180,7 @@ def serialize(arrays: Arrays) -> bytes:
 
 
 def check_arrays(arrays: Arrays) -> None:
-    """Call `check_array` for each array."""
+    """Raise NonRetryableError unless a safetensors file can store every array exactly."""
     for name, array in arrays.items():
         check_array(name, array)
 
@@ -470,7 +470,7 @@ def newest(
         remedy: the last advice in the errors' messages; "" for the default.
 
     Raises:
-        NonRetryableError: all checkpoints are corrupt; a new run would silently replace the existing run.
+        NonRetryableError: all checkpoints are corrupt. A new run would silently replace the existing run.
         ConfigError: another version of this package wrote a checkpoint.
     """
     corrupt = []

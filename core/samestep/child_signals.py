@@ -1,6 +1,6 @@
 """Keep the child processes of a rank alive when a stop signal reaches the process group.
 
-Slurm, a terminal and ``kill -- -PGID`` signal the rank and all its children. If the signal ended a data
+Slurm, a terminal and ``kill -- -PGID`` send signals to the rank and all its children. If the signal ended a data
 loader's worker, its rank would fail before the ranks have saved a checkpoint. Therefore each child that a rank forks,
 or that `multiprocessing` starts by any method, blocks the stop signals. A thread of the child receives each signal and
 the process id of its sender. Signals from the child's parent (as by `multiprocessing.Process.terminate`) and from the

@@ -269,8 +269,8 @@ def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
 def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment; if LOCAL_RANK shows that a launcher has set RANK and WORLD_SIZE, remove these variables.
 
-    If LOCAL_RANK is set and NNODES is not, this function also removes MASTER_ADDR and MASTER_PORT, because the port of
-    torchrun is in use until the other job ends.
+    If LOCAL_RANK is set and NNODES is not, this function also removes MASTER_ADDR and MASTER_PORT. The job that set
+    them is still running, and its port is in use.
     """
     if not environ.get("LOCAL_RANK"):
         return environ

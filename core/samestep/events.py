@@ -32,7 +32,8 @@ def append_event(folder: Path, kind: str, **fields: Any) -> None:
     Args:
         folder: the run dir's ``log`` folder.
         kind: kind of the event, one of KINDS.
-        **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
+        **fields: JSON values. An event of any kind may have ``rank``, ``step`` (updates done) and ``text`` (one line
+            for readers).
     """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
     with contextlib.suppress(OSError):

@@ -44,8 +44,8 @@ BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": 
 class Options(argparse.Namespace):
     """The parsed options, and settings of the parser as slots.
 
-    ``vars(options)`` omits the slots and all options that the app does not offer. Class attributes provide neutral
-    values for options that the app does not offer.
+    ``vars(options)`` omits the slots and all options that the app does not offer. Class attributes are the values of
+    common options that the app does not offer.
 
     Attributes:
         RESULT_FIELDS: options that every result contains.
@@ -300,7 +300,7 @@ def absent_option(value: Any) -> Any:
 
 
 def lr_option(default: str, value: float | None = None) -> Any:
-    """Declare --lr with the default ``value``, which the text ``default`` describes, such as "0.1 with sgd"."""
+    """Declare --lr. In --help, the text ``default``, such as "0.1 with sgd", describes the default ``value``."""
     return option(value, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
 
 
@@ -326,7 +326,10 @@ def keep_best_option(*metrics: str) -> Any:
 
 
 def start_method_option(default: str | None = None) -> Any:
-    """Declare --start-method, by which torchrun's agent starts ranks. If ``default`` is None, the launcher chooses."""
+    """Declare --start-method, the method by which torchrun's agent starts ranks.
+
+    If ``default`` is None, the launcher chooses the method.
+    """
     shown_default = default or "fork; exec on a machine with an NVIDIA driver"
     help = (
         f"fork imports the program once and forks the ranks; exec starts a Python per rank (default: {shown_default})"

@@ -35,7 +35,7 @@ class Progress:
         seconds: float = 0.0,
         keep_best: bool | str = False,
     ) -> None:
-        """Start after ``first_step`` updates.
+        """Restore the counters of a run that has done ``first_step`` updates.
 
         Args:
             batches: the global batches of the run.

@@ -1,7 +1,7 @@
 """Open, create, rename and delete files below an untrusted folder, such as a run dir.
 
-`Root` opens a path one folder at a time, each relative to its parent's descriptor and with O_NOFOLLOW. An open fails
-at a link below the root folder. Therefore a name in a run dir cannot lead to a file outside, even if another program
+`Root` opens a path one folder at a time, each relative to its parent's descriptor and with O_NOFOLLOW. `Root` does not
+follow links below the root folder. Therefore a name in a run dir cannot lead to a file outside, even if another program
 replaces a folder in the meantime. This module uses the standard library only.
 """
 
@@ -144,7 +144,8 @@ class Root:
         """Exchange the names of two folders atomically.
 
         Returns:
-            False if a folder is missing, or the system cannot exchange names (only Linux can).
+            True if the names are exchanged; False if a folder is missing, or the system cannot exchange names (only
+            Linux can).
 
         Raises:
             NotADirectoryError: a name is a file or a link.
@@ -195,7 +196,7 @@ class Root:
             False if this file system cannot sync folders, else True.
 
         Raises:
-            OSError: any other error, such as EIO.
+            OSError: the sync fails for another reason, such as EIO.
         """
         with self.folder(name) as descriptor:
             try:
@@ -214,7 +215,7 @@ def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
         Whether the lock was taken; None if the file system does not support locks.
 
     Raises:
-        OSError: any other error, such as EIO.
+        OSError: the lock fails for another reason, such as EIO.
     """
     try:
         lock(*arguments)

@@ -320,7 +320,7 @@ class Run:
         log.info(self._describe_start(model, device, test_examples=test_examples))
         self.step_sync.start(self.first_step)
         self.stop_request.install()  # again, because a framework may have replaced the handlers meanwhile
-        self.stop_request.in_training = True  # from here on, a stop signal waits for a `sync`
+        self.stop_request.in_training = True  # from here on, a stop signal takes effect at a `sync`
         self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=trace)
 
     def _start_trace(self) -> Trace | None:

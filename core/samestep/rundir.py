@@ -33,7 +33,8 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
-# Files of the losses and the trace. The modules with these names need numpy, which a launch script may lack.
+# Files of the losses and the trace. Their modules also define these names, but need numpy, which a launch script may
+# lack.
 RECORDS = ("log/losses.bin", "log/trace.jsonl")
 
 
@@ -72,7 +73,7 @@ def resolve(
         options: the parsed options. Their function ``resolve_dataset`` finds the dataset; if it is None, the dataset
             is not checked.
         fresh: False in a process that a launcher restarted; such a process ignores --no-resume.
-        verify: whether to verify checkpoints, and to warn of corrupt ones and rename them. False reads only manifests.
+        verify: whether to verify checkpoints, and to report and rename corrupt ones. False reads only manifests.
         reader: passed to `checkpoint.newest`.
         groups: passed to `checkpoint.newest`.
 
@@ -238,7 +239,7 @@ def quarantine_newer(used: Checkpoint) -> None:
 
 
 def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
-    """Raise ConfigError if the checkpoint records another fingerprint of the dataset."""
+    """Raise ConfigError if the checkpoint has another fingerprint of the dataset."""
     recorded = saved.state.get("dataset_fingerprint")
     if recorded is None and warn:
         log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")

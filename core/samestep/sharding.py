@@ -36,7 +36,7 @@ ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
-RANDOM_NUMBERS = "random_numbers"  # field of a run's metadata: the method of dropout's random numbers, since 0.3
+RANDOM_NUMBERS = "random_numbers"  # field of a run's metadata: method of dropout's random numbers, from samestep 0.3
 PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead; computing 2048 is hardly slower than computing 128
 _BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) fit into a core's cache
 _MASK = 2**64 - 1

@@ -70,7 +70,7 @@ class StepSync:
         self._next_step = 0
 
     def start(self, step: int) -> None:
-        """Start after ``step`` updates. The first sync follows the next update."""
+        """Record that ``step`` updates are done. The first sync follows the next update."""
         self._last_step = step
         self._last_time = time.monotonic()
         self._next_step = step + 1

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-# In metrics.jsonl, the field ``phase`` of a straggler has one of these values.
+# A straggler's field ``phase`` in metrics.jsonl has one of these values, except COMMUNICATION.
 INPUT = "input"
 COMPUTE = "computing"  # ends with the step's last gradient
 COMMUNICATION = "waiting"

@@ -122,7 +122,7 @@ class Trace:
     copies: frozenset[str] = frozenset()
 
     def __init__(self, every: int, step: int, *, rank: int = 0, is_sharded: bool = False) -> None:
-        """Start after ``step`` updates.
+        """Prepare the trace of a run that has done ``step`` updates.
 
         Args:
             every: steps from one record to the next.
@@ -228,7 +228,7 @@ class TraceFile:
     """
 
     def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
-        """Truncate the file, if it exists.
+        """Open the file, if it exists, and delete the lines after step ``resumed_from``.
 
         Args:
             run_dir: folder of the run.

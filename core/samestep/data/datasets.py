@@ -283,7 +283,7 @@ def _caches() -> list[Path]:
     According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
 
     Raises:
-        ConfigError: the user can have neither cache.
+        ConfigError: neither cache is usable.
     """
     caches = []
     for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):

@@ -1,7 +1,7 @@
 """Download datasets to the user's cache, or generate the synthetic dataset.
 
 `datasets` imports this module only if a file is missing in the cache. Ranks do not import it, because the launch script
-has already completed the cache.
+has already filled the cache.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _locked(name: str, folder: Path) -> Iterator[None]:
         lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "rb", 0)
     with lock:
         _wait_for(lock, path, name)
-        for stale in folder.glob("*.part"):  # files of killed processes, because a running process holds the lock
+        for stale in folder.glob("*.part"):  # files of killed processes: a running process would hold the lock
             with contextlib.suppress(OSError):
                 stale.unlink()
         yield

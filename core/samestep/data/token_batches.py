@@ -38,10 +38,10 @@ def cut_by_tokens(lengths: Indices, indices: Indices, micro_tokens: int) -> list
 class TokenBatches(GlobalBatches):
     """Divide each epoch into steps of about ``step_tokens`` tokens, for samples of different lengths.
 
-    The samples of an epoch, in the epoch's order, form a sequence of tokens. S steps divide this sequence into S equal
-    parts, and step k contains the samples that begin in part k. Each sample is in one step of an epoch, each step has a
-    sample, and S is the same in every epoch. Ranks never divide a micro-batch, so each micro-batch is the same at any
-    world size.
+    The samples of an epoch, in the epoch's order, form a sequence of tokens. An epoch of S steps divides this sequence
+    into S equal parts, and step k contains the samples that begin in part k. Each sample is in one step of an epoch,
+    each step has at least one sample, and S is the same in every epoch. Ranks never divide a micro-batch, so each
+    micro-batch is the same at any world size.
 
     The loss is the mean over the target tokens of the global batch; see `num_losses`.
 

@@ -213,8 +213,8 @@ def _location(values: State) -> CodeLocation | None:
 def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State) -> float:
     """Return the age of a rank's heartbeat in seconds.
 
-    The clock of another host may differ. So the age of its heartbeat is the difference of two files' modification
-    times.
+    The clock of another host may differ. So the age of a heartbeat from another host is the difference of two files'
+    modification times.
     """
     if values["host"] == now["host"]:
         return max(0.0, time.time() - float(values["time"]))
@@ -462,7 +462,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
             ends DIAGNOSIS_BUDGET seconds earlier.
 
     Returns:
-        The diagnosis of the first rank that reported this hang, in one line; this rank's own if no rank has.
+        One line: the diagnosis of the first rank that reported this hang, which may be this rank.
     """
     write_json(folder, "hanging", dict(now), now["rank"])
     dump_state(folder, now)

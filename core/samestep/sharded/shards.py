@@ -26,7 +26,7 @@ class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
     The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. Each rank reads only the parts of
-    `StoredGroups` that it needs. Each weight is on one rank, so the ranks cannot compare weights.
+    `StoredGroups` that it needs. Most weights are on one rank, so the ranks cannot compare weights.
     """
 
     is_sharded = True

@@ -100,12 +100,12 @@ def save(
             None on all other ranks.
         keep: number of newest checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
-        report: see `checkpoint.wait_for_previous`.
-        before_commit: function that rank 0's thread calls; see `checkpoint.save`.
+        report: function that logs one line if this call waits; see `checkpoint.wait_for_previous`.
+        before_commit: function that rank 0's thread calls before it writes the manifest.
 
     Raises:
         NonRetryableError: this rank cannot save a value, or could not write the previous checkpoint. Earlier
-            checkpoints stay as they are.
+            checkpoints remain unchanged.
         RemoteRankError: another rank raised NonRetryableError.
     """
     part, parts = _begin(collectives, rank, folder, groups, body, report)  # collective
@@ -153,7 +153,7 @@ def finish(collectives: Collectives, rank: int) -> None:
 def write(
     collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write all ranks' files to the temporary folder of ``folder``, without a manifest. This call is a collective.
+    """Write each rank's files to the temporary folder of ``folder``, without a manifest. This call is a collective.
 
     Args:
         collectives: the collectives of the job.
@@ -341,11 +341,11 @@ def _collect(
         outcome: rank 0's own report.
 
     Returns:
-        True if the checkpoint is complete. False if rank 0 could not write, after the checkpoint's files are deleted.
-        Also False if this process fails during the wait, because other ranks may have ended.
+        True if the checkpoint is complete. False if rank 0 could not write; this function then deletes the checkpoint's
+        files. Also False if this process fails during the wait, because other ranks may have ended.
 
     Raises:
-        RemoteRankError: another rank could not write. The checkpoint's files are deleted.
+        RemoteRankError: another rank could not write. This function has deleted the checkpoint's files.
         NonRetryableError: a report is missing, and no rank writes for SILENCE seconds.
     """
     reports = _wait_for_reports(folder, parts, outcome)

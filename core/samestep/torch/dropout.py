@@ -66,8 +66,8 @@ def generator_states() -> list[Tensor]:
 def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Tensor:
     """Return 64 random bits, int64 [count], for each position. The bits are the same on any device.
 
-    The bits are SplitMix64's outputs for a counter, without its last step, which changes only low bits. The masks
-    remove the sign bits that torch shifts into an int64.
+    The bits are SplitMix64's outputs for a counter, without SplitMix64's last step, which changes only low bits. The
+    masks remove the sign bits that torch shifts into an int64.
 
     Args:
         key: offset of the counter, int64 [].

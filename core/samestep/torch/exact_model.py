@@ -55,8 +55,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         timer: timer that counts the time in which this rank waits for other ranks as communication.
 
     Raises:
-        ValueError: a module cannot be made exact; the message has its name. If a module draws random numbers in another
-            way, its first forward pass raises ValueError.
+        ValueError: a module cannot be made exact; the message has its name. If any other module draws random numbers,
+            its first forward pass raises ValueError.
     """
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():

@@ -24,8 +24,8 @@ class Seeded(Dataset[Any]):
     """Read ``dataset[index]`` with ``random``, ``numpy.random`` and torch seeded from (seed, epoch, index).
 
     Random flips and crops of an example are the same in any worker, batch or rank. A sampler of this package passes the
-    epoch with its indices; for other indices the epoch is 0. Outside workers, a read restores the states of the
-    generators. All other attributes are forwarded to the dataset.
+    epoch with its indices; for other indices the epoch is 0. A read outside a worker finally restores the generators'
+    states. All other attributes are forwarded to the dataset.
 
     Args:
         dataset: object with ``__getitem__`` and ``__len__``.
@@ -66,7 +66,7 @@ class Seeded(Dataset[Any]):
                 restore_generators(before)
 
     def _read_all(self, indices: Sequence[int]) -> list[Any]:
-        """Read examples. All seeds are computed together, which is ten times faster than one at a time."""
+        """Read examples. Compute all seeds together, which is ten times faster than one at a time."""
         epoch = getattr(indices, "epoch", 0)
         numbers = np.asarray(indices, np.int64)
         numbers = np.where(numbers < 0, numbers + len(self), numbers)
@@ -138,7 +138,7 @@ def collate_examples(examples: Any) -> Any:
 
 
 def read_first(dataset: Any) -> Any:
-    """Read a batch with only the first example, as a DataLoader's worker does."""
+    """Read a batch of only the first example, by the same method as a DataLoader's worker."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(index_array(np.zeros(1, np.int64), 0))
     return [dataset[0]]
@@ -254,7 +254,7 @@ class DataLoader(TorchDataLoader[Any]):
         return self.batch_sampler.state_dict() if isinstance(self.batch_sampler, GlobalBatchSampler) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the sampler's position to a saved state."""
+        """Set the sampler's position to the position in a saved state."""
         if isinstance(self.batch_sampler, GlobalBatchSampler):
             self.batch_sampler.load_state_dict(state)
 

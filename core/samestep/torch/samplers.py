@@ -349,7 +349,9 @@ class GlobalBatchSampler(Sampler[Indices]):
         return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the settings of the order of examples. Call this method after an optimizer step.
+        """Return the position, and the settings that determine the order of examples.
+
+        Call this method after an optimizer step.
 
         Raises:
             RuntimeError: no batches are counted, because the loop uses neither `samestep.torch.DataLoader` nor
@@ -388,8 +390,8 @@ class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
     Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless a
-    program computes ``blocks`` from the world size. Ranks may have different numbers of blocks. So without ``even``, an
-    evaluation must not communicate before its end.
+    program computes ``blocks`` from the world size. Ranks may have different numbers of blocks. Therefore an evaluation
+    without ``even`` must not communicate before its end.
 
     Args:
         dataset_len: number of examples.
