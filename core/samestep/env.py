@@ -552,7 +552,7 @@ def _is_on_one_node(world: World) -> bool:
 
 
 def _fill_single_node(world: World) -> World:
-    """Fill the unset fields of a world whose ranks are all on one node."""
+    """Return ``world``, whose ranks are all on one node, with its unset fields filled."""
     local_rank = world.local_rank
     if local_rank is None and world.world_size == 1:
         local_rank = 0

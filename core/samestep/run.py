@@ -315,7 +315,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # the event comes before the log's first line
+        if self.world.rank == 0:  # the event comes before the log line below
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         self.step_sync.start(self.first_step)
@@ -342,7 +342,7 @@ class Run:
         return trace
 
     def _describe_start(self, model: str, device: str, test_examples: int) -> str:
-        """Return the first line of the log."""
+        """Return the log line that describes the start of this process's training."""
         metadata = self.arithmetic.metadata
         processor = shown(metadata.get("gpus", metadata.get("device", device)), limit=200)
         place = device if processor == device else f"{device}: {processor}"

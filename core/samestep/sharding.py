@@ -358,8 +358,9 @@ class GlobalBatches:
 def step_seed(seed: int, step: int) -> int:
     """Compute the seed for one step's random numbers, such as dropout masks. All ranks compute the same seed.
 
-    The result depends only on the run's seed and the step, so checkpoints do not store it. If each rank draws the
-    numbers of the global batch and uses those of its own rows, dropout drops the same units at any world size.
+    The result depends only on the run's seed and the step, so checkpoints do not store it. Each rank can draw the
+    numbers of the global batch and use the numbers of its own rows. Dropout then drops the same units at any world
+    size.
 
     Args:
         seed: seed of the run, in [0, 2**64).

@@ -121,7 +121,7 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
         root.rename(temporary, f"{folder.name}/{name}")
     except OSError:  # a full disk must not stop the training; the next save raises the error
         with contextlib.suppress(OSError):
-            root.touch(f"{folder.name}/{name}")  # to the launch script, a rank with an old heartbeat is hung
+            root.touch(f"{folder.name}/{name}")  # the launch script treats a rank with an old heartbeat as hung
 
 
 def read_object(path: Path) -> dict[str, Any]:

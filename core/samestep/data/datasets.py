@@ -1,6 +1,6 @@
 """Find the files of datasets in their standard formats, and read them as uint8 arrays.
 
-MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary version.
+MNIST and Fashion-MNIST consist of four IDX files each. CIFAR-10 consists of six files in its binary version.
 
 `resolve` searches these places in order, for plain and gzipped files:
 

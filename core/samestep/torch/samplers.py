@@ -295,7 +295,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         """Divide the batch that the loop has received last into this rank's micro-batches.
 
         While the loop computes a micro-batch, `rows` returns the rows of this micro-batch. This method seeds the
-        generators again before each micro-batch, so that dropout masks do not depend on the division.
+        generators again before each micro-batch, so that dropout masks do not depend on the number of micro-batches.
 
         Args:
             batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, ...].
