@@ -18,8 +18,8 @@ AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # see `samestep.parts.Collec
 class Monitor:
     """The default monitor, which does nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
 
-    An app calls `expect_compilation` and `collective`, and calls `beat` after each evaluated batch. This package calls
-    all other methods.
+    A typical app calls only `expect_compilation`, `collective`, and `beat` after each evaluated batch. This package
+    calls the other methods.
 
     Attributes:
         last_collective: function that returns the name, number and state of this rank's last collective; None if the

@@ -108,7 +108,7 @@ class Root:
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
-        """Create a file and open it for writing. Delete an existing file or link with this name first."""
+        """Delete any file or link with this name, then create a file and open it for writing."""
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=descriptor)
@@ -136,7 +136,7 @@ class Root:
             return os.listdir(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or a folder. Replace an existing file with the new name."""
+        """Rename a file or a folder. An existing file with the new name is replaced."""
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
 
@@ -209,10 +209,10 @@ class Root:
 
 
 def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
-    """Try to take a lock by ``fcntl.lockf`` or ``fcntl.flock``.
+    """Try to acquire a lock by ``fcntl.lockf`` or ``fcntl.flock``.
 
     Returns:
-        Whether the lock was taken; None if the file system does not support locks.
+        Whether the lock was acquired; None if the file system does not support locks.
 
     Raises:
         OSError: the lock fails for another reason, such as EIO.

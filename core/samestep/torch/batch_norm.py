@@ -128,7 +128,8 @@ def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> Non
 
     Args:
         sums: float64 or float32 [k].
-        timer: timer that counts this call as communication, because a rank that waits here is not a straggler; or None.
+        timer: timer, or None. The timer counts this call as communication, because a rank that waits here is not a
+            straggler.
         group: process group of the ranks that get different data.
     """
     if torch.compiler.is_compiling():  # torch.compile cannot trace a timer
