@@ -2,7 +2,7 @@
 
 Main modules:
 
-* ``run`` manages a run from its restore to its result, and ``rundir`` manages its folder.
+* ``run`` manages a run from its restore to its result, and ``rundir`` manages the run's folder.
 * ``env`` detects the rank, the world size and the launcher.
 * ``options`` parses the command line.
 * ``sharding`` computes each rank's samples, and ``schedules`` computes learning rates.
@@ -24,15 +24,15 @@ __version__ = "0.3.0"
 
 
 class ConfigError(Exception):
-    """A mistake of the caller, described in one line with its remedy. The program then exits with code 2."""
+    """A mistake of the caller. The message has one line, with the remedy, and the program exits with code 2."""
 
 
 class NonRetryableError(Exception):
-    """A failure that a restart cannot fix, such as a full disk. The program then exits with code 1."""
+    """A failure that a restart cannot fix, such as a full disk. The program exits with code 1."""
 
 
 class RetryableError(Exception):
-    """A failure that a restart from the last valid checkpoint can fix. The program then exits with code 1.
+    """A failure that a restart from the last valid checkpoint can fix. The program exits with code 1.
 
     Attributes:
         repeated: the message to show if the next start fails in the same way.

@@ -1,4 +1,4 @@
-"""Record the versions and settings that affect rounding, and describe how they changed before a resume."""
+"""Record the versions and settings that affect rounding, and describe their changes since a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # not compared by `metadata_ch
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The settings of a process that affect the rounding of its sums. Each checkpoint stores them.
+    """The settings of a process that affect the rounding of its sums. Each checkpoint stores these settings.
 
     Attributes:
         threads: the value of OMP_NUM_THREADS; None if it is not set.

@@ -24,7 +24,7 @@ class BestEvaluation:
     """
 
     def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:
-        """Start with the ``state`` of a checkpoint.
+        """Restore the best evaluation from the ``state`` of a checkpoint.
 
         Args:
             state: the attribute ``state`` as a checkpoint stores it; None for a new run.
@@ -61,7 +61,7 @@ class BestEvaluation:
             self.state = {"step": step, name: value}
 
     def _metric(self, evaluation: Mapping[str, Any]) -> str:
-        """Return max:NAME or min:NAME for the metric to compare; "" without an accuracy or a loss."""
+        """Return max:NAME or min:NAME for the metric to compare; "" if the evaluation has neither accuracy nor loss."""
         if isinstance(self._keep_best, str):
             name = self._keep_best.partition(":")[2]
             if name in evaluation:
@@ -78,14 +78,14 @@ class BestEvaluation:
     def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
         """Write ``model-best.safetensors`` from the best evaluation's checkpoint.
 
-        Without an evaluation, or if the checkpoint is corrupt, warn instead.
+        If nothing was evaluated, or if the checkpoint is corrupt, log a warning instead.
 
         Args:
             run_dir: folder of the run.
             copy: function that writes the weights of a checkpoint's folder to a file.
 
         Returns:
-            Fields for the result, such as ``best_step``; {} without an evaluation.
+            Fields for the result, such as ``best_step``; {} if nothing was evaluated.
 
         Raises:
             NonRetryableError: a write fails, such as on a full disk.

@@ -1,4 +1,4 @@
-"""Decide which actions follow an update, by the number of the update."""
+"""Compute from an update's number which actions follow the update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cadence:
         evaluate_every: updates between evaluations; 0 evaluates only after each epoch.
         checkpoint_every: updates between checkpoints; 0 saves only after each epoch and the last update.
         steps_per_epoch: updates per epoch, at least 1.
-        last_step: updates of the whole run.
+        last_step: number of the run's last update.
         keep_best: whether to save after each evaluation, and to evaluate after the last update.
     """
 

@@ -2,12 +2,12 @@
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
 (``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the small state (running sums, elapsed
-seconds) and the options that a resume must repeat. To detect flipped bits, it also has the size and SHA-256 of
-every file, and a SHA-256 of itself. The folder is written under a temporary name, synced and renamed.
+seconds) and the options that a resume must repeat. To detect flipped bits, the manifest also has the size and SHA-256
+of every file, and a SHA-256 of itself. The folder is written under a temporary name, synced and renamed.
 
-Only rank 0 reads and writes checkpoints. An app then broadcasts the arrays, so the ranks need no shared disk. Every
-rank may call the functions that only compute, such as `weights_sha256` and `state_dict_diff`. For sharded models,
-`samestep.sharded` writes one file for each rank's shard.
+Only rank 0 calls the functions that read and write checkpoints. At a resume, rank 0 broadcasts the arrays, so the ranks
+need no shared disk. Every rank may call the functions that only compute, such as `weights_sha256`. For a sharded model,
+`samestep.sharded` replaces `save` and `read`, and each rank writes its shards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` report
 _pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
 _threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
 _is_wait_reported = False
-process_fails = threading.Event()  # set before an exit; threads then do not wait for ranks that may have ended
+process_fails = threading.Event()  # set before an exit, so that threads stop waiting for ranks that may have ended
 
 
 class CorruptCheckpoint(Exception):
@@ -129,7 +129,7 @@ def save(
         resume_invariants: options that a resume must repeat, as JSON values.
         keep: number of newest checkpoints to keep, at least 1.
         protected_step: step of another checkpoint to keep, or None.
-        report: see `wait_for_previous`.
+        report: function that logs one line if this call waits for the previous checkpoint; see `wait_for_previous`.
         before_commit: function that the thread calls before it renames the folder, to sync other files of the run.
 
     Returns:
@@ -137,7 +137,7 @@ def save(
 
     Raises:
         NonRetryableError: a value is invalid, or the previous checkpoint could not be written. Earlier checkpoints
-            stay as they are.
+            remain unchanged.
     """
     wait_for_previous(f"step {step}", report)
     if keep < 1:
@@ -180,13 +180,13 @@ def serialize(arrays: Arrays) -> bytes:
 
 
 def check_arrays(arrays: Arrays) -> None:
-    """Call `check_array` for each array."""
+    """Raise NonRetryableError unless a safetensors file can store every array exactly."""
     for name, array in arrays.items():
         check_array(name, array)
 
 
 def check_array(name: Any, array: Any) -> None:
-    """Raise NonRetryableError unless a safetensors file can store the array under this name without a change."""
+    """Raise NonRetryableError unless a safetensors file can store the array's name, dtype and bits exactly."""
     if not isinstance(name, str) or name == "__metadata__" or _SURROGATE.search(name):
         raise NonRetryableError(
             f"an array has the name {shown(repr(name))}, which no safetensors file can hold: rename it"
@@ -291,7 +291,8 @@ def wait_for_previous(what: str, report: Report = None, writer: int = 0) -> None
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    After a kill at any time, all checkpoints are complete, but the newest may be missing.
+    If the process is killed during this call, every checkpoint in the run dir is complete, but the new one may be
+    missing.
 
     Args:
         folder: final path of the checkpoint.
@@ -469,7 +470,7 @@ def newest(
         remedy: the last advice in the errors' messages; "" for the default.
 
     Raises:
-        NonRetryableError: all checkpoints are corrupt; a new run would silently replace the existing run.
+        NonRetryableError: all checkpoints are corrupt. A new run would silently replace the existing run.
         ConfigError: another version of this package wrote a checkpoint.
     """
     corrupt = []
@@ -534,7 +535,13 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the verified content of a manifest. Raises CorruptCheckpoint, OSError or ValueError."""
+    """Return the verified content of a manifest.
+
+    Raises:
+        CorruptCheckpoint: the manifest is too large, of another format or of another step, or its checksum is wrong.
+        OSError: the file cannot be read.
+        ValueError: the content is invalid.
+    """
     path = folder / _MANIFEST
     if path.stat().st_size > manifest.MAX_BYTES:
         raise CorruptCheckpoint(f"{_MANIFEST} is too large")
@@ -661,7 +668,7 @@ def _sha256(content: Content) -> str:
 
 
 def os_error_message(error: OSError) -> str:
-    """Describe an OSError with its path. For a full disk or a link, describe the remedy."""
+    """Return a message for an OSError, with its path. For a full disk or a link, the message has the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     if isinstance(error, LinkError):

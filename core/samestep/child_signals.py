@@ -1,10 +1,10 @@
-"""Keep the child processes of a rank alive when a stop signal reaches the whole process group.
+"""Keep the child processes of a rank alive when a stop signal reaches the process group.
 
-Slurm, a terminal and ``kill -- -PGID`` signal the rank and all its children. If a data loader's worker ended, the rank
-would fail before the ranks have saved a step. Therefore each child that a rank forks, or that `multiprocessing` starts
-by any method, blocks the stop signals. A thread of the child receives the signals with their sender. Signals from the
-child's parent, such as by `multiprocessing.Process.terminate`, and from the child itself take effect. Signals from
-other processes take effect once the parent has ended.
+Slurm, a terminal and ``kill -- -PGID`` send signals to the rank and all its children. If the signal ended a data
+loader's worker, its rank would fail before the ranks have saved a checkpoint. Therefore each child that a rank forks,
+or that `multiprocessing` starts by any method, blocks the stop signals. A thread of the child receives each signal and
+the process id of its sender. Signals from the child's parent (as by `multiprocessing.Process.terminate`) and from the
+child itself take effect. Signals from other processes take effect once the parent has ended.
 
 A program inherits its signal mask from the process that executes it. Therefore this module wraps Python's functions
 that execute programs, so that such programs start with the original mask. This module uses the standard library only.
@@ -27,7 +27,7 @@ FOREVER = 1e6  # seconds
 PENDING_SECONDS = 1.0  # maximum seconds that a parent waits for a pending signal before it sends the same signal
 _CONFIG_NAME = "samestep_signals"  # key in the configuration that multiprocessing sends to each child
 
-# These variables are global because the signal mask that they describe belongs to the process.
+# These variables are global because they describe this process and its threads.
 _is_installed = False
 _blocks = False  # whether this process is a child that blocks the stop signals
 _thread = threading.local()  # attributes: mask and pid before a fork, and whether the thread executes a program
@@ -120,7 +120,7 @@ def _protect_started(creator: int) -> _StartedChild:
 
 
 def _waiting_for_pending(call: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a function that signals a child, so that it first waits until the same signal is no longer pending.
+    """Wrap a function that signals a child, so that the call first waits while the same signal is pending.
 
     While a signal is pending, the system drops further signals with its number. The wait ends after PENDING_SECONDS.
     """
@@ -158,7 +158,7 @@ def _after_fork_in_child() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks only for a preexec_fn
+    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks only if it has a preexec_fn
         signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
     else:
         _protect(_thread.pid)

@@ -1,7 +1,7 @@
 """Detect this process's place in the job (rank, world size, launcher) from environment variables.
 
 The variables of several launchers may be set at the same time, such as with torchrun under srun, or mpirun in a Slurm
-job. `detect` reads the variables of one launcher and never mixes two. The table `_LAUNCHERS` lists all variables, in
+job. `detect` takes all values from the variables of one launcher. The table `_LAUNCHERS` lists all variables, in
 order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.
@@ -142,7 +142,7 @@ _LAUNCHERS = (
              others="HOROVOD_HOSTNAME HOROVOD_ELASTIC",
              command="{python} -m horovod.runner.launch --gloo -np {nproc} --disable-cache {python}",
              module="horovod", line_prefix=r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"),
-    # torch 2.13. If another job has left TORCHELASTIC_USE_AGENT_STORE, rank 0 waits for a store that nobody serves.
+    # torch 2.13. If another job has left TORCHELASTIC_USE_AGENT_STORE, rank 0 waits for a store that no process serves.
     Launcher("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
              "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
              others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
@@ -178,13 +178,14 @@ _LAUNCHERS = (
     # Hydra, the mpiexec of MPICH. `srun --mpi=pmi2` also sets PMI_*, but Slurm's own variables give more values.
     Launcher("mpich", "mpi", "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS", unless=_SLURM_STEP,
              others="PMI_FD"),
-    # srun. A batch script also has SLURM_PROCID=0 and SLURM_NTASKS. But it is a single process without a step.
+    # srun sets these variables. A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but it is one process without
+    # a step.
     Launcher("slurm", "slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS", "SLURM_LOCALID -",
              "SLURM_NODEID SLURM_STEP_NUM_NODES|SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE",
              restarts="SLURM_RESTART_COUNT", markers=_SLURM_STEP,
              allocation="SLURM_NTASKS SLURM_NNODES SLURM_TASKS_PER_NODE SLURM_RESTART_COUNT",
              batch="SLURM_PROCID SLURM_LOCALID SLURM_NODEID"),
-    # These variables are exported on Ascend without a launcher. There, DEVICE_ID is the index of a card, not a local
+    # Users of Ascend export these variables if they use no launcher. DEVICE_ID is then the index of a card, not a local
     # rank.
     Launcher("rank table", "exported", "RANK_ID RANK_SIZE", address="- -", unless=f"RANK WORLD_SIZE {_PET}",
              proof="RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH"),
@@ -268,8 +269,8 @@ def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
 def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment; if LOCAL_RANK shows that a launcher has set RANK and WORLD_SIZE, remove these variables.
 
-    If NNODES is not set, this function then also removes MASTER_ADDR and MASTER_PORT, because torchrun's port is in use
-    until the other job ends.
+    If LOCAL_RANK is set and NNODES is not, this function also removes MASTER_ADDR and MASTER_PORT. The job that set
+    them is still running, and its port is in use.
     """
     if not environ.get("LOCAL_RANK"):
         return environ
@@ -340,7 +341,7 @@ def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
     """Return (rank, world size) of a launcher; (0, 0) if they are incomplete or malformed.
 
     If the launcher sets an index but no size, the size is at least index + 1. The pods of an Indexed Job may train
-    alone, so their index does not count.
+    alone, so their index is ignored.
     """
     try:
         rank, size = _pair(env, spec.rank)
@@ -374,7 +375,7 @@ def _check_alone(env: dict[str, str]) -> None:
 
 
 def _is_index(env: dict[str, str], name: str, known: set[str]) -> bool:
-    """Return whether a variable's value is a whole number, and its name is in ``known`` or matches _INDEX_NAME."""
+    """Return whether a variable's value is an integer, and its name is in ``known`` or matches _INDEX_NAME."""
     if not re.fullmatch("[0-9]{1,10}", env[name]):
         return False
     return name in known or _INDEX_NAME.fullmatch(name) is not None
@@ -408,7 +409,7 @@ def _msrun(env: dict[str, str], spec: Launcher) -> World:
         return replace(_read({**env, "MS_NODE_ID": "0"}, spec), rank=-1, role="scheduler")
     if "MS_NODE_ID" not in env:
         raise EnvError(f"{shown} but MS_NODE_ID is unset, so the rank is unknown: give msrun --node_rank")
-    # msrun sets DEVICE_ID to the local rank. If workers are started by hand, DEVICE_ID is the index of any card.
+    # msrun sets DEVICE_ID to the local rank. If a user starts workers by hand, DEVICE_ID may be the index of any card.
     world = _read(env, spec)
     device = _number(env, "DEVICE_ID")
     if device is None or device >= size:
@@ -419,7 +420,7 @@ def _msrun(env: dict[str, str], spec: Launcher) -> World:
 def _horovodrun(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
     # The cross size is the number of nodes if all hosts run the same number of processes. No variable states whether
-    # they do. The product is misleading only for rare combinations of hosts, such as 1, 3 and 4 slots.
+    # they do. The test below is wrong only for rare combinations of hosts, such as 1, 3 and 4 slots.
     is_even = (world.local_world_size or 0) * (world.node_count or 0) == world.world_size
     if is_even:
         return world
@@ -462,7 +463,7 @@ def _slurm(env: dict[str, str], spec: Launcher) -> World:
         world_size += repeat * tasks
     if (node_count, world_size) == (world.node_count, world.world_size):
         return replace(world, local_world_size=here)
-    if lists == ["SLURM_TASKS_PER_NODE"]:  # the list may describe the whole job instead of this step
+    if lists == ["SLURM_TASKS_PER_NODE"]:  # the list may describe the job instead of this step
         return world
     shown = _show(env, f"{spec.rank} {spec.node} {spec.tasks}")
     raise EnvError(f"slurm's variables contradict each other: {shown}: leave them to srun")
@@ -532,7 +533,11 @@ def _read(env: dict[str, str], spec: Launcher) -> World:
 
 
 def _complete(env: dict[str, str], spec: Launcher, world: World) -> World:
-    """Return ``world`` with all fields that follow from other fields. Raise EnvError if they contradict each other."""
+    """Return ``world`` with all fields that follow from other fields.
+
+    Raises:
+        EnvError: the fields contradict each other.
+    """
     if world.role == "worker" and _is_on_one_node(world):
         world = _fill_single_node(world)
     if not _is_consistent(world):
@@ -547,7 +552,7 @@ def _is_on_one_node(world: World) -> bool:
 
 
 def _fill_single_node(world: World) -> World:
-    """Fill the unset fields of a world whose ranks are all on one node."""
+    """Return ``world``, whose ranks are all on one node, with its unset fields filled."""
     local_rank = world.local_rank
     if local_rank is None and world.world_size == 1:
         local_rank = 0
@@ -571,7 +576,11 @@ def _is_consistent(world: World) -> bool:
 
 
 def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | None, int | None]:
-    """Return (rank, size), with rank < size. Raise EnvError if only one is set, or a marker is set without both."""
+    """Return (rank, size), with rank < size; (None, None) if neither variable is set.
+
+    Raises:
+        EnvError: only one of the variables is set, a marker is set without both, or a value is out of range.
+    """
     rank_name, size_name = _names(env, names)
     unset = [name for name in (rank_name, size_name) if name not in env and name != "-"]
     causes = _set(env, f"{names} {markers}")
@@ -585,7 +594,7 @@ def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | Non
 
 
 def _number(env: dict[str, str], name: str, low: int = 0, high: int = 2**31 - 1) -> int | None:
-    """Return a variable as an int in [low, high]; None if it is unset. The default limit is a C int, as in MPI."""
+    """Return a variable as an int in [low, high]; None if it is unset. By default, ``high`` is the largest C int."""
     if name not in env:
         return None
     # int() alone accepts "1_0", "+1" and digits of other scripts, and raises another error for 5,000 digits.
@@ -614,7 +623,7 @@ def _set(env: dict[str, str], names: str) -> list[str]:
 
 
 def _show(env: dict[str, str], names: str) -> str:
-    """Return ``A='1', B='2'`` for the variables that are set, on one line. Long values are cut off."""
+    """Return ``A='1', B='2'`` for the variables that are set, on one line. Truncate long values."""
     shown = []
     for name in _set(env, names):
         rest = "..." if len(env[name]) > 60 else ""

@@ -17,7 +17,7 @@ from samestep.root import Root
 
 FILE_NAME = "events.jsonl"
 START = "start"  # the first step begins; the event has the fields step, last_step and ranks
-SIGNAL = "signal"  # the run stopped as requested
+SIGNAL = "signal"  # a stop signal ended the run
 HANG = "hang"
 MEMBERS = "members"  # ranks joined or left during training
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
@@ -27,12 +27,13 @@ KINDS = (START, SIGNAL, HANG, MEMBERS, ROLLBACK, DAMAGE, FAILURE)
 
 
 def append_event(folder: Path, kind: str, **fields: Any) -> None:
-    """Append one event to the file. Errors are ignored, because the reported failure matters more.
+    """Append one event to the file. Ignore an OSError, because a lost event must not end a run.
 
     Args:
         folder: the run dir's ``log`` folder.
         kind: kind of the event, one of KINDS.
-        **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
+        **fields: JSON values. An event of any kind may have ``rank``, ``step`` (updates done) and ``text`` (one line
+            for readers).
     """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Record why a start of a job failed, so that the launch script can detect that the next start fails in the same way.
+"""Record why a start of a job failed, so that the launch script detects whether the next start fails in the same way.
 
 The file ``log/failure`` holds the exception of the first rank that failed. A rank that lost its connection to another
-rank does not count, because its failure is a consequence. This module uses the standard library only.
+rank records no exception, because its failure follows from another failure. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     text: str
 
     def is_same(self, other: Failure | None) -> bool:
-        """Return whether both failures have the same step and error. Ranks, addresses, ports and ids may differ."""
+        """Return whether step, error and text of both failures are equal, except for ranks, addresses, ports, ids."""
         return other is not None and self._constant == other._constant
 
     @property

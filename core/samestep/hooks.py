@@ -33,19 +33,20 @@ def _start(options: Any, dataset: str, step: int) -> None:
 class AppHooks(Generic[Kind]):
     """The properties and functions that an app's launch script uses. All of them have defaults.
 
-    End an app's options.py with ``HOOKS: AppHooks[Options] = AppHooks(...)``. To prevent a start, a function raises
-    ConfigError.
+    End an app's options.py with ``HOOKS: AppHooks[Options] = AppHooks(...)``. To prevent a start, raise ConfigError in
+    one of the functions.
 
     Attributes:
-        commands: description of each of the app's commands, by name. A command follows N on the command line.
+        commands: description of each of the app's commands, by name. A command follows the number of ranks on the
+            command line.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         equal_ranks: whether the launcher requires the same number of ranks on each machine.
         may_differ: names of options that may differ between machines.
         late_machines: whether the launcher continues without a lost machine, which may rejoin later.
         check_ranks: function that checks the options for N ranks on a machine.
         check_installed: function that checks, in the app's environment, the installed packages for N ranks.
-        setup_environment: function that returns the variables for setup.sh. Different values build different
-            environments.
+        setup_environment: function that returns the variables for setup.sh, which builds an environment for each
+            combination of values.
         find_machines: function that returns (number of machines, index of this machine from 0) if a file of the
             launcher lists the machines; else None.
         check_start: function that checks the name of the dataset and the first step before a start.

@@ -43,7 +43,7 @@ _SCHEMA = {
 class JobInfo:
     """The values that a launch script passes to the processes of one start of a job.
 
-    Without a launch script, all values are empty.
+    Without a launch script, all values are the defaults.
 
     Attributes:
         job: name of this start, which is the same on all machines.
@@ -53,7 +53,7 @@ class JobInfo:
         ranks: requested number of ranks; None if the job uses several machines.
         machines: requested number of machines; None if the job uses one machine.
         errors: descriptor, in the launch script, to which ranks write errors.
-        tmpdir: TMPDIR of the caller; the job's TMPDIR is a new folder.
+        tmpdir: the user's TMPDIR; the job's TMPDIR is a new folder.
         timeout: seconds without progress until a job ends as hung, the default of --timeout.
         grace: seconds from a stop request until the job is killed, the default of --grace.
         control: descriptor of a fork server's socket to the launch script; not passed to ranks.

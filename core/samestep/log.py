@@ -40,7 +40,7 @@ for _name in ("stdin", "stdout", "stderr"):  # otherwise the next opened file ge
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(os.devnull, "r+", errors="backslashreplace"))
 
-# These variables are global because the file descriptors that they describe belong to the process.
+# These variables are global because a process has one console and one log file.
 _console: IO[str] = sys.stdout
 _console_errors: IO[str] = sys.stderr
 _folder: Path | None = None
@@ -72,8 +72,8 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     _folder = run_dir.resolve() / "log"
     _monitor = monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script: horovodrun prefixes each line, and Paddle
-    # and msrun write files. So ranks write to the launch script's own descriptors. Then `isatty` finds a terminal, and
-    # the result is the last line.
+    # and msrun write files. Therefore ranks write to the launch script's own descriptors, so that `isatty` detects a
+    # terminal and the result is the last line.
     _console = _open_launch_script_file(1, 1)
     _console_errors = _open_launch_script_file(_job_info().errors, 2)
     path = _folder / f"rank-{rank}.log"
@@ -101,7 +101,7 @@ def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
 
 
 def info(text: str) -> None:
-    """Log a line to this rank's file, and on rank 0 also to the console."""
+    """Log a line to this rank's file. On rank 0, also print the line on the console, unless --quiet is set."""
     _to_file(text)
     if _rank == 0 and not _quiet:
         _to_console(_console, text)
@@ -190,7 +190,7 @@ def _report_unknown(problem: Exception, summarize_error: Callable[[str], str]) -
     summary += "".join(remedy(str(problem)) for remedy in remedies)
     _record_failure(problem, f"rank {_rank}: {summary}")
     event_text = ""
-    if failures.is_lost_connection(problem):  # a framework's message names files of its own source
+    if failures.is_lost_connection(problem):  # a framework's message contains paths of its source files
         event_text = f"rank {_rank}: lost the connection to another rank{where}"
     error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}", event_text=event_text)
     _flush(sys.stderr)
@@ -206,7 +206,7 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
     """Exit with the code of a stop signal, from any thread.
 
     If ``is_final``, the launch script does not restart the job. Each write has a timeout, because the console may be a
-    pipe that nobody reads, and a disk may hang.
+    pipe that no process reads, and a disk may hang.
     """
     if is_final:
         call_with_timeout(1.0, no_restart, stopped.exit_code)
@@ -245,7 +245,7 @@ def no_restart(code: int) -> None:
 
 
 def _record_failure(problem: Exception, line: str) -> None:
-    """Record the failure for the launch script, if the monitor knows the step."""
+    """Record the failure for the launch script, if the step is known."""
     folder = _job_folder()
     job = _job_info().job
     if folder and job and _monitor.step is not None:
@@ -261,14 +261,14 @@ def _job_folder() -> Path | None:
 
 
 def _job_info() -> JobInfo:
-    """Return the launch script's job information; empty if it is missing or damaged (the options report damage)."""
+    """Return the launch script's job information; defaults if it is missing or damaged (the options report damage)."""
     with contextlib.suppress(ConfigError):
         return JobInfo.from_environ(os.environ)
     return JobInfo()
 
 
 def progress(total: int, done: int) -> tqdm[Any]:
-    """Return a progress bar over steps. Only rank 0 shows the bar, and only on a terminal."""
+    """Return a progress bar over steps. Only rank 0 shows the bar, on a terminal and without --quiet."""
     global _bar
     hide = _rank != 0 or _quiet or not _console.isatty()
     _bar = tqdm(total=total, initial=done, unit="step", file=_console, disable=hide, leave=False, dynamic_ncols=True)

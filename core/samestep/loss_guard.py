@@ -16,7 +16,8 @@ from samestep.monitor import Monitor
 class LossGuard:
     """Check whether the numbers of a run are finite.
 
-    A flipped bit makes a number NaN or infinite once. If the learning rate is too high, a restart repeats the failure.
+    If a flipped bit has made a number NaN or infinite, a restart computes the correct number. If the learning rate is
+    too high, the failure recurs after the restart.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -29,10 +30,11 @@ class LossGuard:
         self._monitor.check_losses(losses, step)
 
     def check_evaluation(self, evaluation: Mapping[str, Any], step: int, is_of_update: bool = False) -> dict[str, Any]:
-        """Return the evaluation with None in place of NaN and infinity. Warn at the first such evaluation.
+        """Return the evaluation with None in place of NaN and infinity. Log a warning at the first such evaluation.
 
-        If weights grow too large, batch normalization keeps the training loss finite. In evaluations, activations
-        overflow with the running statistics. A flipped bit also makes an evaluation infinite, but only once.
+        If weights grow too large, batch normalization keeps the training loss finite. An evaluation uses the running
+        statistics instead, so its activations overflow. A flipped bit can also make an evaluation infinite, but only
+        once.
 
         Args:
             evaluation: numbers by name.

@@ -1,7 +1,7 @@
 """Check the values in a checkpoint's manifest, with the same checks for saving and reading.
 
 `seal` applies `verify` to a manifest before a save returns. `checkpoint.read` applies `verify` to a stored manifest.
-Therefore each accepted save can be read, with the same values.
+Therefore every checkpoint that a save accepts can be read, with the same values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from samestep.untrusted import shown
 FORMAT = 1
 MAX_BYTES = 2**27  # maximum size of a manifest, which lists each rank's part of each sharded array
 MAX_DEPTH = 100  # maximum depth of nested lists and objects, because the decoder's own limit varies
-MAX_BITS = 14_000  # maximum size of an integer, because Python does not parse more than 4,300 digits
+MAX_BITS = 14_000  # maximum bits of an integer, because Python does not parse more than 4,300 digits
 STEP = untrusted.integer(0, 2**62)
 STEP_FOLDER = re.compile(r"step-(\d{8,19})")
 _FILE_NAME = re.compile(r"[a-z_]{1,200}(-[0-9]{5,9})?\.safetensors")
@@ -46,7 +46,7 @@ _STATE: dict[str, untrusted.Check] = {
 }
 _FILE = {"size": untrusted.integer(0, 2**62), "sha256": untrusted.text(64)}
 Path = tuple[Union[str, int], ...]  # keys and indices that lead to a value
-_NAMES = {"arithmetic": "resume_invariants"}  # names in a manifest that differ from the parameters' names
+_NAMES = {"arithmetic": "resume_invariants"}  # names in a manifest that differ from the parameters of `checkpoint.save`
 
 
 def verify(body: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
             they would be read as the base type.
 
     Raises:
-        NonRetryableError: a value cannot be read, or would be read as another value; the message names the value.
+        NonRetryableError: a value cannot be read, or would be read as another value; the message has the value's path.
     """
     body = {"format": FORMAT, "files": {}, "pieces": {}, **body}
     try:

@@ -63,7 +63,7 @@ class Metrics:
         for line in untrusted.read_bytes(self._path).splitlines():
             if len(line) > untrusted.MAX_BYTES:
                 continue
-            with contextlib.suppress(ValueError, TypeError, AttributeError):  # the line is invalid, or was cut off
+            with contextlib.suppress(ValueError, TypeError, AttributeError):  # the line is invalid or truncated
                 values = untrusted.parse_object(line)
                 header = {"step": 0, **values}
                 untrusted.check(values.get("resumed", header), schema)
@@ -80,7 +80,7 @@ class Metrics:
             self._file.write(json.dumps(values) + "\n")
 
     def sync(self) -> None:
-        """Sync the files to the disk. A checkpoint's thread calls this method before it writes the checkpoint."""
+        """Sync the files to the disk. A checkpoint's thread calls this method before it writes the manifest."""
         os.fsync(self._file.fileno())
         self.losses.sync()
         self.trace.sync()

@@ -1,4 +1,4 @@
-"""Define the interface of a run's monitor, and a default that watches nothing."""
+"""Define the interface of a run's monitor, and a default monitor, which does nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # see `samestep.parts.Collec
 
 
 class Monitor:
-    """A monitor that watches nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
+    """The default monitor, which does nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
 
-    An app calls `expect_compilation` and `collective`, and calls `beat` after each evaluated batch. This package calls
-    all other methods.
+    A typical app calls only `expect_compilation`, `collective`, and `beat` after each evaluated batch. This package
+    calls the other methods.
 
     Attributes:
         last_collective: function that returns the name, number and state of this rank's last collective; None if the
@@ -53,7 +53,7 @@ class Monitor:
         return contextlib.nullcontext()
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        """Search for stragglers on rank 0, by all ranks' phase seconds since the last call.
+        """Search for stragglers on rank 0, by the seconds that all ranks' phases took since the last call.
 
         Args:
             step: number of updates done.
@@ -65,7 +65,7 @@ class Monitor:
         return []
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise RetryableError if a loss is NaN or infinite, or NonRetryableError if a restart did not help."""
+        """Raise RetryableError if a loss is NaN or infinite, or NonRetryableError if this recurs after a restart."""
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Raise RetryableError on every rank unless all ranks have the same bits in every array of ``groups``.

@@ -44,12 +44,12 @@ BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": 
 class Options(argparse.Namespace):
     """The parsed options, and settings of the parser as slots.
 
-    ``vars(options)`` omits the slots and all options that the app does not offer. Class attributes provide neutral
-    values for options that the app does not offer.
+    ``vars(options)`` omits the slots and all options that the app does not offer. Class attributes are the values of
+    common options that the app does not offer.
 
     Attributes:
         RESULT_FIELDS: options that every result contains.
-        default_dataset: the dataset to use if neither the user nor a checkpoint names a dataset.
+        default_dataset: the dataset to use if neither the user nor a checkpoint specifies a dataset.
         resolve_dataset: the app's function that replaces `samestep.data.datasets.resolve`, or None.
         resume_mutable: the app's own options that a resume may change.
         resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
@@ -255,7 +255,7 @@ class Option:
     Attributes:
         help: a noun phrase or an imperative, with the unit. The default is appended unless the text contains it.
         group: title of the option's group, one of GROUPS.
-        may_change: whether a resume may change the option, because it does not affect the arithmetic of a step.
+        may_change: whether a resume may change the option.
         argument: further keywords of `argparse.ArgumentParser.add_argument`.
     """
 
@@ -300,7 +300,7 @@ def absent_option(value: Any) -> Any:
 
 
 def lr_option(default: str, value: float | None = None) -> Any:
-    """Declare --lr with the default ``value``, which the text ``default`` describes, such as "0.1 with sgd"."""
+    """Declare --lr. In --help, the text ``default``, such as "0.1 with sgd", describes the default ``value``."""
     return option(value, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
 
 
@@ -326,7 +326,10 @@ def keep_best_option(*metrics: str) -> Any:
 
 
 def start_method_option(default: str | None = None) -> Any:
-    """Declare --start-method, by which torchrun's agent starts ranks. With None, the launcher chooses the method."""
+    """Declare --start-method, the method by which torchrun's agent starts ranks.
+
+    If ``default`` is None, the launcher chooses the method.
+    """
     shown_default = default or "fork; exec on a machine with an NVIDIA driver"
     help = (
         f"fork imports the program once and forks the ranks; exec starts a Python per rank (default: {shown_default})"
@@ -507,7 +510,7 @@ Kind = TypeVar("Kind", bound=CommonOptions)
 
 
 def options_of(kind: type[CommonOptions]) -> dict[str, Option]:
-    """Return the options of a class by field. A field that only changes the default keeps its base class's option."""
+    """Return the options of a class by field. A subclass that only changes a default keeps its base class's option."""
     found: dict[str, Option | None] = {}
     for base in reversed(kind.__mro__):
         for each in vars(base).get("__dataclass_fields__", {}).values():
@@ -555,7 +558,7 @@ def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
 
 
 def _set_defaults_of_launcher(parser: Parser) -> None:
-    """Set the defaults of --run-dir, --timeout and --grace to the values that a launch script passes on."""
+    """Set the defaults of --run-dir, --timeout and --grace to the values from a launch script."""
     info = JobInfo.from_environ(os.environ)
     parser.set_defaults(
         run_dir=info.run_dir or None,
@@ -564,8 +567,8 @@ def _set_defaults_of_launcher(parser: Parser) -> None:
     )
 
 
-# A resume may change these options, because they do not affect the arithmetic of a step. Every other option must have
-# the checkpoint's value, except the options in an app's `resume_mutable`.
+# A resume may change these options. Most of them do not affect the arithmetic of a step; device and threads may affect
+# its rounding. Every other option must have the checkpoint's value, except the options in an app's `resume_mutable`.
 RESUME_MUTABLE = frozenset(
     [
         "share_gpu",
@@ -732,7 +735,7 @@ class _LocalRank(argparse.Action):
 def add_local_rank(parser: argparse.ArgumentParser) -> None:
     """Add --local-rank, which torch.distributed.launch passes in addition to the variable LOCAL_RANK.
 
-    Before torch 2.0 the option was --local_rank. Parsing raises ConfigError if the option and the variable differ.
+    Before torch 2.0, the option was --local_rank. The parser raises ConfigError if the option and the variable differ.
     """
     hidden = argparse.SUPPRESS
     parser.add_argument("--local-rank", "--local_rank", action=_LocalRank, default=hidden, help=hidden)

@@ -28,10 +28,17 @@ class Collectives(Protocol):
     """The collectives that a run uses. An app's ``distributed`` module implements them."""
 
     def broadcast(self, content: bytes) -> bytes:
-        """Return rank 0's ``content`` on every rank."""
+        """Return rank 0's ``content`` on every rank. This call is a collective."""
 
     def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+        """Gather the rows of all ranks on every rank. This call is a collective.
+
+        Args:
+            row: this rank's row [k], of any numeric dtype.
+
+        Returns:
+            The rows [world_size, k], in the order of ranks and with the same bits.
+        """
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Progress:
     Attributes:
         batches: the global batches of the run.
         first_step: updates done before this start.
-        last_step: updates of the whole run.
+        last_step: number of the run's last update.
         step: updates done.
         train_loss: the mean loss over the epoch so far, at the last log line; None before the first line.
         train_accuracy: the accuracy over the epoch so far, at the last log line; None if the app does not count
@@ -35,12 +35,12 @@ class Progress:
         seconds: float = 0.0,
         keep_best: bool | str = False,
     ) -> None:
-        """Start after ``first_step`` updates.
+        """Restore the counters of a run that has done ``first_step`` updates.
 
         Args:
             batches: the global batches of the run.
             first_step: updates done before this start.
-            last_step: updates of the whole run.
+            last_step: number of the run's last update.
             state: the result of `state` that the checkpoint stores; {} for a new run.
             seconds: the total duration of earlier starts.
             keep_best: the value of --keep-best.
@@ -76,7 +76,7 @@ class Progress:
         return [(step + 1, loss_sum / self.batches.num_losses(step)) for step, loss_sum in losses]
 
     def add(self, totals: Totals) -> dict[str, Any]:
-        """Add the totals since the last log line; return the fields of the new line, in the order of metrics.jsonl."""
+        """Add the totals since the last log line, and return the fields of the new line in metrics.jsonl's order."""
         batches = self.batches
         epoch = batches.epoch(self.step - 1)
         samples = batches.samples_seen(self.step)

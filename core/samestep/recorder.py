@@ -32,7 +32,7 @@ class Recorder:
         """Show a progress bar from ``first_step`` to ``last_step``.
 
         Args:
-            last_step: number of updates of the whole run.
+            last_step: number of the run's last update.
             first_step: number of updates done.
             metrics: the file for lines and losses, or None.
             trace: the trace to write, or None.
@@ -72,7 +72,7 @@ class Recorder:
             self.metrics.losses.write(records)
 
     def write_trace(self, all_gather: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
-        """Append the trace since the last sync to log/trace.jsonl. If the model is sharded, the call is collective.
+        """Append the trace since the last sync to log/trace.jsonl. If the model is sharded, the call is a collective.
 
         Args:
             all_gather: the function `samestep.parts.Collectives.all_gather`.

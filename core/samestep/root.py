@@ -1,8 +1,8 @@
 """Open, create, rename and delete files below an untrusted folder, such as a run dir.
 
-`Root` opens a path one folder at a time, each relative to its parent's descriptor and with O_NOFOLLOW. An open fails
-at a link below the root folder. So a name in a run dir cannot lead to a file outside, even if another program replaces
-a folder in the meantime. This module uses the standard library only.
+`Root` opens a path one folder at a time, each relative to its parent's descriptor and with O_NOFOLLOW. `Root` does not
+follow links below the root folder. Therefore a name in a run dir cannot lead to a file outside, even if another program
+replaces a folder in the meantime. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Root:
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND), "ab", buffering=0)
 
     def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
-        """Create a file and open it for writing. Delete an existing file or link with this name first."""
+        """Delete any file or link with this name, then create a file and open it for writing."""
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=descriptor)
@@ -136,7 +136,7 @@ class Root:
             return os.listdir(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or a folder. Replace an existing file with the new name."""
+        """Rename a file or a folder. An existing file with the new name is replaced."""
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
 
@@ -144,7 +144,8 @@ class Root:
         """Exchange the names of two folders atomically.
 
         Returns:
-            False if a folder is missing, or the system cannot exchange names (only Linux can).
+            True if the names are exchanged; False if a folder is missing, or the system cannot exchange names (only
+            Linux can).
 
         Raises:
             NotADirectoryError: a name is a file or a link.
@@ -195,7 +196,7 @@ class Root:
             False if this file system cannot sync folders, else True.
 
         Raises:
-            OSError: any other error, such as EIO.
+            OSError: the sync fails for another reason, such as EIO.
         """
         with self.folder(name) as descriptor:
             try:
@@ -208,13 +209,13 @@ class Root:
 
 
 def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
-    """Try to take a lock by ``fcntl.lockf`` or ``fcntl.flock``.
+    """Try to acquire a lock by ``fcntl.lockf`` or ``fcntl.flock``.
 
     Returns:
-        Whether the lock was taken; None if the file system does not support locks.
+        Whether the lock was acquired; None if the file system does not support locks.
 
     Raises:
-        OSError: any other error, such as EIO.
+        OSError: the lock fails for another reason, such as EIO.
     """
     try:
         lock(*arguments)
@@ -244,7 +245,11 @@ def _allow_existing(allowed: bool) -> Iterator[None]:
 
 
 def _is_folder(leaf: str, descriptor: int) -> bool:
-    """Return whether the folder exists. Raises NotADirectoryError if the name is a file or a link."""
+    """Return whether the folder exists.
+
+    Raises:
+        NotADirectoryError: the name is a file or a link.
+    """
     try:
         status = os.stat(leaf, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:

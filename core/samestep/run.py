@@ -1,6 +1,6 @@
 """Manage one rank's run, from its restore to its result, in the same way for every framework.
 
-An app trains and reports numbers to its `Run`, which returns the actions that follow. Ranks communicate about the run
+An app trains and passes its numbers to a `Run`, which returns the actions to do next. Ranks communicate about the run
 through two functions of the app's ``distributed`` module.
 
 `Run` handles only numbers, JSON and numpy arrays. It calls the functions of the app's `Parts` and the two functions of
@@ -105,7 +105,7 @@ class Restored:
 class Run:
     """Manage a run from its restore to its result.
 
-    Call `restore` and `start`, which set the attributes below, then train, and call `finish` and `report` last::
+    Call `restore` and `start`, which set the attributes below. Then train, and call `finish` and `report` last::
 
         for batch in run.batches(loader):
             ...  # one update
@@ -174,7 +174,10 @@ class Run:
         self.monitor.write_to(self.options.run_dir / "log")
 
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
-        """Exit this rank, from any thread. If another rank has ended, its failure may have caused the signal."""
+        """Exit this rank, from any thread.
+
+        If another rank has ended, its failure may have caused the signal, so the launch script may restart the job.
+        """
         ranks = self.world.local_world_size or self.world.world_size
         log.exit_process(stopped, is_final=self.monitor.all_ranks_alive(ranks))
 
@@ -207,7 +210,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The number of updates of the whole run."""
+        """The number of the run's last update."""
         return self.progress.last_step
 
     @property
@@ -312,18 +315,19 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # the event comes before the log's first line
+        if self.world.rank == 0:  # the event comes before the log line below
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         self.step_sync.start(self.first_step)
         self.stop_request.install()  # again, because a framework may have replaced the handlers meanwhile
-        self.stop_request.in_training = True  # from here on, a stop signal waits for a `sync`
+        self.stop_request.in_training = True  # from here on, a stop signal takes effect at a `sync`
         self.recorder = Recorder(last_step, self.first_step, metrics=metrics, trace=trace)
 
     def _start_trace(self) -> Trace | None:
         """Connect a trace to the app's optimizer on all ranks of a sharded model, else on rank 0.
 
-        Raises ConfigError if the app does not support --trace-every.
+        Raises:
+            ConfigError: the app does not support --trace-every.
         """
         options = self.options
         if not options.trace_every or options.evaluate_only:
@@ -338,7 +342,7 @@ class Run:
         return trace
 
     def _describe_start(self, model: str, device: str, test_examples: int) -> str:
-        """Return the first line of the log."""
+        """Return the log line that describes the start of this process's training."""
         metadata = self.arithmetic.metadata
         processor = shown(metadata.get("gpus", metadata.get("device", device)), limit=200)
         place = device if processor == device else f"{device}: {processor}"
@@ -352,7 +356,7 @@ class Run:
         )
 
     def _warn_of_changes(self) -> None:
-        """Warn if the threads, libraries or random numbers of a resumed run have changed."""
+        """Log a warning if the threads, libraries or random numbers of a resumed run have changed."""
         state = self.restored.state
         options = self.options
         name = "--threads" if options.threads else "OMP_NUM_THREADS"
@@ -416,7 +420,7 @@ class Run:
         self.monitor.beat(done)
 
     def actions(self, done: int) -> StepActions:
-        """Return the actions when ``done`` updates are done, without side effects."""
+        """Return the actions that follow ``done`` updates, without side effects."""
         return self.cadence.after(done, self.step_sync.is_due(done))
 
     def sync(self, loss_sum: SupportsFloat | None = None, running_loss: SupportsFloat | None = None) -> StepActions:
@@ -490,7 +494,7 @@ class Run:
     def save(self) -> None:
         """Compare the arrays of all ranks, and save a checkpoint of the last logged update. This call is a collective.
 
-        Training continues while a thread writes the checkpoint. The next save reports a failure of this thread.
+        Training continues while a thread writes the checkpoint. The next save raises the error of this thread, if any.
 
         Raises:
             RetryableError: an array differs between ranks, or a shard has changed since its update; nothing is saved.
@@ -625,7 +629,7 @@ def check_launch(world: World) -> None:
 
 
 def last_step_of(options: Options, steps_per_epoch: int, first_step: int) -> int:
-    """Return the number of updates of the whole run, which is at least the number of updates done.
+    """Return the number of the run's last update, which is at least the number of updates done.
 
     Args:
         options: the run's parsed command-line options.

@@ -33,7 +33,8 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
-# Files of the losses and the trace. The modules that write them need numpy, which a launch script may lack.
+# Files of the losses and the trace. Their modules also define these names, but need numpy, which a launch script may
+# lack.
 RECORDS = ("log/losses.bin", "log/trace.jsonl")
 
 
@@ -71,8 +72,8 @@ def resolve(
         app: the app's name, which its checkpoints contain.
         options: the parsed options. Their function ``resolve_dataset`` finds the dataset; if it is None, the dataset
             is not checked.
-        fresh: False in a process that a launcher restarted, to which --no-resume no longer applies.
-        verify: whether to verify checkpoints, and to warn of corrupt ones and rename them. False reads only manifests.
+        fresh: False in a process that a launcher restarted; such a process ignores --no-resume.
+        verify: whether to verify checkpoints, and to report and rename corrupt ones. False reads only manifests.
         reader: passed to `checkpoint.newest`.
         groups: passed to `checkpoint.newest`.
 
@@ -111,9 +112,9 @@ def _no_warning(text: str) -> None:
 
 
 def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: bool) -> tuple[Any, str]:
-    """Return (dataset, the name under which it was requested). A resumed run keeps its dataset."""
+    """Return (dataset, requested name of the dataset). A resumed run keeps its dataset."""
     resolve_dataset = options.resolve_dataset or no_dataset
-    requested = options.requested_dataset or options.dataset  # None if the user named no dataset
+    requested = options.requested_dataset or options.dataset  # None if the user chose no dataset
     if saved is None:
         name = options.dataset or str(options.default_dataset)
         dataset = resolve_dataset(name, options.data_dir, fallback=options.dataset is None)
@@ -238,7 +239,7 @@ def quarantine_newer(used: Checkpoint) -> None:
 
 
 def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
-    """Raise ConfigError if the checkpoint records another fingerprint of the dataset."""
+    """Raise ConfigError if the checkpoint has another fingerprint of the dataset."""
     recorded = saved.state.get("dataset_fingerprint")
     if recorded is None and warn:
         log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")
@@ -295,7 +296,7 @@ def new(app: str, suffix: str = "") -> Path:
 def _run_dir_of_job(app: str) -> Path:
     """Return the run dir of a job without --run-dir: a new folder, or the existing folder after a restart.
 
-    The folder's name contains a hash of the launcher's name for the job, or else of the launcher's process id.
+    The folder's name contains a hash of the launcher's name for the job, or else of the host and the launcher's pid.
     """
     key, is_restarted = env.job_key(os.environ)
     key = key or f"{socket.gethostname()}-{os.getppid()}"
@@ -310,7 +311,7 @@ def archive_previous_run(run_dir: Path) -> None:
     """Move an earlier run's checkpoints, results, losses and trace to ``earlier-<UTC time>/``, for --no-resume."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     root = Root(run_dir)
-    # Files of the best weights and of an average have names that begin with "model-".
+    # Files of the best weights and of averaged weights have names that begin with "model-".
     names = [name for name in root.names() if name in left or re.fullmatch(r"model-.*\.safetensors", name)]
     names += [name for name in RECORDS if (run_dir / name).exists()]
     if names:
@@ -348,7 +349,7 @@ def make_folder(path: Path, unique: bool = False) -> Path:
 
 
 class Lock:
-    """A lock on bytes of ``<run-dir>/.lock``, which this process holds until it ends or releases them.
+    """A lock on bytes of ``<run-dir>/.lock``. This process holds each byte until `release` or until its end.
 
     The lock is a POSIX record lock, which the kernel releases when the process ends, and which also works on NFS.
     Closing any descriptor of the file would release all its locks, so a Lock keeps its only descriptor open.
@@ -366,7 +367,7 @@ class Lock:
         """
         self._run_dir = run_dir
         self._who = who
-        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # a launch script has already warned
+        self._warned = JobInfo.from_environ(os.environ).launcher != ""  # a launch script has logged the warning
         try:
             # Only the owner may read the file, because any user who can read a file can lock it.
             self._descriptor = Root(run_dir).open(".lock", os.O_RDWR, mode=0o600)

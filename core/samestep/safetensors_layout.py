@@ -1,6 +1,6 @@
 """Compute the layout of a safetensors file, so that its arrays can be written one block at a time.
 
-The safetensors library itself can only write whole arrays.
+The safetensors library itself cannot write a part of an array.
 """
 
 from __future__ import annotations

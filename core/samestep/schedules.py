@@ -1,8 +1,8 @@
 """Compute learning-rate schedules: functions of the step that return a factor for --lr.
 
-``step`` is the number of updates done, from 0. ``steps`` is the schedule's length: the number of updates in the whole
-run. A factor depends only on the function's arguments. Therefore checkpoints do not store it, and its bits are the same
-on every rank and after a resume. If the length depends on --epochs, a resume must not change --epochs (see
+``step`` is the number of updates done, from 0. ``steps`` is the schedule's length: the number of updates in the run. A
+factor depends only on the function's arguments. Therefore checkpoints do not store it, and its bits are the same on
+every rank and after a resume. If the length depends on --epochs, a resume must not change --epochs (see
 `Options.resume_pinned`). After ``steps`` updates, a schedule keeps its last value.
 """
 
@@ -35,7 +35,7 @@ def linear(step: int, steps: int, final: float = 0.0) -> float:
 
     Args:
         step: number of the update, from 0.
-        steps: number of updates of the whole run.
+        steps: number of updates of the run.
         final: factor at ``steps``.
     """
     return 1.0 + (final - 1.0) * _progress(step, steps)
@@ -49,7 +49,7 @@ def cosine(step: int, steps: int, final: float = 0.0) -> float:
 
     Args:
         step: number of the update, from 0.
-        steps: number of updates of the whole run.
+        steps: number of updates of the run.
         final: factor at ``steps``.
     """
     return final + (1.0 - final) * _fall(_progress(step, steps))
@@ -77,7 +77,7 @@ def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25,
 
     Args:
         step: number of the update, from 0.
-        steps: number of updates of the whole run.
+        steps: number of updates of the run.
         rising: fraction of the updates in which the factor rises.
         start: factor at update 0.
         final: factor at the last update.

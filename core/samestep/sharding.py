@@ -1,21 +1,22 @@
-"""Compute which samples a rank takes at a step. Each epoch has one global order, divided by step and then by rank.
+"""Compute which samples a rank processes at a step. Each epoch has one global order, divided by step and then by rank.
 
 The order of an epoch is a pseudo-random permutation of [0, n) that is never stored. `permute` computes any part of the
-order from (n, seed, epoch). Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
-batch size. Each rank takes one contiguous shard of these positions. Therefore:
+order from (n, seed, epoch). Step k uses the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
+batch size. Each rank gets one contiguous shard of these positions. Therefore:
 
 * The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
-* A resume computes its first step as fast as any other step. At another world size, it does not repeat or omit samples.
-* The whole state is (seed, epoch, step). Memory holds the current batch's indices and up to PREFETCH_SAMPLES more.
+* A resume computes its first step as fast as any other step. A resume at another world size neither repeats nor omits
+  samples.
+* The complete state is (seed, epoch, step). Memory holds the current batch's indices and up to PREFETCH_SAMPLES more.
 
 Checkpoints rely on the order: for given (n, seed, epoch) it must never change, on any platform or NumPy version.
 Therefore all arithmetic is on integers modulo 2**64, without `numpy.random`.
 
 The permutation is a Feistel network (Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom
 functions", SIAM J. Comput. 17(2), 1988). Its generalized form works on pairs (left, right) in Z_a x Z_b, with a * b
-just above n. Cycle walking moves the few results in [n, a * b) into [0, n). The generalized form and cycle walking are
-from Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. Because a * b - n is below sqrt(n) + 1, few
-values need cycle walking. The order is a statistical shuffle, not encryption.
+equal to n or just above n. Cycle walking moves the few results in [n, a * b) into [0, n). The generalized form and
+cycle walking are from Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. Because a * b - n is below
+sqrt(n) + 1, few values need cycle walking. The order is a statistical shuffle, not encryption.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# A statistical test must read almost the whole table of a 6-round Feistel network to recognize it, and 8 rounds add a
+# A statistical test must read almost the entire table of a 6-round Feistel network to recognize it, and 8 rounds add a
 # margin. Tiny datasets need more rounds. At n = 4 a round chooses one of 4 functions, so 8 rounds produce the 24
 # permutations with visibly unequal frequencies.
 ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
-RANDOM_NUMBERS = "random_numbers"  # field of a run's metadata: the method of dropout's random numbers, since 0.3
-PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead; computing 2048 takes hardly longer than 128
+RANDOM_NUMBERS = "random_numbers"  # field of a run's metadata: method of dropout's random numbers, from samestep 0.3
+PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead; computing 2048 is hardly slower than computing 128
 _BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) fit into a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
@@ -141,7 +142,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
 def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return [start, stop) of a rank's contiguous shard of ``length`` items.
 
-    The sizes of shards differ by at most one: the first length % world_size ranks take one more item, as in
+    The sizes of shards differ by at most one: the first length % world_size ranks get one more item, as in
     `numpy.array_split`. A shard may be empty.
 
     Args:
@@ -194,7 +195,8 @@ class GlobalBatches:
     """Compute one rank's shard of every global batch.
 
     The argument ``step`` is the number of updates done before the step, counted from 0 through all epochs. The last
-    batch of an epoch holds the remaining samples and may be smaller. With ``drop_last`` an epoch omits a smaller batch.
+    batch of an epoch holds the remaining samples and may be smaller. With ``drop_last``, an epoch omits this batch if
+    it is smaller.
 
     Args:
         n: number of samples in the dataset, in [1, 2**63).
@@ -203,7 +205,7 @@ class GlobalBatches:
         rank: index of the shard that `indices` returns.
         world_size: number of shards per batch.
         virtual_ranks: None, or the number of sub-shards in each of the ``accumulate`` parts of a global batch. Each
-            sub-shard is a micro-batch that one rank computes whole. It has the same samples at any world size.
+            sub-shard is a micro-batch of one rank, and has the same samples at any world size.
         accumulate: micro-batches per global batch, at least 1. Without ``virtual_ranks``, each rank computes a shard
             of each micro-batch.
         drop_last: whether to omit an epoch's last batch if it is smaller.
@@ -278,7 +280,8 @@ class GlobalBatches:
     def micro_batches(self, step: int) -> list[tuple[int, int]]:
         """Return (k, count) of each micro-batch that this rank computes, for `rows` and `indices`.
 
-        A rank takes a shard of every micro-batch. With ``virtual_ranks``, each micro-batch is on one rank.
+        Without ``virtual_ranks``, a rank computes a shard of every micro-batch. With ``virtual_ranks``, each
+        micro-batch belongs to one rank.
         """
         count = self.num_micro_batches(step)
         own = range(count)
@@ -299,7 +302,7 @@ class GlobalBatches:
         """Return the sample indices of this rank's shard of a global batch.
 
         For consecutive steps, the method computes up to PREFETCH_SAMPLES indices at a time. For any other step, it
-        computes only this step.
+        computes only the indices of this step.
 
         Args:
             step: number of updates done before this step.
@@ -317,7 +320,7 @@ class GlobalBatches:
         return self._compute_indices(range(step, step + 1), *micro_batch)[0]
 
     def _cached_indices(self, step: int) -> NDArray[np.int64]:
-        """Return this rank's indices at ``step``, or with ``virtual_ranks`` the indices of the whole global batch."""
+        """Return this rank's indices at ``step``, or with ``virtual_ranks`` the indices of the global batch."""
         cached = self._index_cache.get(step)
         if cached is not None:
             return cached
@@ -355,8 +358,9 @@ class GlobalBatches:
 def step_seed(seed: int, step: int) -> int:
     """Compute the seed for one step's random numbers, such as dropout masks. All ranks compute the same seed.
 
-    The result depends only on the run's seed and the step, so checkpoints do not store it. If each rank draws for the
-    whole global batch and takes its own rows, dropout drops the same units at any world size.
+    The result depends only on the run's seed and the step, so checkpoints do not store it. Each rank can draw the
+    numbers of the global batch and use the numbers of its own rows. Dropout then drops the same units at any world
+    size.
 
     Args:
         seed: seed of the run, in [0, 2**64).

@@ -28,7 +28,7 @@ class Snapshot:
     """
 
     def __init__(self, files: Mapping[str, Arrays]) -> None:
-        """Compute the layout of the files. The content will have the same bytes as ``safetensors.numpy.save`` returns.
+        """Compute the layout of the files. Each file has the same bytes as the result of ``safetensors.numpy.save``.
 
         Args:
             files: arrays by file name and array name. `samestep.checkpoint.check_array` must accept each array.

@@ -1,8 +1,7 @@
-"""Write and read ``log/losses.bin``: the loss of every step, also of steps without a line in metrics.jsonl.
+"""Write and read ``log/losses.bin``: the loss of every step, including steps without a line in metrics.jsonl.
 
 A record has 16 bytes: the step (int64, updates done) and the loss (float64), both little-endian. The loss is the mean
-over the whole global batch before the update. It has the same bits as ``loss`` in metrics.jsonl. Only rank 0 writes the
-file.
+over the global batch before the update, with the same bits as ``loss`` in metrics.jsonl. Only rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class StepLosses:
 def read(run_dir: Path) -> NDArray[np.void]:
     """Return the records of a run, [m] of dtype RECORD, in the order of the file; m is 0 if the file is missing.
 
-    A record that a crash cut off is omitted.
+    Omit a record that a crash has truncated.
 
     Raises:
         OSError: the file cannot be read.
@@ -75,7 +74,7 @@ def read(run_dir: Path) -> NDArray[np.void]:
 
 
 def count_until(records: NDArray[np.void], last_step: int) -> int:
-    """Return the number of leading records whose steps rise and are at most ``last_step``."""
+    """Return the number of leading records whose steps increase and are at most ``last_step``."""
     steps = records["step"]
     before = np.concatenate([np.zeros(1, np.int64), steps[:-1]])
     is_good = (steps > before[: len(steps)]) & (steps <= last_step)

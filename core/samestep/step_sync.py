@@ -70,7 +70,7 @@ class StepSync:
         self._next_step = 0
 
     def start(self, step: int) -> None:
-        """Start after ``step`` updates. The first sync follows the next update."""
+        """Record that ``step`` updates are done. The first sync follows the next update."""
         self._last_step = step
         self._last_time = time.monotonic()
         self._next_step = step + 1
@@ -135,7 +135,7 @@ class StepSync:
         self._next_step = step + max(1, steps)
 
     def end_log_line(self) -> None:
-        """Reset the sums, because a log line has reported them."""
+        """Reset the sums, because a log line contains them."""
         self._sums = {}
 
     def _read(self) -> list[float]:
@@ -174,7 +174,7 @@ def _totals(table: NDArray[Any], names: list[str]) -> Totals:
 
 
 def _number(value: SupportsFloat) -> float:
-    """Return a loss as a float. Prefer ``item``, because ``float`` of a tensor that requires gradients warns."""
+    """Return a loss as a float. Prefer ``item``: ``float`` emits a warning for a tensor that requires gradients."""
     item = getattr(value, "item", None)
     if item is None:
         return float(value)

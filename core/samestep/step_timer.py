@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-# The values of these constants are field names in metrics.jsonl.
+# A straggler's field ``phase`` in metrics.jsonl has one of these values, except COMMUNICATION.
 INPUT = "input"
 COMPUTE = "computing"  # ends with the step's last gradient
 COMMUNICATION = "waiting"
@@ -15,9 +15,9 @@ PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:
-    """Sum the seconds of each phase on this rank. The time from a step's last phase to the next `phase` does not count.
+    """Sum the seconds of each phase on this rank, without the time between a step's last mark and the next `phase`.
 
-    The host measures the seconds. Work that the host queues on a GPU counts in the phase that waits for the GPU.
+    The host's clock measures the seconds. The time of GPU kernels counts in the phase in which the host waits for them.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class StopRequest:
             threading.Thread(target=self._signal_thread, name="signals", daemon=True).start()
             child_signals.install()
         child_signals.unblock()
-        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # Python writes each signal's number to it
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # Python writes a signal's number to the pipe
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: None)
             signal.siginterrupt(number, False)  # the C++ code of some frameworks fails if a system call is interrupted

@@ -2,10 +2,11 @@
 
 The file has a line for every K-th step: the step, the digests of the weights before the step, and the digests of the
 gradients. A digest has 16 hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to
-the digest of the whole array, which does not depend on the world size.
+the digest of the full array, which does not depend on the world size.
 
-A sharded model has no second copy of a weight. Therefore each rank compares its digests after a traced update with its
-digests before the next update. A difference means that a bit flipped, or that the program changed a weight.
+Most weights of a sharded model are on one rank, so the ranks cannot compare them. Instead, each rank compares its
+digests after a traced update with its digests before the next update. A difference means that a bit flipped, or that
+the program changed a weight.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def digest(values: NDArray[Any], offset: Sequence[int] = (), shape: Sequence[int
 
     The digest is a sum modulo 2**64 over the array's words of at most 32 bits. Each word is multiplied by an odd key of
     its row and an odd key of its column. Therefore a change of a single word always changes the digest. The digests of
-    an array's parts add up to the digest of the whole array.
+    an array's parts add up to the digest of the full array.
 
     Args:
         values: the array, or a part of it.
-        offset: index of the part's first element in the whole array; () for the whole array.
-        shape: shape of the whole array; None if ``values`` is the whole array.
+        offset: index of the part's first element in the full array; () for the full array.
+        shape: shape of the full array; None if ``values`` is the full array.
     """
     if not values.size:
         return 0
@@ -93,7 +94,7 @@ def _column_keys(
     Args:
         offset: index of the part's first element, without the first dimension.
         part: shape of the part, without the first dimension.
-        whole: shape of the whole array, without the first dimension.
+        whole: shape of the full array, without the first dimension.
         words: number of words per element.
     """
     slices = tuple(slice(begin, begin + length) for begin, length in zip(offset, part))
@@ -121,7 +122,7 @@ class Trace:
     copies: frozenset[str] = frozenset()
 
     def __init__(self, every: int, step: int, *, rank: int = 0, is_sharded: bool = False) -> None:
-        """Start after ``step`` updates.
+        """Prepare the trace of a run that has done ``step`` updates.
 
         Args:
             every: steps from one record to the next.
@@ -213,7 +214,7 @@ class Trace:
         ]
 
     def _owned(self, digests: Digests) -> list[int]:
-        """Return the digests in order, with 0 for each shard that a lower rank adds."""
+        """Return the digests in order, with 0 for each shard that a lower rank also holds."""
         return [0 if name in self.copies else value for name, value in digests.items()]
 
 
@@ -227,7 +228,7 @@ class TraceFile:
     """
 
     def __init__(self, run_dir: Path, resumed_from: int | None) -> None:
-        """Truncate the file, if it exists.
+        """Open the file, if it exists, and delete the lines after step ``resumed_from``.
 
         Args:
             run_dir: folder of the run.
@@ -274,7 +275,7 @@ def _texts(digests: Digests) -> dict[str, str]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the values of a line; None if the line is invalid, such as a line that a crash cut off."""
+    """Return the values of a line; None if the line is invalid, such as a line that a crash has truncated."""
     try:
         values = untrusted.parse_object(line)
         untrusted.check(values, _SCHEMA)
@@ -284,7 +285,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def length_until(content: bytes, last_step: int) -> int:
-    """Return the length, in bytes, of the leading valid lines whose steps rise and are at most ``last_step``.
+    """Return the length, in bytes, of the leading valid lines whose steps increase and are at most ``last_step``.
 
     Args:
         content: content of the file.

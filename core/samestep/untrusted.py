@@ -1,7 +1,7 @@
 """Read and validate untrusted files and JSON, and print their text safely.
 
-Another program, another user or a crash may have changed such a file. The functions here do not block on a FIFO, and
-follow no link when they write. The functions raise only OSError and ValueError. This module uses the standard library
+Another program, another user or a crash may have changed such a file. The functions here do not block on a FIFO, and do
+not follow links when they write. The functions raise only OSError and ValueError. This module uses the standard library
 only.
 """
 
@@ -95,17 +95,17 @@ def own_folder(path: Path) -> os.stat_result | None:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of each closed standard stream, so that no other file takes its descriptor."""
+    """Open /dev/null in place of each closed standard stream, so that no other file gets its descriptor."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # os.open takes the lowest free descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # os.open uses the lowest free descriptor
             setattr(sys, name, open(number, mode))
 
 
 def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> None:
-    """Write a JSON file atomically. Errors are ignored.
+    """Write a JSON file atomically. Ignore an OSError.
 
     Args:
         folder: a folder directly below the run dir.
@@ -119,9 +119,9 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
         root.rename(temporary, f"{folder.name}/{name}")
-    except OSError:  # a full disk must not stop the training; the next checkpoint reports the full disk
+    except OSError:  # a full disk must not stop the training; the next save raises the error
         with contextlib.suppress(OSError):
-            root.touch(f"{folder.name}/{name}")  # an old heartbeat would look to the launch script like a stopped rank
+            root.touch(f"{folder.name}/{name}")  # the launch script treats a rank with an old heartbeat as hung
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Check]) -> None:
 
 
 def integer(low: int, high: int) -> Check:
-    """Return a check for whole numbers in [low, high]. True and False fail the check."""
+    """Return a check for integers in [low, high]. True and False fail the check."""
     return lambda value: type(value) is int and low <= value <= high
 
 
@@ -185,7 +185,7 @@ def shown(value: object, limit: int = 80) -> str:
 
     Args:
         value: any value; its ``str`` is shown.
-        limit: maximum number of characters; a longer text is cut off and ends with "...".
+        limit: maximum number of characters; a longer text is truncated and ends with "...".
 
     Returns:
         One line of printable characters.
@@ -200,7 +200,7 @@ def shown(value: object, limit: int = 80) -> str:
 def _text(value: object) -> str:
     try:
         return str(value)
-    except ValueError:  # Python refuses to convert an int of more than 4,300 digits
+    except ValueError:  # Python does not convert an int of more than 4,300 digits
         return f"a very long {type(value).__name__}"
 
 

@@ -1,10 +1,10 @@
 """Sum values in a fixed binary tree, so that the bits of the sum do not depend on the world size.
 
-The leaves 0 to L - 1 are the micro-batches of a step. A node is the sum of the leaves [begin, end). The left child of a
-node with n leaves has the first m of them, where m is the largest power of two below n. The right child has the other
-n - m leaves. A rank has contiguous leaves, and adds all siblings among its nodes. The ranks exchange the remaining
-nodes, whose number per rank grows with log2(L). Floating-point addition is not associative, but each node adds the same
-two values at any world size.
+The leaves 0 to L - 1 are the values of a step's micro-batches. A node is the sum of the leaves [begin, end). The left
+child of a node with n leaves has the first m of them, where m is the largest power of two below n. The right child has
+the other n - m leaves. A rank has contiguous leaves, and adds all siblings among its nodes. The ranks exchange the
+remaining nodes, whose number per rank grows with log2(L). Floating-point addition is not associative, but each node is
+the sum of the same two values at any world size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> No
 
     Args:
         nodes: the nodes so far, changed in place.
-        leaves: number of leaves of the whole tree.
+        leaves: number of leaves of the tree.
         begin: first leaf of the node.
         end: last leaf of the node, plus 1.
         value: sum of the node's leaves.
@@ -42,7 +42,7 @@ def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> No
 
 
 def tree_sum(leaves: int, layout: Layout, values: Iterable[Value]) -> Value:
-    """Return the sum of a whole tree. The values are changed in place.
+    """Return the sum of all leaves. Change the values in place.
 
     Args:
         leaves: number of leaves.

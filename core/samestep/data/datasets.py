@@ -1,22 +1,22 @@
 """Find the files of datasets in their standard formats, and read them as uint8 arrays.
 
-MNIST and Fashion-MNIST are four IDX files. CIFAR-10 is six files in its binary version.
+MNIST and Fashion-MNIST consist of four IDX files each. CIFAR-10 consists of six files in its binary version.
 
 `resolve` searches these places in order, for plain and gzipped files:
 
 1. In `<data_dir>`: the folder `<name>`, then torchvision's folder (`MNIST/raw` or `FashionMNIST/raw`) or the folder of
-   CIFAR-10's archive (`cifar-10-batches-bin`), then `<data_dir>` itself. MNIST's files may also have the names that
-   Kaggle gives them: `train-images.idx3-ubyte`, or a folder with this name that contains the file. If a dataset is
+   CIFAR-10's archive (`cifar-10-batches-bin`), then `<data_dir>` itself. `resolve` also finds MNIST's files under
+   Kaggle's names: `train-images.idx3-ubyte` may be a file, or a folder that contains the file. If the dataset is
    incomplete, or files with other names seem to belong to it, `resolve` raises ConfigError.
 2. The folder of Debian's package dataset-fashion-mnist.
 3. The user's cache `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`. If the cache is not
    writable, `$TMPDIR/samestep-<user id>/<name>` (by default in `/tmp`) replaces the cache.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
-Without a network, `resolve` replaces the default dataset, with a notice, if the user named no dataset. `mnist-5k`,
-5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in the same format,
-replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it starts ranks, so that
-all files exist when a rank calls `load`.
+If no mirror responds and the user chose no dataset, `resolve` replaces the default dataset and returns a notice.
+`mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in
+CIFAR-10's format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it
+starts ranks, so that all files exist when a rank calls `load`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
-# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use these.
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use these values.
 MEAN = 0.1307
 STD = 0.3081
 
@@ -100,7 +100,7 @@ def load(name: str, data_dir: Path) -> Dataset:
 
 
 def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -> NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or gzipped. The content shows whether the file is gzipped.
+    """Read an IDX file of unsigned bytes, plain or gzipped. Detect gzip by the content, not by the file's name.
 
     The file begins with the bytes 0, 0, 8 (the code of uint8) and the number of dimensions. The dimensions follow as
     big-endian uint32, and then the values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
@@ -130,7 +130,7 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
         data = files.read_rest(file, path, math.prod(shape), f"shape {shape}")
     try:
         return np.frombuffer(data, np.uint8).reshape(shape)
-    except ValueError:  # the shape has too many dimensions for NumPy, or a 0 beside sizes that overflow
+    except ValueError:  # too many dimensions for NumPy, or a 0 among dimensions whose product overflows
         raise damaged(path, f"impossible shape {shape}") from None
 
 
@@ -215,8 +215,9 @@ def _check_data_dir(data_dir: Path) -> None:
 def _find_given(name: str, data_dir: Path) -> Path | None:
     """Return the folder in or below ``data_dir`` that has the dataset's files, or None.
 
-    Raises ConfigError if a folder has only some of the files, or files with other names seem to belong to the dataset.
-    Without this error, a run would ignore the data that the user put there.
+    Raises:
+        ConfigError: a folder has only some of the files, or files with other names seem to belong to the dataset.
+            Without this error, a run would ignore the data that the user put into ``data_dir``.
     """
     for folder in (data_dir / name, data_dir / TORCHVISION[name], data_dir):
         if _has_files(folder, name):
@@ -235,7 +236,11 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
 
 
 def _has_files(folder: Path, name: str) -> bool:
-    """Return whether a folder has all files of the dataset. Raises ConfigError if it has only some of them."""
+    """Return whether a folder has all files of the dataset.
+
+    Raises:
+        ConfigError: the folder has only some of the files.
+    """
     lacking = missing(folder, name)
     if 0 < len(lacking) < len(files.names(name)):
         raise ConfigError(f"{folder} lacks {_listed(lacking)}: add them")
@@ -275,16 +280,17 @@ def cache_folder(name: str) -> Path:
 def _caches() -> list[Path]:
     """Return the user's cache, and the cache in the folder for temporary files.
 
-    Raises ConfigError if the user can have neither cache.
-
     According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
+
+    Raises:
+        ConfigError: neither cache is usable.
     """
     caches = []
     for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
         if os.path.isabs(root):
             caches.append(Path(root, "samestep"))
             break
-    # The TMPDIR of a job is deleted when the job ends, so the caller's TMPDIR is used.
+    # The launch script deletes the job's TMPDIR at the end of the job, so the cache is in the user's TMPDIR.
     temporary_root = JobInfo.from_environ(os.environ).tmpdir or os.environ.get("TMPDIR") or "/tmp"
     temporary = Path(temporary_root, f"samestep-{os.getuid()}")
     if _is_own(temporary):

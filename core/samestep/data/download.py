@@ -1,7 +1,7 @@
 """Download datasets to the user's cache, or generate the synthetic dataset.
 
 `datasets` imports this module only if a file is missing in the cache. Ranks do not import it, because the launch script
-has already completed the cache.
+has already filled the cache.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NoNetworkError(Exception):
 
 
 def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError) -> tuple[str, str]:
-    """Choose the dataset that replaces ``name`` without a network.
+    """Choose the dataset that replaces ``name`` if no mirror responds.
 
     Args:
         name: name of the dataset.
@@ -143,8 +143,9 @@ def generate(name: str, folder: Path) -> None:
 
 
 def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
-    """Yield the contents of files with ``counts`` images. Each of ten classes is a pattern of 4 x 4 colors with noise.
+    """Yield the content of a file for each number of images in ``counts``.
 
+    Each of the ten classes has a pattern of 4 x 4 colors, and each image is a mean of its class's pattern and noise.
     Python's random generator returns the same bytes in every version. NumPy's generator does not guarantee this.
     """
     draw = random.Random("synthetic-cifar10").randbytes
@@ -161,7 +162,9 @@ def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
 def _download(name: str, file: str, sha256: str) -> bytes:
     """Download a file from the first mirror that sends it completely, and return its content.
 
-    Raises ConfigError if all mirrors fail and at least one sent other content, NoNetworkError if no mirror responds.
+    Raises:
+        ConfigError: all mirrors fail, and at least one of them sent an incomplete or wrong file.
+        NoNetworkError: no mirror responded.
     """
     broken: list[Exception] = []
     unreachable: list[Exception] = []
@@ -178,7 +181,11 @@ def _download(name: str, file: str, sha256: str) -> bytes:
 
 
 def _read_verified(response: Any, file: str, sha256: str) -> bytes:
-    """Return the body of a response. Raises _BrokenDownloadError if the body is incomplete or has another SHA-256."""
+    """Return the body of a response.
+
+    Raises:
+        _BrokenDownloadError: the body is incomplete, exceeds MAX_BYTES, or has another SHA-256.
+    """
     length = response.headers.get("Content-Length") or ""
     total = int(length) if length.isdigit() else None
     content = bytearray()
@@ -201,7 +208,11 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
 
 @contextlib.contextmanager
 def _locked(name: str, folder: Path) -> Iterator[None]:
-    """Lock a folder in the cache, so that one process at a time fills it. Raises ConfigError if the lock fails."""
+    """Lock a folder in the cache, so that one process at a time fills it.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another process holds the lock for too long.
+    """
     path = folder / ".lock"
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -209,14 +220,18 @@ def _locked(name: str, folder: Path) -> Iterator[None]:
         lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "rb", 0)
     with lock:
         _wait_for(lock, path, name)
-        for stale in folder.glob("*.part"):  # files of killed processes, because a running process holds the lock
+        for stale in folder.glob("*.part"):  # files of killed processes: a running process would hold the lock
             with contextlib.suppress(OSError):
                 stale.unlink()
         yield
 
 
 def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
-    """Lock a file. Raises ConfigError if another process holds the lock for more than LOCK_TIMEOUT seconds."""
+    """Lock a file.
+
+    Raises:
+        ConfigError: another process holds the lock for more than LOCK_TIMEOUT seconds.
+    """
     deadline = math.inf
     while time.monotonic() < deadline:
         try:

@@ -38,16 +38,16 @@ def cut_by_tokens(lengths: Indices, indices: Indices, micro_tokens: int) -> list
 class TokenBatches(GlobalBatches):
     """Divide each epoch into steps of about ``step_tokens`` tokens, for samples of different lengths.
 
-    The samples of an epoch, in the epoch's order, form a sequence of tokens. S steps divide this sequence into S equal
-    parts, and step k takes the samples that begin in part k. Each sample is in one step of an epoch, no step is empty,
-    and S is the same in every epoch. A rank takes whole micro-batches, so each micro-batch is the same at any world
-    size.
+    The samples of an epoch, in the epoch's order, form a sequence of tokens. An epoch of S steps divides this sequence
+    into S equal parts, and step k contains the samples that begin in part k. Each sample is in one step of an epoch,
+    each step has at least one sample, and S is the same in every epoch. Ranks never divide a micro-batch, so each
+    micro-batch is the same at any world size.
 
     The loss is the mean over the target tokens of the global batch; see `num_losses`.
 
     Args:
         lengths: number of tokens of each sample, int64 [n].
-        targets: number of target tokens, which have a loss, of each sample, int64 [n].
+        targets: number of target tokens (tokens with a loss) of each sample, int64 [n].
         step_tokens: tokens per step, over all ranks. A step may exceed this number by less than one sample.
         micro_tokens: maximum number of tokens of a micro-batch, including padding, to limit the memory.
         seed: as in `GlobalBatches`.
@@ -148,7 +148,10 @@ class TokenBatches(GlobalBatches):
         return len(self.plan(step))
 
     def micro_batches(self, step: int) -> list[tuple[int, int]]:
-        """Return (k, count) of each micro-batch that this rank computes. The list may be empty."""
+        """Return (k, count) of each micro-batch that this rank computes. The list may be empty.
+
+        The number k is the micro-batch's index in the step, and count is the number of the step's micro-batches.
+        """
         count = self.num_micro_batches(step)
         return [(k, count) for k in range(*shard(count, self.rank, self.world_size))]
 

@@ -3,7 +3,7 @@
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
 threads. If a rank cannot write this file, the others use its last heartbeat, the state of its process, and
 ``log/stack-<r>.txt``. A C thread of Python's faulthandler writes stacks to ``log/stack-<r>.txt`` if the interpreter is
-blocked. From these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
+blocked. Every rank computes the same diagnosis from these files. `samestep_observe.hang_report` prints the files.
 
 A rank waits for the others if its last collective has not completed, or if its code is in a call of a framework's
 collectives. The rank itself detects both conditions at run time. A rank imports this module only when it hangs, fails
@@ -213,8 +213,8 @@ def _location(values: State) -> CodeLocation | None:
 def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State) -> float:
     """Return the age of a rank's heartbeat in seconds.
 
-    The clock of another host may differ. So the age of its heartbeat is the difference of two files' modification
-    times.
+    The clock of another host may differ. So the age of a heartbeat from another host is the difference of two files'
+    modification times.
     """
     if values["host"] == now["host"]:
         return max(0.0, time.time() - float(values["time"]))
@@ -387,7 +387,7 @@ def _environ(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `diagnose`. The suspects cause a hang; without suspects, the missing ranks cause it."""
+    """The result of `diagnose`. The suspects caused the hang; if no rank is a suspect, the missing ranks caused it."""
 
     suspects: list[RankState]
     others: list[RankState]
@@ -409,7 +409,7 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
-    """Return the ranks that do not answer, or else the ranks that do not wait, or else waiting ranks that differ.
+    """Return the silent ranks, or else the slowest ranks that do not wait, or else waiting ranks that differ.
 
     Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks.
     """
@@ -462,7 +462,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
             ends DIAGNOSIS_BUDGET seconds earlier.
 
     Returns:
-        The diagnosis of the first rank that reported this hang, in one line; by default this rank's diagnosis.
+        One line: the diagnosis of the first rank that reported this hang, which may be this rank.
     """
     write_json(folder, "hanging", dict(now), now["rank"])
     dump_state(folder, now)

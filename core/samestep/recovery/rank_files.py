@@ -66,8 +66,8 @@ class CodeLocation(NamedTuple):
 def current_frames() -> dict[int, FrameType]:
     """Return each thread's frame by thread id, with garbage collection disabled during the call.
 
-    Before Python 3.11.9, a garbage collection in `sys._current_frames` may deadlock. This function holds the lock of
-    all thread states while a finalizer releases the GIL (https://github.com/python/cpython/issues/106883).
+    Before Python 3.11.9, a garbage collection in `sys._current_frames` may deadlock: `sys._current_frames` holds the
+    lock of all thread states while a finalizer releases the GIL (https://github.com/python/cpython/issues/106883).
     """
     with _reading_frames:
         was_enabled = gc.isenabled()
@@ -101,7 +101,7 @@ def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> Code
 
 
 def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> bool:
-    """Return whether a thread's own code is inside a call of a framework's collectives.
+    """Return whether a thread is inside a framework's collective that the program or this package has called.
 
     Args:
         calls: the thread's calls, the innermost first.

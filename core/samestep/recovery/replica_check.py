@@ -2,7 +2,7 @@
 
 A flipped bit can have one of these two effects. The ranks detect a difference when they compare their arrays before a
 checkpoint. If a loss is NaN, the gradients become NaN on every rank within a step, so the ranks may be equal. A
-learning rate that is too high also causes NaN, and causes it at the same step after a restart.
+learning rate that is too high also causes NaN, at the same step in every start.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _REPEATED = "which not all ranks compute alike: broadcast buffers, and seed rand
 def checksum(array: NDArray[Any]) -> int:
     """Return the sum, modulo 2**64, of an array's bytes as 32-bit words. A flip of any single bit changes the sum.
 
-    The words are half as wide as the sum, so that two flipped sign bits do not cancel. The sum is much faster than
-    SHA-256.
+    The words are half as wide as the sum, so that two sign bits that become 1 do not cancel. The sum is much faster
+    than SHA-256.
 
     NumPy adds 64-bit words faster than it widens 32-bit words. So this function adds the 64-bit words of each block,
     and separately their upper halves.
@@ -53,7 +53,7 @@ def checksum(array: NDArray[Any]) -> int:
 
 
 def quarantine_newest(run_dir: Path) -> None:
-    """Rename the newest checkpoint, because ranks differ in it, so that no run resumes from it."""
+    """Rename the newest checkpoint, in which ranks differ, so that no run resumes from it."""
     checkpoint.finish()
     for folder in checkpoint.folders(run_dir)[:1]:
         checkpoint.quarantine(folder, "unequal")

@@ -32,7 +32,7 @@ class StragglerDetector:
     """Report each straggler once, with the phase in which the straggler loses the most time."""
 
     def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = "") -> None:
-        """Start after ``step`` updates.
+        """Prepare the detector of a run that has done ``step`` updates.
 
         The shards of a global batch may differ by one sample. Therefore ``factor`` is multiplied by the ratio of the
         largest shard to the smallest. Each rank must have at least one sample.

@@ -5,9 +5,9 @@ the rank ends, the file shows its last location. The other thread ends the rank 
 rank outlives a killed launcher. This thread also ends the rank after --timeout seconds without progress
 (--first-step-timeout while the rank compiles).
 
-A framework waits for minutes, and its error then names the rank that noticed the hang. The watchdog's error names the
-rank that the other ranks wait for, and its line of code. `hang_diagnosis` finds this rank and writes
-``log/hang-<r>.json``. The launch script ends the rest of the job when ``log/stalled`` appears.
+A framework's own timeout is often several minutes, and its error describes the rank that detected the hang. The
+watchdog's error describes the rank that the other ranks wait for, and its line of code. `hang_diagnosis` finds this
+rank and writes ``log/hang-<r>.json``. The launch script ends the rest of the job when ``log/stalled`` appears.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Watchdog(Monitor):
         if (digests != digests[0]).any():
             if run_dir:
                 replica_check.quarantine_newest(run_dir)
-            collectives.broadcast(b"")  # waits for rank 0's checkpoint: a launcher ends all ranks if one exits
+            collectives.broadcast(b"")  # waits for rank 0's rename, because a launcher ends all ranks if one exits
             raise replica_check.unequal(digests, self._clock.step)
 
     def record_event(self, kind: str, **fields: Any) -> None:
@@ -265,7 +265,7 @@ class Watchdog(Monitor):
         os._exit(1)
 
     def _diagnose(self, deadline: float) -> str:
-        from samestep.recovery import hang_diagnosis  # only a rank that hangs needs this module
+        from samestep.recovery import hang_diagnosis  # a rank that makes progress does not need this module
 
         return hang_diagnosis.explain(self.folder, self.state(), deadline)
 
@@ -336,7 +336,7 @@ class Watchdog(Monitor):
     def _last_collective(self) -> dict[str, Any] | None:
         try:
             recorded = self.last_collective() if self.last_collective else None
-        except Exception as problem:  # the function may use a private function of the framework
+        except Exception as problem:  # the function may use private functions of the framework, which may change
             self.last_collective = None
             recorded = None
             text = f"the framework's record of collectives cannot be read ({problem}): hangs are diagnosed without it"

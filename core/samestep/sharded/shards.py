@@ -25,8 +25,8 @@ SHARED_FS_TIMEOUT = 5.0  # maximum seconds until a file in a shared directory is
 class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
-    The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. From `StoredGroups`, each rank
-    reads only the parts that it needs. Each weight is on one rank, so the ranks cannot compare weights.
+    The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. Each rank reads only the parts of
+    `StoredGroups` that it needs. Most weights are on one rank, so the ranks cannot compare weights.
     """
 
     is_sharded = True
@@ -88,13 +88,13 @@ class Shards:
             groups=run.required_groups,
         )
         self._check_shared(run, resolved.run_dir)
-        with contextlib.suppress(OSError):  # the next save reports the error
+        with contextlib.suppress(OSError):  # the next save raises the error
             checkpoint.clear(resolved.run_dir)
         saved = resolved.checkpoint
         return {**rundir.restore_message(resolved), "folder": str(saved.folder) if saved else None}
 
     def _check_shared(self, run: Run, run_dir: Path) -> None:
-        """Raise ConfigError on rank 0 unless all ranks see the files that rank 0 writes to the run dir."""
+        """Raise ConfigError on rank 0 unless rank 0's files in the run dir are visible to all ranks."""
         if self._is_shared:
             return
         token = run_dir / f".shared-{os.urandom(8).hex()}"
@@ -179,7 +179,7 @@ class Shards:
         storage.finish(run.collectives, run.world.rank)  # collective
 
     def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:
-        """Write whole arrays on rank 0 from the checkpoint with the current weights. This call is a collective.
+        """Write the full arrays on rank 0 from the checkpoint with the current weights. This call is a collective.
 
         Memory holds one block at a time. While rank 0 writes, it broadcasts short messages, so that the other ranks do
         not time out.

@@ -6,9 +6,9 @@ such as ``model-00003.safetensors``. Its manifest lists the pieces of each array
     "pieces": {"model": {"w": {"dtype": "float32", "shape": [6, 4],
                                "pieces": [[0, [0, 0], [3, 4]], [1, [3, 0], [3, 4]]]}}}
 
-A piece is [rank that wrote it, offset in the whole array, shape]. Rank 0's thread writes the manifest and renames the
+A piece is [rank that wrote it, offset in the full array, shape]. Rank 0's thread writes the manifest and renames the
 folder only after all ranks have written their files. Therefore a checkpoint is atomic over all ranks. At a resume at
-any world size, each rank reads only the parts that it needs. To verify a checkpoint or to write whole arrays, a rank
+any world size, each rank reads only the parts that it needs. To verify a checkpoint or to write full arrays, a rank
 needs memory for one block of 16 MiB.
 
 All ranks write to the same folder, which is on one machine or in a directory that all machines share.
@@ -60,7 +60,14 @@ class Collectives(Protocol):
     """The collective by which ranks exchange the locations of their parts."""
 
     def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+        """Gather the rows of all ranks on every rank.
+
+        Args:
+            row: this rank's row [k], of any numeric dtype.
+
+        Returns:
+            The rows [world_size, k], in the order of ranks and with the same bits.
+        """
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -93,12 +100,12 @@ def save(
             None on all other ranks.
         keep: number of newest checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
-        report: see `checkpoint.wait_for_previous`.
-        before_commit: function that rank 0's thread calls; see `checkpoint.save`.
+        report: function that logs one line if this call waits; see `checkpoint.wait_for_previous`.
+        before_commit: function that rank 0's thread calls before it writes the manifest.
 
     Raises:
         NonRetryableError: this rank cannot save a value, or could not write the previous checkpoint. Earlier
-            checkpoints stay as they are.
+            checkpoints remain unchanged.
         RemoteRankError: another rank raised NonRetryableError.
     """
     part, parts = _begin(collectives, rank, folder, groups, body, report)  # collective
@@ -146,7 +153,7 @@ def finish(collectives: Collectives, rank: int) -> None:
 def write(
     collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write all ranks' files to the temporary folder of ``folder``, without a manifest. This call is a collective.
+    """Write each rank's files to the temporary folder of ``folder``, without a manifest. This call is a collective.
 
     Args:
         collectives: the collectives of the job.
@@ -204,7 +211,7 @@ class _Part:
         root = Root(folder.parents[1])
         with checkpoint.writing(f"checkpoint {folder}"):
             root.make_folder(temporary)
-            root.create(f"{temporary}/{_report_name(rank)}").close()  # rank 0 checks that it sees this file
+            root.create(f"{temporary}/{_report_name(rank)}").close()  # rank 0 checks that this file is visible
 
     def copy(self) -> None:
         """Copy the shards, so that they may change afterwards."""
@@ -242,10 +249,14 @@ def _begin(
 ) -> tuple[_Part, list[dict[str, Any]]]:
     """Wait for the previous checkpoint, and check the values of all ranks.
 
-    This call is a collective. Raises the errors of `save`.
+    This call is a collective.
 
     Returns:
         This rank's part, and all ranks' entries in rank order.
+
+    Raises:
+        NonRetryableError: as in `save`.
+        RemoteRankError: as in `save`.
     """
     try:
         checkpoint.wait_for_previous(folder.name, report, writer=rank)
@@ -285,12 +296,16 @@ def _files_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _pieces_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the manifest's pieces of all arrays, by group. Raises ValueError if a part of an array is missing."""
+    """Return the manifest's pieces of all arrays, by group.
+
+    Raises:
+        ValueError: a part of an array is missing.
+    """
     return {group: _merge([part["pieces"][group] for part in parts]) for group in parts[0]["pieces"]}
 
 
 def _check_shared(folder: Path, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless rank 0 sees the report file that each rank has created."""
+    """Raise ConfigError unless the report files of all ranks are visible to rank 0."""
     sizes = _sizes(checkpoint.temporary_of(folder))
     for rank in range(len(parts)):
         if _report_name(rank) not in sizes:
@@ -300,7 +315,11 @@ def _check_shared(folder: Path, parts: Sequence[Mapping[str, Any]]) -> None:
 def _seal(
     folder: Path, body: Mapping[str, Any] | None, files: Mapping[str, Any], pieces: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest, with zeros in place of digests. Raises NonRetryableError if it could not be read later."""
+    """Return the manifest, with zeros in place of digests.
+
+    Raises:
+        NonRetryableError: `read` would reject the manifest.
+    """
     sealed = manifest.seal({**(body or _NO_STATE), "files": files, "pieces": pieces})
     try:
         stored_in(folder, sealed["pieces"], files)
@@ -322,11 +341,11 @@ def _collect(
         outcome: rank 0's own report.
 
     Returns:
-        True if the checkpoint is complete. False if rank 0 could not write, after the checkpoint's files are deleted.
-        Also False if this process fails during the wait, because other ranks may have ended.
+        True if the checkpoint is complete. False if rank 0 could not write; this function then deletes the checkpoint's
+        files. Also False if this process fails during the wait, because other ranks may have ended.
 
     Raises:
-        RemoteRankError: another rank could not write. The checkpoint's files are deleted.
+        RemoteRankError: another rank could not write. This function has deleted the checkpoint's files.
         NonRetryableError: a report is missing, and no rank writes for SILENCE seconds.
     """
     reports = _wait_for_reports(folder, parts, outcome)
@@ -351,7 +370,8 @@ def _wait_for_reports(
 ) -> list[Mapping[str, Any]] | None:
     """Return all ranks' reports in rank order; None if this process fails during the wait.
 
-    Raises NonRetryableError if no rank writes for `SILENCE` seconds.
+    Raises:
+        NonRetryableError: no rank writes for SILENCE seconds.
     """
     reports: dict[int, Mapping[str, Any]] = {0: outcome}
     sizes: dict[str, int] = {}
@@ -417,7 +437,7 @@ def rank_of(name: str) -> int:
 
 
 def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
-    """Return, for each array, [dtype, shape of the whole array, the piece that this rank writes or None]."""
+    """Return, for each array, [dtype, shape of the full array, the piece that this rank writes or None]."""
     described = {}
     for name, shard in shards.items():
         piece = [shard.offset, shard.values.shape] if shard.values.size and not shard.copy else None
@@ -428,7 +448,8 @@ def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
 def _merge(described: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest's pieces of one group from all ranks' descriptions.
 
-    Raises ValueError if a part of an array is missing.
+    Raises:
+        ValueError: a part of an array is missing.
     """
     merged = {}
     for name, (dtype, shape, _) in described[0].items():
@@ -459,7 +480,9 @@ def not_shared_error(run_dir: Path, why: str) -> ConfigError:
 
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
-    """Read a sharded checkpoint like `checkpoint.read`, but verify files in blocks.
+    """Read a sharded checkpoint, and verify its files one block at a time.
+
+    Without ``verify``, check only the manifest and the files' sizes.
 
     Raises:
         CorruptCheckpoint: the checkpoint cannot be used.
@@ -552,7 +575,7 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
         if not untrusted.read_bytes(path, 1):  # rejects a FIFO, on which safe_open would block
             raise ValueError("it is empty, or no file")
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  # safe_open returns no mapping
+            for name in file.keys():  # noqa: SIM118  # the result of safe_open is not a mapping
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
                 stored[name] = StoredTensor(name, dtypes[part.get_dtype()], shape, ((path, (0,) * len(shape), shape),))
@@ -567,7 +590,7 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
 def consolidate(
     arrays: Mapping[str, StoredTensor], path: Path | None = None, tick: Callable[[], Any] = lambda: None
 ) -> str:
-    """Write whole arrays to a safetensors file atomically, reading blocks of 16 MiB.
+    """Write full arrays to a safetensors file atomically, and read blocks of 16 MiB.
 
     Args:
         arrays: stored arrays by name.

@@ -23,8 +23,8 @@ class TensorShard(NamedTuple):
 
     Attributes:
         values: the part, which may be empty.
-        offset: index of the part's first element in the whole array.
-        shape: shape of the whole array.
+        offset: index of the part's first element in the full array.
+        shape: shape of the full array.
         copy: whether another rank holds the same part and writes it.
     """
 
@@ -46,8 +46,8 @@ class StoredTensor:
     Attributes:
         name: name of the array in the files.
         dtype: dtype of the array.
-        shape: shape of the whole array.
-        pieces: (file, offset in the whole array, shape) of each piece.
+        shape: shape of the full array.
+        pieces: (file, offset in the full array, shape) of each piece.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StoredTensor:
 
         Args:
             offset: index of the part's first element; None for the beginning.
-            shape: shape of the part; None for the shape of the whole array.
+            shape: shape of the part; None for the shape of the full array.
 
         Raises:
             NonRetryableError: a file cannot be read.
@@ -73,7 +73,7 @@ class StoredTensor:
             high = [min(a + b, c + d) for a, b, c, d in zip(offset, shape, begin, extent)]
             if any(a >= b for a, b in zip(low, high)):
                 continue
-            try:  # open the file again for each piece, so that its memory map is freed
+            try:  # open the file again for each piece, to free its memory map afterwards
                 with safe_open(path, framework="numpy") as file:
                     source = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, begin))
                     part = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
@@ -83,7 +83,7 @@ class StoredTensor:
         return values
 
     def blocks(self) -> Iterator[NDArray[Any]]:
-        """Yield the whole array in C order, in parts of at most BLOCK bytes.
+        """Yield the full array in C order, in parts of at most BLOCK bytes.
 
         Raises:
             NonRetryableError: a file cannot be read.
@@ -102,7 +102,7 @@ def _split(offset: Shape, shape: Shape, most: int) -> Iterator[tuple[Shape, Shap
     """Divide a part of an array.
 
     Args:
-        offset: index of the part's first element in the whole array.
+        offset: index of the part's first element in the full array.
         shape: shape of the part.
         most: maximum number of elements.
 

@@ -1,6 +1,6 @@
 """Provide independent parts for PyTorch training loops, and the code that PyTorch apps share.
 
-The parts work on plain torch objects, and do not wrap a training call:
+The parts work with PyTorch's own models, optimizers and DataLoaders, and leave the training loop to the program:
 
 * `GlobalBatchSampler`, `GlobalTokenBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: global batches that are the
   same at any world size.
@@ -60,7 +60,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a part at its first use, so that one part does not load all modules."""
+    """Import a part at its first use, so that a program loads only the modules that it uses."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")

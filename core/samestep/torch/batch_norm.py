@@ -128,8 +128,9 @@ def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> Non
 
     Args:
         sums: float64 or float32 [k].
-        timer: timer that counts this call as communication, because a rank that waits here is not a straggler; or None.
-        group: process group of the ranks that take different data.
+        timer: timer, or None. The timer counts this call as communication, because a rank that waits here is not a
+            straggler.
+        group: process group of the ranks that get different data.
     """
     if torch.compiler.is_compiling():  # torch.compile cannot trace a timer
         timer = None
@@ -151,7 +152,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
     num_batches_tracked: Tensor
     rows: HasRows | None = None
     timer: StepTimer | None = None
-    group: Group = None  # the ranks that take different data
+    group: Group = None  # the ranks that get different data
     sums: Tensor | None = None  # with virtual ranks, [n * mean, n * variance, n] of a sub-shard, [2c + 1]
 
     def forward(self, x: Tensor) -> Tensor:

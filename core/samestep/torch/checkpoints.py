@@ -37,10 +37,10 @@ class Checkpoints:
 
     A part is an object with ``state_dict`` and ``load_state_dict``, or a dict of Python values. A restore changes the
     dict in place. Models are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files,
-    and broadcasts their content. After a kill at any time, all checkpoints in the folder are complete.
+    and broadcasts their content. Every checkpoint in the folder is complete, even after a kill.
 
     If a part has DTensors, such as a model with FSDP2 or tensor parallelism, each rank writes its shard of each tensor.
-    All ranks must then share the folder. The mesh may change before a restore.
+    In this case, all ranks must share the folder. The mesh may change before a restore.
 
     Args:
         folder: folder for this job only. Pass the same folder on all ranks.
@@ -66,7 +66,7 @@ class Checkpoints:
         self.every = every
         self.parts = {name: checked_part(name, part) for name, part in parts.items()}
         self.steps = 0  # number of steps done, over all starts
-        self._encode(with_values=False)  # raises TypeError now, on all ranks, if a later save would
+        self._encode(with_values=False)  # raises TypeError now, on all ranks, if a later save would raise it
         self.stops = None if grace is None else StopRequests(grace)
 
     def restore(self) -> int:
@@ -107,7 +107,11 @@ class Checkpoints:
         return self.steps
 
     def _read_shards(self, folder: Path) -> dict[str, Arrays]:
-        """Read this rank's parts of a sharded checkpoint. Raises NonRetryableError on all ranks if one rank fails."""
+        """Read this rank's parts of a sharded checkpoint.
+
+        Raises:
+            NonRetryableError: raised on all ranks if one rank cannot read its parts.
+        """
         problem = ""
         arrays: dict[str, Arrays] = {}
         try:
@@ -132,7 +136,7 @@ class Checkpoints:
     def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
         """Return (newest valid checkpoint or None, error for all ranks or None). Only rank 0 calls this method."""
         warn_shared_store()
-        with contextlib.suppress(OSError):  # the next save reports the error
+        with contextlib.suppress(OSError):  # the next save raises the error
             checkpoint.clear(self.folder)
         try:
             found = checkpoint.newest(self.folder, print_warning, reader=read_any, remedy=_REMEDY)
@@ -296,7 +300,7 @@ def load_part(part: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_shared_store() -> None:
-    """Warn if torchrun reuses, after a restart, the store with the addresses of killed ranks."""
+    """Print a warning if torchrun, after a restart, reuses the store with the addresses of killed ranks."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if is_restart and os.environ.get(_SHARE_VARIABLE) != "1":
         print_warning(f"torchrun may restart without success: set {_SHARE_VARIABLE}=1 in front of it")

@@ -21,7 +21,7 @@ from samestep.torch.ranks import broadcast as broadcast
 
 SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
 CONTEXT_BYTES = 1.5e9  # memory of a rank's CUDA context
-# NCCL's variables for --share-gpu; {} without the option. This dictionary is global, as the environment is.
+# NCCL's variables for --share-gpu; {} without the option. This dictionary is global because the environment is global.
 _sharing: dict[str, str] = {}
 
 
@@ -197,7 +197,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
         world: rank, world size and launcher of this process.
         device: device of this rank, which determines the backend if ``requested`` is "auto".
         timeout: seconds without progress after which the watchdog ends the rank. Collectives time out 30 s later, so
-            that the watchdog, which can name the missing rank, reports first.
+            that the watchdog, which can identify the missing rank, reports first.
         requested: "auto", or the name of a backend.
 
     Raises:
@@ -224,7 +224,11 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
 
 
 def _check_sharing(device: torch.device) -> None:
-    """Run one all-reduce. Raises NonRetryableError if NCCL rejects ranks that share a GPU."""
+    """Run one all-reduce, to check that NCCL accepts ranks that share a GPU.
+
+    Raises:
+        NonRetryableError: the all-reduce fails.
+    """
     try:
         dist.all_reduce(torch.zeros(1, device=device))  # collective
         torch.cuda.synchronize(device)

@@ -66,8 +66,8 @@ def generator_states() -> list[Tensor]:
 def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Tensor:
     """Return 64 random bits, int64 [count], for each position. The bits are the same on any device.
 
-    The bits are SplitMix64's outputs for a counter, without its last step, which changes only low bits. The masks
-    remove the sign bits that torch shifts into an int64.
+    The bits are SplitMix64's outputs for a counter, without SplitMix64's last step, which changes only low bits. The
+    masks remove the sign bits that torch shifts into an int64.
 
     Args:
         key: offset of the counter, int64 [].
@@ -90,7 +90,7 @@ def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
         x: the input, [k * m, ...], with k consecutive entries for each row.
         model: the number of a `ModelRows`.
         p: probability of dropping a value.
-        by_channel: whether to drop whole channels, the second dimension.
+        by_channel: whether to drop all values of a channel (the second dimension) together.
 
     Returns:
         bool [k * m, c, 1, ...] with ``by_channel``, otherwise bool with the shape of x.

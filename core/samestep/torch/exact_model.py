@@ -42,8 +42,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
     This function changes the model in place. Batch norms compute statistics over all ranks' rows, or over each
     sub-shard with virtual ranks. A dropout's mask depends on a row's position in the global batch. Parameters, buffers
-    and the names in a state_dict stay the same. A DDP model then sums gradients in an order that a restart does not
-    change. DDP no longer broadcasts buffers, because the buffers are equal on all ranks. Call this function after DDP
+    and the names in a state_dict stay the same. For a DDP model, gradients are summed in an order that a restart does
+    not change. DDP stops broadcasting buffers, because the buffers are equal on all ranks. Call this function after DDP
     and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
@@ -55,8 +55,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         timer: timer that counts the time in which this rank waits for other ranks as communication.
 
     Raises:
-        ValueError: a module cannot be made exact; the message has its name. If a module draws random numbers in another
-            way, its first forward pass raises ValueError.
+        ValueError: a module cannot be made exact; the message has its name. If any other module draws random numbers,
+            its first forward pass raises ValueError.
     """
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():
@@ -115,7 +115,7 @@ def is_sharded_itself(module: nn.Module) -> bool:
     """Return whether FSDP2's fully_shard was called on a norm or a dropout itself, which changes its class."""
     is_known = isinstance(module, (batchnorm._BatchNorm, dropout._DropoutNd))
     bases = [base.__name__ for base in type(module).__mro__]
-    return is_known and "FSDPModule" in bases  # compared by name, because an import of the class takes long
+    return is_known and "FSDPModule" in bases  # compared by name, because an import of the class is slow
 
 
 def check_draws(name: str, module: nn.Module) -> None:

@@ -23,9 +23,9 @@ from samestep.torch.worker_signals import stop_workers as stop_workers
 class Seeded(Dataset[Any]):
     """Read ``dataset[index]`` with ``random``, ``numpy.random`` and torch seeded from (seed, epoch, index).
 
-    A random flip or crop is then the same in any worker, batch or rank. A sampler of this package passes the epoch with
-    its indices; for other indices the epoch is 0. Outside workers, a read restores the states of the generators.
-    All other attributes are forwarded to the dataset.
+    Random flips and crops of an example are the same in any worker, batch or rank. A sampler of this package passes the
+    epoch with its indices; for other indices the epoch is 0. A read outside a worker finally restores the generators'
+    states. All other attributes are forwarded to the dataset.
 
     Args:
         dataset: object with ``__getitem__`` and ``__len__``.
@@ -48,7 +48,7 @@ class Seeded(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # unpickling reads these before ``dataset`` is set
+        if name == "dataset" or name.startswith("__"):  # unpickling reads these attributes before ``dataset`` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -66,7 +66,7 @@ class Seeded(Dataset[Any]):
                 restore_generators(before)
 
     def _read_all(self, indices: Sequence[int]) -> list[Any]:
-        """Read examples. All seeds are computed together, which is ten times faster than one at a time."""
+        """Read examples. Compute all seeds together, which is ten times faster than one at a time."""
         epoch = getattr(indices, "epoch", 0)
         numbers = np.asarray(indices, np.int64)
         numbers = np.where(numbers < 0, numbers + len(self), numbers)
@@ -100,7 +100,7 @@ def restore_generators(states: tuple[Any, Any, Tensor]) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two examples have the same values. For unknown types, compare only the types."""
+    """Return whether two examples have the same values; True for two objects of one unknown type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -125,7 +125,7 @@ class Collate:
         self._collate_fn = collate_fn
 
     def __call__(self, examples: Any) -> Any:
-        """Return a batch. ``examples`` is a list of examples, or a whole batch that the dataset has created."""
+        """Return a batch. ``examples`` is a list of examples, or a batch that the dataset has created."""
         if not isinstance(examples, list) or examples:
             return self._collate_fn(examples)
         batch = self._collate_fn(read_first(self._dataset))
@@ -133,12 +133,12 @@ class Collate:
 
 
 def collate_examples(examples: Any) -> Any:
-    """Collate a list of examples as torch does. Return a whole batch, which the dataset has created, unchanged."""
+    """Collate a list of examples as torch does. Return unchanged a batch that the dataset has created."""
     return default_collate(examples) if isinstance(examples, list) else examples
 
 
 def read_first(dataset: Any) -> Any:
-    """Read a batch with only the first example, as a DataLoader's worker does."""
+    """Read a batch of only the first example, by the same method as a DataLoader's worker."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(index_array(np.zeros(1, np.int64), 0))
     return [dataset[0]]
@@ -151,9 +151,9 @@ def without_rows(value: Any) -> Any:
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Return whether a dataset reads whole batches by its own method ``__getitems__``.
+    """Return whether a dataset reads batches by its own method ``__getitems__``.
 
-    torch's Subset always has this method, so a Subset does not count.
+    torch's Subset always has this method, so the result for a Subset is False.
     """
     if isinstance(dataset, Subset):
         return False
@@ -161,7 +161,7 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def check_draws_nothing(dataset: Any) -> None:
-    """Raise RuntimeError if a dataset that reads whole batches draws from a global generator.
+    """Raise RuntimeError if a dataset with its own ``__getitems__`` draws from a global generator.
 
     Such random numbers would depend on the batches that this process has read before.
     """
@@ -186,7 +186,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     A dataset with a method ``__getitems__`` is not wrapped. The method gets the indices of a batch, an int64 array with
     an attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of
-    examples, or a whole batch of another type, such as a tuple of tensors.
+    examples, or a batch of another type, such as a tuple of tensors.
 
     Args:
         dataset: object with ``__len__``, and ``__getitem__`` or ``__getitems__``.
@@ -254,7 +254,7 @@ class DataLoader(TorchDataLoader[Any]):
         return self.batch_sampler.state_dict() if isinstance(self.batch_sampler, GlobalBatchSampler) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the sampler's position to a saved state."""
+        """Set the sampler's position to the position in a saved state."""
         if isinstance(self.batch_sampler, GlobalBatchSampler):
             self.batch_sampler.load_state_dict(state)
 

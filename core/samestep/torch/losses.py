@@ -49,7 +49,7 @@ def global_mean(
     gradient, multiplied by the world size, because DDP and FSDP divide by the world size. Do not pass a mean as
     ``loss_sum``, because this function cannot detect the mistake.
 
-    If a step accumulates gradients of several micro-batches, pass the weight of the whole step as ``of``:
+    If a step accumulates gradients of several micro-batches, pass the weight of the complete step as ``of``:
     ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean.
 
     Args:
@@ -58,7 +58,7 @@ def global_mean(
             0 on all ranks, the result and its gradient are 0.
         of: the sum of weights over all ranks and micro-batches of the step, which replaces ``weight_sum``.
         grad_scale: factor of the gradient that replaces the world size. Pass 1 if gradients are summed over ranks.
-        group: the ranks that take different data: a process group, or an axis of a device mesh. None means all ranks.
+        group: the ranks that get different data: a process group, or an axis of a device mesh. None means all ranks.
 
     Raises:
         ValueError: an argument has dimensions, both or neither of ``weight_sum`` and ``of`` are given, or ``group`` is
@@ -102,6 +102,6 @@ def global_sum(*values: Tensor | float, group: GroupOrAxis = None) -> list[float
 
 
 def check_scalar(name: str, value: Tensor | float | None) -> None:
-    """Raise ValueError if a value is a tensor with dimensions. The message names the value ``name``."""
+    """Raise ValueError if a value is a tensor with dimensions. ``name`` is its name in the message."""
     if isinstance(value, Tensor) and value.ndim:
         raise ValueError(f"{name} has shape {list(value.shape)}: pass its sum")

@@ -95,8 +95,8 @@ def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
     """Replace ``tensor`` by its sum over the ranks of a group, with the same bits on all ranks.
 
     This call is a collective. With p ranks, a ring needs 2 (p - 1) sequential messages, even for small tensors. For a
-    small tensor, rank 0 gathers and adds in rank order, and broadcasts the sum. This needs 1 + log2(p) sequential
-    messages.
+    small tensor, rank 0 gathers and adds in rank order, and broadcasts the sum. Gather and broadcast together need
+    1 + log2(p) sequential messages.
     """
     if torch.compiler.is_compiling() or not use_gather(tensor.nbytes, group):  # torch.compile cannot trace gather
         dist.all_reduce(tensor, group=group)  # collective
@@ -123,7 +123,14 @@ def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 def all_gather(row: NDArray[Any]) -> NDArray[Any]:
-    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    """Gather the rows of all ranks on every rank. This call is a collective.
+
+    Args:
+        row: this rank's row [k], of any dtype that torch supports.
+
+    Returns:
+        The rows [world_size, k], in the order of ranks and with the same bits.
+    """
     if place().world_size == 1:
         return row[None]
     local = torch.from_numpy(row.copy()).to("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -133,7 +140,7 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
 
 
 def broadcast(content: bytes) -> bytes:
-    """Return rank 0's ``content`` on every rank."""
+    """Return rank 0's ``content`` on every rank. This call is a collective."""
     if place().world_size == 1:
         return content
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -2,7 +2,7 @@
 
 gloo's all-reduce is a ring. With 3 or more ranks, the order of an element's sum depends on its place in the bucket. But
 DDP rebuilds its buckets after the first backward pass. Therefore rank 0 sums the gradients of small models in rank
-order. For larger models, one all-reduce sums the gradient of each parameter.
+order. For larger models, each parameter's gradient has its own all-reduce.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None = None) -> None:
     """Register a DDP hook that reduces gradients in an order which does not depend on DDP's buckets.
 
-    With gloo, rank 0 sums the gradients of small models in rank order. Otherwise, one all-reduce sums the gradient of
-    each parameter.
+    With gloo, rank 0 sums the gradients of small models in rank order. Otherwise, each parameter's gradient
+    has its own all-reduce.
 
     Args:
         ddp: the model, before its first forward pass. Call this function on all ranks.

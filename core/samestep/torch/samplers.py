@@ -88,7 +88,7 @@ class FixedRows:
     Args:
         virtual_ranks: a number lets batch norms compute the statistics of each forward pass without other ranks; None
             lets them use all ranks' rows.
-        group: the ranks that take different data, as in `GlobalBatchSampler`.
+        group: the ranks that get different data, as in `GlobalBatchSampler`.
     """
 
     def __init__(self, virtual_ranks: int | None = None, group: GroupOrAxis = None) -> None:
@@ -132,8 +132,8 @@ class GlobalBatchSampler(Sampler[Indices]):
     position belongs to this epoch until the iteration ends. If a program is restored at such a position, the next
     iteration yields no batch, so that the program first repeats its evaluation.
 
-    `samestep.torch.DataLoader` counts the batches that the loop has received. Any other DataLoader may read ahead with
-    workers, so iterate over ``sampler.received(loader)``.
+    `samestep.torch.DataLoader` counts the batches that the loop has received. With any other DataLoader, iterate over
+    ``sampler.received(loader)``, because its workers may read ahead.
 
     Args:
         dataset_len: number of examples.
@@ -148,11 +148,11 @@ class GlobalBatchSampler(Sampler[Indices]):
             world size; see `samestep.torch.reduction.gradient_tree`.
         accumulate: number of micro-batches per step. With this argument or ``virtual_ranks``, iterate over
             `micro_batches` in each step.
-        group: the ranks that take different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
+        group: the ranks that get different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
             None means all ranks.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: an argument is out of range, no batch remains, or ``group`` is a mesh of several axes.
     """
 
@@ -190,7 +190,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             drop_last=drop_last,
         )
         self.seed_steps = seed_steps
-        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads whole batches
+        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads batches
         self._epoch = 0
         self._batch = 0  # steps done in this epoch; equal to len(self) at the epoch's end
         self._is_drawn = False
@@ -295,7 +295,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         """Divide the batch that the loop has received last into this rank's micro-batches.
 
         While the loop computes a micro-batch, `rows` returns the rows of this micro-batch. This method seeds the
-        generators again before each micro-batch, so that dropout masks do not depend on the division.
+        generators again before each micro-batch, so that dropout masks do not depend on the number of micro-batches.
 
         Args:
             batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, ...].
@@ -349,7 +349,9 @@ class GlobalBatchSampler(Sampler[Indices]):
         return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the settings of the order of examples. Call this method after an optimizer step.
+        """Return the position, and the settings that determine the order of examples.
+
+        Call this method after an optimizer step.
 
         Raises:
             RuntimeError: no batches are counted, because the loop uses neither `samestep.torch.DataLoader` nor
@@ -388,8 +390,8 @@ class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
     Each example is in one block, and each block is on one rank. The blocks do not depend on the world size, unless a
-    program computes ``blocks`` from the world size. Ranks may have different numbers of blocks. So without ``even``, an
-    evaluation must not communicate before its end.
+    program computes ``blocks`` from the world size. Ranks may have different numbers of blocks. Therefore an evaluation
+    without ``even`` must not communicate before its end.
 
     Args:
         dataset_len: number of examples.
@@ -399,10 +401,10 @@ class EvalSampler(Sampler[Indices]):
             forward pass is a collective.
         rank: rank of this process; by default the rank in the process group.
         world_size: number of ranks; by default the number in the process group.
-        group: the ranks that take different data, as in `GlobalBatchSampler`.
+        group: the ranks that get different data, as in `GlobalBatchSampler`.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: an argument is out of range, or ``group`` is a mesh of several axes.
     """
 
@@ -428,7 +430,7 @@ class EvalSampler(Sampler[Indices]):
         self._is_even = even
         self._group = process_group(group)
         self._given = checked_place(rank, world_size, self._group)
-        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads whole batches
+        self.yields_arrays = False  # set by `samestep.torch.DataLoader` if the dataset reads batches
 
     @property
     def num_blocks(self) -> int:
@@ -486,7 +488,7 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
         group: process group, which excludes ``rank`` and ``world_size``.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: the arguments exclude each other, or are out of range.
     """
     if rank is None and world_size is None:

@@ -1,6 +1,6 @@
-"""Save and restore tensors that are sharded over a device mesh, so that no rank needs memory for a whole tensor.
+"""Save and restore tensors that are sharded over a device mesh, so that no rank needs memory for a full tensor.
 
-A checkpoint stores the shape of the whole tensor, and each rank writes its part. If several ranks hold the same part,
+A checkpoint stores the shape of the full tensor, and each rank writes its part. If several ranks hold the same part,
 the first of them writes it. On a restore, each rank reads the part that it holds on the current mesh.
 """
 
@@ -25,7 +25,7 @@ _OPTIMIZER_STATE = re.compile(r"state\.(\d+)\..+")  # name of an optimizer's ten
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether a value is a DTensor, without importing DTensor's module, which takes long."""
+    """Return whether a value is a DTensor, without importing DTensor's module, because the import is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -35,7 +35,7 @@ class Part:
     """The part of a tensor that this rank holds.
 
     Attributes:
-        offset: index of the part's first element in the whole tensor.
+        offset: index of the part's first element in the full tensor.
         shape: shape of the part; a dimension may be 0.
         is_copy: whether a lower rank holds the same part.
     """
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices that select the part from the whole array."""
+        """The slices that select the part from the full array."""
         return tuple(slice(begin, begin + length) for begin, length in zip(self.offset, self.shape))
 
 
@@ -181,7 +181,7 @@ def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
     Args:
         parameters: parameters of the optimizer, from `parameters_of`.
         name: name of the tensor, such as "state.0.exp_avg".
-        shape: shape of the whole tensor. A tensor is sharded like its parameter only if the shapes are equal.
+        shape: shape of the full tensor. A tensor is sharded like its parameter only if the shapes are equal.
     """
     match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None or int(match[1]) >= len(parameters):

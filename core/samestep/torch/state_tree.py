@@ -1,7 +1,7 @@
 """Convert the state of a program's parts to JSON and arrays, and back with the same types, without pickle.
 
 JSON contains the structure. Each value without a JSON type becomes an object with a tag. Each tensor becomes an array
-that is named by its path, such as "state.0.exp_avg". A model's arrays have the names of its parameters.
+whose name is its path, such as "state.0.exp_avg". A model's arrays have the names of its parameters.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def encode(tree: Any, name: str, with_values: bool = True) -> tuple[Any, Arrays]
             OrderedDict, Counter, defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device.
             DTensors are returned unchanged among the arrays.
         name: name of the tree. Paths in messages begin with this name.
-        with_values: whether to read the arrays. False only checks the tree, and returns empty arrays.
+        with_values: whether to read the arrays. If False, `encode` only checks the tree, and returns empty arrays.
 
     Returns:
         The structure, and the arrays by path. The arrays may be views of the tree's values.

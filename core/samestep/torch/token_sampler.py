@@ -26,7 +26,7 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
 
     Args:
         lengths: number of tokens of each example, int64 [n].
-        targets: number of target tokens, which have a loss, of each example, int64 [n].
+        targets: number of target tokens (tokens with a loss) of each example, int64 [n].
         step_tokens: tokens per step, over all ranks.
         micro_tokens: maximum number of tokens of a micro-batch, including padding, to limit the memory.
         rank: as in `GlobalBatchSampler`.
@@ -37,7 +37,7 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
             world size; see `samestep.torch.reduction.gradient_tree`.
 
     Raises:
-        TypeError: an argument is not a whole number.
+        TypeError: an argument is not an integer.
         ValueError: an argument is out of range, or the longest example exceeds a micro-batch or a step.
     """
 

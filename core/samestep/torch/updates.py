@@ -1,4 +1,4 @@
-"""Connect a `samestep.trace.Trace` to an optimizer's updates, without changes of the training loop."""
+"""Connect a `samestep.trace.Trace` to an optimizer's updates, without changes to the training loop."""
 
 from __future__ import annotations
 

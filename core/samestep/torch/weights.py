@@ -44,7 +44,11 @@ def model_arrays(model: nn.Module) -> Arrays:
 
 
 def _array(name: str, tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array. Raises NonRetryableError for a dtype that numpy lacks, such as bfloat16."""
+    """Return a tensor as an array.
+
+    Raises:
+        NonRetryableError: numpy lacks the dtype, such as bfloat16.
+    """
     try:
         return tensor.detach().cpu().contiguous().numpy()
     except TypeError as error:
@@ -70,7 +74,7 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load arrays from `model_arrays`.
+    """Load arrays that `model_arrays` returned into the model.
 
     Raises:
         ValueError: a name, shape or dtype differs from the model's.
@@ -82,7 +86,7 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
-    """Load arrays from `optimizer_arrays`.
+    """Load arrays that `optimizer_arrays` returned into the optimizer.
 
     Args:
         model: the model whose parameters the optimizer updates.
