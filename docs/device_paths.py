@@ -52,46 +52,48 @@ STATUS = {
 HEAD = """\
 # Devices
 
-Does an app run on your device? Each device path of an app has a row with its test. `docs/device_paths.py` makes them
-from `tests/<app>/device_paths.py` and `benchmarks/gpu_proof.json`. The PyTorch apps have run on [one GPU](#one-gpu).
-No Ascend has been tested yet.
+Does an app run on your device? The tables list each device path of each app, with its status and its evidence.
+`docs/device_paths.py` generates the tables from `tests/<app>/device_paths.py` and `benchmarks/gpu_proof.json`. Most
+PyTorch apps have run on [one GPU](#one-gpu). No app has run on an Ascend device yet.
 
-- **run**: the named test, or the named row of `tools/gpu_proof.sh`, ran on this device with this transport, on Linux,
-  x86-64.
-- **simulated**: the test runs the app's own code, and replaces missing hardware or a missing function of a framework.
-- **read**: nothing has run. The app's code was compared with the named source of the framework. Expect problems if you
-  are the first to run it.
-- **failed**, **not run**: a named row of `tools/gpu_proof.sh` failed, or did not run on a GPU.
+- **run**: the test in the last column, or the row of `tools/gpu_proof.sh` in the last column, ran on this device with
+  this transport, on Linux with x86-64.
+- **simulated**: the test runs the app's code, and replaces missing hardware or a missing function of a framework.
+- **read**: no code ran. We compared the app's code with the framework's source file in the last column. Expect
+  problems if you are the first user of this device path.
+- **failed**, **not run**: a row of `tools/gpu_proof.sh` failed, or did not run on a GPU.
 """
 
 ONE_GPU = """\
 ## One GPU
 
-One GPU is enough to test several ranks: with `--share-gpu` all ranks of a machine use its first GPU. Use this option
-for tests and demonstrations only, because several ranks are slower than one rank. NCCL does not support it. NCCL
-refuses two ranks with the same host and GPU, so the apps set an own `NCCL_HOSTID` for each rank. From NCCL 2.30 on they
-set `NCCL_MULTI_RANK_GPU_ENABLE=1` instead. Kills, hangs and collectives are then those of NCCL, but times say nothing
-about several GPUs.
+With `--share-gpu`, all ranks of a machine use the machine's first GPU, so you can test several ranks on one GPU. Use
+this option only for tests and demonstrations, because several ranks on one GPU are slower than one rank. NCCL does not
+support such a job, and refuses two ranks with the same host and GPU. The apps therefore set a different `NCCL_HOSTID`
+for each rank. With NCCL 2.30 or later, the apps set `NCCL_MULTI_RANK_GPU_ENABLE=1` instead. Kills, hangs and
+collectives then behave as on several GPUs, but the measured times do not apply to several GPUs.
 
-To repeat the proof on a machine with one NVIDIA GPU, run this command. It takes at most 9 minutes. `--half 1` and
-`--half 2` run one half each, in at most 5 minutes:
+To repeat the checks of the table below on a machine with one NVIDIA GPU, run this command. All rows take at most 9
+minutes. To run half of the rows in at most 5 minutes, add `--half 1` or `--half 2`:
 
 ```bash
 bash tools/gpu_proof.sh
 ```
 
 `bash tools/gpu_proof.sh --device cpu` runs the same rows over gloo. `bash tools/gpu_proof.sh --table
-benchmarks/gpu_proof.json` prints the table below. A GPU's weights differ from a CPU's in their last bits.
+benchmarks/gpu_proof.json` prints the table below. The weights of a run on a GPU and of a run on a CPU differ in their
+last bits.
 
-Earlier runs of the proof found four faults, which are mended:
+Earlier runs of these checks found four faults, which we have corrected:
 
-- **gpt_fsdp could not resume on a GPU.** It restored Adam's step counters to the CPU, and the fused AdamW reads them on
-  the GPU.
-- **The textbook loop of the benchmark aborted** where torchvision fits torch.
-- **cifar_ddp with `--compile` trained wrongly with torch 2.11**, on a CPU too: that compiler has wrong gradients after
-  a function that ends in a cast. With torch 2.13, which this app pins, gradients were right.
-- **Convolutions in float32 were in TF32**, which is torch's default on a GPU. The apps switch it off, and take
-  deterministic algorithms alone.
+- **gpt_fsdp could not resume on a GPU.** A restore put Adam's step counters on the CPU, but fused AdamW reads the
+  counters on the GPU.
+- **The benchmark's baseline loop aborted** if the version of torchvision matched the version of torch.
+- **cifar_ddp with `--compile` trained with wrong gradients in torch 2.11**, also on a CPU. The compiler of torch 2.11
+  computes wrong gradients after a function that ends in a cast. In torch 2.13, which cifar_ddp pins, the gradients were
+  correct.
+- **Convolutions in float32 used TF32**, which is torch's default on a GPU. The apps now disable TF32, and use only
+  deterministic algorithms.
 """
 
 

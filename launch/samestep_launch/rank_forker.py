@@ -33,8 +33,6 @@ from samestep.job_info import JobInfo
 from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, importing
 
-MAX_MESSAGE = 2**20  # maximum length of a message in bytes
-
 
 def main() -> None:
     """Import the program, then fork the launcher and its ranks at each start of the job."""
@@ -75,7 +73,7 @@ class RankForker:
             self._reap()
 
     def _take_request(self) -> None:
-        message = self._socket.recv(MAX_MESSAGE)
+        message = self._socket.recv(fork_server.MAX_MESSAGE)
         if not message:  # an ended launcher has closed its socket
             os.waitid(os.P_PID, self._launcher, os.WEXITED | os.WNOWAIT)
             return

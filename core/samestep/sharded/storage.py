@@ -107,6 +107,7 @@ def save(
         NonRetryableError: this rank cannot save a value, or could not write the previous checkpoint. Earlier
             checkpoints remain unchanged.
         RemoteRankError: another rank raised NonRetryableError.
+        ValueError: the ranks' shards of an array do not cover the array.
     """
     part, parts = _begin(collectives, rank, folder, groups, body, report)  # collective
     pieces = _pieces_of(parts)
@@ -167,6 +168,7 @@ def write(
     Raises:
         NonRetryableError: this rank could not write its files.
         RemoteRankError: another rank could not write its files.
+        ValueError: the ranks' shards of an array do not cover the array.
     """
     part, parts = _begin(collectives, rank, folder, groups)  # collective
     part.copy()
