@@ -59,3 +59,13 @@ def test_a_step_trains_on_the_batches_whose_tensors_took_part(shapes: Cases, nam
     """The loops of other tests have a forward pass, a backward pass and a step for each batch."""
     steps, wanted = shapes[name]
     assert steps == wanted
+
+
+def test_a_wrapper_that_forwards_the_attributes_of_a_subset_is_no_second_subset(tmp_path: Path) -> None:
+    events = recorded(tmp_path, SHAPES.with_name("subsets.py"))
+    batches = [event["indices"] for event in events if event["event"] == "batch"]
+    assert batches == [[11, 13, 15, 17]] * 2
+    plain, wrapped = (event["subsets"] for event in events if event["event"] == "iterate")
+    assert [length for length, _ in plain] == [4, 10]
+    assert wrapped == plain
+    assert not [event for event in events if event["event"] == "unseen"]

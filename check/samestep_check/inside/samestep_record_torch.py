@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import sys
 import weakref
@@ -102,25 +103,31 @@ def _ended(error: BaseException, iterator: Any) -> None:
 
 
 def _size(values: Any) -> int | None:
-    while _is_subset(values):
-        values = values.dataset
+    _, innermost = _open(values)
     try:
-        return len(values)
+        return len(innermost)
     except Exception:  # an IterableDataset has no length, and a script's own __len__ may raise anything
         return None
 
 
-def _is_subset(dataset: Any) -> bool:
-    return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
+def _open(dataset: Any) -> tuple[list[Any], Any]:
+    """Return the Subsets around a dataset, the outermost first, and the dataset inside them."""
+    subsets = []
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        # A wrapper such as samestep.torch.Seeded forwards the attributes of its Subset, and does not change indices.
+        if inspect.getattr_static(dataset, "indices", None) is not None:
+            subsets.append(dataset)
+        dataset = dataset.dataset
+    return subsets, dataset
 
 
 def _subsets(dataset: Any) -> list[list[int]]:
     """Return the length and a checksum of the indices of each Subset around the dataset, the outermost first."""
     found = []
-    while _is_subset(dataset):
-        keys = [_key(each) for each in dataset.indices]
+    subsets, _ = _open(dataset)
+    for each in subsets:
+        keys = [_key(index) for index in each.indices]
         found.append([len(keys), zlib.crc32(repr(keys).encode())])
-        dataset = dataset.dataset
     return found
 
 
@@ -129,9 +136,9 @@ def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
     if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
-    while _is_subset(dataset):
-        keys = [dataset.indices[key] for key in keys]
-        dataset = dataset.dataset
+    subsets, _ = _open(dataset)
+    for each in subsets:
+        keys = [each.indices[key] for key in keys]
     try:
         return [_key(key) for key in keys], ""
     except TypeError as error:
