@@ -17,7 +17,7 @@ SPEC = App(
     direction="max",
     metric_limit=0.9,
     loss_factor=0.5,
-    # 1,024 samples in batches of 64 make 16 steps per epoch. Killed, stopped and resumed runs have every option on.
+    # 1,024 samples in batches of 64 make 16 steps per epoch. Tests kill, stop and resume runs with all these options.
     small=(
         *("--dataset=synthetic-cifar10", "--epochs=2", "--global-batch-size=64", "--checkpoint-every=5"),
         *("--log-every=1", "--input=loader", "--workers=1", *EVERYTHING),
@@ -43,6 +43,6 @@ SPEC = App(
     exact_steps=(50, 6),
     virtual_ranks=4,
     replayed_steps=10,
-    delay=30,  # ms, in each of three micro-batches
+    delay=30,  # ms that a slow rank sleeps in each of three micro-batches
     skipped_marks=("core_only", "best", "faults", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
 )
