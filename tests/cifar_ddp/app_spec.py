@@ -17,7 +17,7 @@ SPEC = App(
     direction="max",
     metric_limit=0.9,
     loss_factor=0.5,
-    # 1,024 samples in batches of 64 make 16 steps per epoch. Tests kill, stop and resume runs with all these options.
+    # 1,024 samples in batches of 64 make 16 steps per epoch. Killed, stopped and resumed runs have every option on.
     small=(
         *("--dataset=synthetic-cifar10", "--epochs=2", "--global-batch-size=64", "--checkpoint-every=5"),
         *("--log-every=1", "--input=loader", "--workers=1", *EVERYTHING),

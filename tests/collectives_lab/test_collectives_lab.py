@@ -293,7 +293,7 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
 
 
 def test_no_program_has_a_default_of_its_own() -> None:
-    """A default written as ``options.x or ...`` may be missing in --help. The help describes these two defaults in words."""
+    """A default written as ``options.x or ...`` may be missing in --help, which describes these two in words."""
     found = []
     for path in sorted(APP.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -336,7 +336,7 @@ def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
 
 
 def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> None:
-    """A rounding difference that grows over many steps is not an error. outcomes.py simulates results that gloo never returns."""
+    """A rounding difference that grows over many steps is not an error. outcomes.py fakes results for the test."""
     run_dir = lab.folder / "run"
     words = [sys.executable, str(Path(__file__).with_name("outcomes.py")), str(run_dir)]
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
@@ -412,7 +412,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
         assert sum(ring["sent_messages"]) == ring["formula_messages"] == 2 * n * (n - 1)
         for name, scheme in large["schemes"].items():
             assert len(scheme["seconds"]) == len(scheme["loopback_bytes"]) == 2
-            least = min(scheme["loopback_bytes"])  # of the less disturbed round, because other programs may use loopback
+            least = min(scheme["loopback_bytes"])  # other programs may use loopback in one round
             assert least >= 0.95 * scheme["formula_bytes"], (n, name)
             if large["alone_on_loopback"]:
                 assert least <= 1.05 * scheme["formula_bytes"] + 10_000, (n, name)
@@ -590,7 +590,7 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bo
 
 
 def check_data_parallel(found: dict[str, Any]) -> None:
-    """Without a GPU, DataParallel's step equals the plain step bit for bit; its algorithm and DDP differ by rounding."""
+    """Without a GPU, DataParallel takes the plain step bit for bit; its algorithm and DDP differ by rounding."""
     assert (found["world_size"], found["steps"], found["devices_of_data_parallel"]) == (2, 6, [])
     names = ["plain", "DataParallel", "its algorithm, in 2 pieces", "DistributedDataParallel"]
     assert [each["way"] for each in found["ways"]] == names

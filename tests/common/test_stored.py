@@ -12,7 +12,7 @@ For some apps, ``tests/<app>/stored/version-<v>/`` contains:
 Versions before 0.3 drew other random numbers for dropout. Such a run resumes with a warning, and only the losses before
 the resume equal the stored losses.
 
-A run in ``run.tar.xz`` began with weights whose channels repeat, because they compress to a small file.
+A run in ``run.tar.xz`` began with weights whose channels repeat, because such weights compress to a small file.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ def app_module(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks up a class's module there
+    sys.modules[spec.name] = module  # dataclasses looks up a class's module in sys.modules
     spec.loader.exec_module(module)
     return module
 

@@ -329,7 +329,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses looks up a class's module there
+    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses looks up a class's module in sys.modules
     spec.loader.exec_module(module)
     return module
 

@@ -24,7 +24,7 @@ SPEC = importlib.util.spec_from_file_location("make_rank_table", SCRIPT)
 assert SPEC is not None
 assert SPEC.loader is not None
 TOOL = importlib.util.module_from_spec(SPEC)
-sys.modules["make_rank_table"] = TOOL  # dataclasses looks up a class's module there
+sys.modules["make_rank_table"] = TOOL  # dataclasses looks up a class's module in sys.modules
 SPEC.loader.exec_module(TOOL)
 
 IPS = [f"192.{1 + i % 4}.27.{6 + i // 4}" for i in range(8)]
