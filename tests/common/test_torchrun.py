@@ -58,7 +58,7 @@ def test_torchrun_alone_takes_the_same_steps_and_restarts(
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """torch.distributed.launch, torchrun's predecessor, passes --local-rank to ranks. metrics.jsonl omits this option."""
+    """torch.distributed.launch, torchrun's predecessor, passes --local-rank to ranks; metrics.jsonl omits it."""
     command = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port", free_port()]
     result = harness.checked(bare(harness, [*command, train(harness), *harness.app.small]), 2)
     assert result["launcher"] == "torchrun"

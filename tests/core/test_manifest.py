@@ -1,4 +1,4 @@
-"""`checkpoint.newest` returns all values that `checkpoint.save` accepts, unchanged and of the same types."""
+"""Test that `checkpoint.newest` returns all values that `checkpoint.save` accepts, unchanged and of the same types."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_step_sync_is_due_after_the_first_update_and_then_by_the_grace() -> None
 
 
 def test_progress_resumes_from_its_own_state() -> None:
-    """The sums of an epoch are the same with and without a resume within it."""
+    """The sums of an epoch are the same with and without a resume within the epoch."""
     whole = Progress(BATCHES, 0, last_step=8, state={})
     first = Progress(BATCHES, 0, last_step=8, state={})
     lines = {}

@@ -141,7 +141,11 @@ class Model:
     groups: dict[str, Arrays]
 
     def load(self, groups: Groups) -> None:
-        """Load the groups. Raises ValueError if they do not fit."""
+        """Load the weights and the optimizer state.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ from the model's.
+        """
         for group, arrays in groups.items():
             difference = checkpoint.state_dict_diff(arrays, self.groups[group])
             if difference:
