@@ -708,7 +708,7 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
-    """A log line counts since the previous line, the console since the start of the epoch. The kill is within an epoch."""
+    """A log line counts since the previous line, the console since the epoch began. The kill is within an epoch."""
     arguments = options_for(run_dir, "--log-every=3", "--checkpoint-every=3")
     for rank in job(2, arguments, crash(8), app=COUNTING):
         assert isinstance(rank.error, CrashError)
@@ -879,7 +879,7 @@ def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypa
 
 @pytest.fixture
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
-    """Return a function that makes faults with fake clocks: each phase takes 1 ms plus ``more(rank, step)[phase]`` s."""
+    """Return a function that fakes the clock: each phase takes 1 ms plus ``more(rank, step)[phase]`` seconds."""
     clock = threading.local()
     monkeypatch.setattr(time, "perf_counter", lambda: getattr(clock, "now", 0.0))
 

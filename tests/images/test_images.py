@@ -179,5 +179,5 @@ def check_mpi_job(buildah: Buildah, container: str, folder: Path, weights: str) 
     stdout = run_in(buildah, container, "bash", "/job.sh", volumes=mounts)
     result = result_of(stdout)
     assert (result["launcher"], result["backend"], result["world_size"]) == ("openmpi", "mpi", 2)
-    assert result["weights_sha256"] == weights  # gloo and MPI have the same sums for two ranks
+    assert result["weights_sha256"] == weights  # gloo and MPI compute equal sums of two ranks
     assert stdout.splitlines()[-1] == "1"  # mpirun connected by ssh, once for the worker

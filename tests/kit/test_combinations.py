@@ -112,7 +112,7 @@ if __name__ == "__main__":
     end()
 """
 # Limits for lower precision, in which rounding depends on the number of rows. DDP divides by the world size after the
-# backward pass, so gradients overflow at other scales.
+# backward pass, so gradients overflow at other loss scales.
 LIMITS = {"bfloat16": 0.05, "float16": 0.05, "overflow": float("inf")}
 
 
