@@ -99,7 +99,7 @@ def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
 
 
 def try_defect(defect: Defect) -> Iterator[tuple[list[str], Outcome, float]]:
-    """Yield each group of the defect's tests, its outcome and its duration in seconds. Stop after a group that catches it."""
+    """Yield each group of the defect's tests, its outcome and its seconds, until a group catches the defect."""
     with tempfile.TemporaryDirectory(prefix="samestep-defect-") as folder:
         copy = clone(Path(folder, "copy"))
         if defect["file"]:

@@ -268,7 +268,7 @@ def test_kills_at_random_steps_end_with_the_same_weights(
 
 
 def with_workers(method: str) -> str:
-    """Return the script with persistent workers of this start method, in one loader only, as each worker imports torch."""
+    """Return the script with persistent workers of this start method in one loader, as each worker imports torch."""
     context = f"multiprocessing_context={method!r}, persistent_workers=True"
     changes = {
         "batch_sampler=sampler, ": f"batch_sampler=sampler, {context}, ",

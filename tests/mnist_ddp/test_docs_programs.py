@@ -28,7 +28,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def kill_all(folder: Path) -> None:
-    """Kill every process with the variables of `environ`. Ranks of torchrun have their own sessions and outlive it."""
+    """Kill every process with the variables of `environ`. torchrun's ranks have their own sessions."""
     kill_marked("SAMESTEP_TEST", str(folder), LIMIT)
 
 

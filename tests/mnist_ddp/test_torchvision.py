@@ -72,7 +72,7 @@ def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> 
 
 
 def test_nccl_without_gpus_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage detects the mistake before an installation, by the options or by the missing driver."""
+    """The first stage detects the mistake before an installation, from the options or from the missing driver."""
     options = options_of("mnist_ddp")
     with pytest.raises(ConfigError, match="--backend nccl needs GPUs"):
         options.parse(["--backend=nccl", "--device=cpu"])

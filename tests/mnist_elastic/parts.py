@@ -25,7 +25,7 @@ class SevenStarter:
 
 
 class Counter:
-    """Stand in for a Run, and record the updates that it gets."""
+    """Replace a Run, and record the updates that are counted."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -43,7 +43,7 @@ def order() -> list[str]:
 
 
 def numbers_and_codes() -> tuple[list[int], list[int | None]]:
-    """Return the free rank numbers before and after rank 1 left, and its exit codes with and without a connection."""
+    """Return the free rank numbers before and after rank 1 left, and rank 1's exit code with and without a connection."""
     ranks = Ranks(SevenStarter(), 2)
     for rank in (1, 2):
         ranks.start(rank)
