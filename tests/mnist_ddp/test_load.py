@@ -1,6 +1,7 @@
 """Run six jobs at once, while signals kill and stop random ranks, launchers and launch scripts for 5 minutes.
 
-LOAD_SECONDS, LOAD_JOBS and LOAD_SEED set the duration, the number of jobs and the seed. A failure prints the seed and all signals.
+LOAD_SECONDS, LOAD_JOBS and LOAD_SEED set the duration, the number of jobs and the seed. A failure prints the seed and
+all signals.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_corrupted_file_is_named(harness: Harness) -> None:
 
 
 def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
-    """Run the README's first command on a copy of the tracked files, without PYTHON. The command makes .venvs and trains."""
+    """Run the README's first command on a copy of the tracked files. Without PYTHON, it makes .venvs."""
     clone = harness.folder / "clone"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):

@@ -1,4 +1,4 @@
-"""Describe mnist_elastic for the common tests that apply to it. The app's own tests cover faults, which do not end a job."""
+"""Describe mnist_elastic for the common tests that apply. The app's own tests cover faults, which do not end a job."""
 
 from __future__ import annotations
 

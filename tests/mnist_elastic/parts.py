@@ -43,7 +43,7 @@ def order() -> list[str]:
 
 
 def numbers_and_codes() -> tuple[list[int], list[int | None]]:
-    """Return the free rank numbers before and after rank 1 left, and rank 1's exit code with and without a connection."""
+    """Return free rank numbers before and after rank 1 left, and rank 1's code with and without a connection."""
     ranks = Ranks(SevenStarter(), 2)
     for rank in (1, 2):
         ranks.start(rank)

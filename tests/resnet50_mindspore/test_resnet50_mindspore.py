@@ -184,7 +184,7 @@ def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any) -> None:
-    """A rank restores its own running statistics at the same world size, and the averaged ones at another."""
+    """A rank restores its own running statistics at the same world size, and averaged statistics at another."""
     output = told_of_models["WEIGHTS"]
     assert output["groups"] == ["buffers", "model", "optimizer"]
     assert output["each"]
@@ -443,7 +443,7 @@ def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
 
 
 def test_weights_that_mindspore_has_cut_are_gathered(told_of_ranks: Any) -> None:
-    """Checkpoints and evaluations have the whole weights, momenta and statistics that MindSpore shards."""
+    """Checkpoints and evaluations contain the full weights, momenta and statistics that MindSpore shards."""
     assert told_of_ranks["whole"] == ["None", "None"]
     assert told_of_ranks["different"] == []
     assert told_of_ranks["evaluated"]

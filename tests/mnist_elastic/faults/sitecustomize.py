@@ -1,8 +1,8 @@
 """Inject faults at exact moments of a step. Python imports this module at startup from a folder of PYTHONPATH.
 
 SAMESTEP_FAULTS holds a JSON list of faults. Each fault has ``step``, ``at``, ``done`` and optionally ``rank``; without
-``rank``, the fault strikes the first rank that reaches the moment. A fault creates the file ``done``, so that it strikes
-only once. ``at`` is one of these moments:
+``rank``, the fault strikes the first rank that reaches the moment. A fault creates the file ``done``, so that it
+strikes only once. ``at`` is one of these moments:
 
 * ``updated``: the rank has updated its weights, but not yet reported the update. The rank gets ``signal``.
 * ``reduced``: the reduction succeeds on all other ranks and fails on this rank.
