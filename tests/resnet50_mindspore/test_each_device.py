@@ -368,7 +368,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, project: Path) -> None:
-    """Rank 1 on device 5 fails. Rank 2 and each rank's child ignore TERM. The harness checks that no process is left."""
+    """Rank 1 on device 5 fails. Rank 2 and each rank's child ignore TERM. The harness finds processes that are left."""
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     outcome = start(harness, project, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (7, "")
@@ -538,7 +538,7 @@ def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: H
 
 
 def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, project: Path) -> None:
-    """The script reports the contradiction before it makes an environment. PYTHON is empty, so the script would make one."""
+    """The script reports the contradiction before it makes an environment, which it would do because PYTHON is empty."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
     for n, words, environ in (
         (8, "N=8, but RANK_TABLE_FILE=rank_table.json lists 4 for this machine (6, 5, 7, 4): give N=4", {}),

@@ -1,4 +1,4 @@
-"""Resume a run of an earlier version. A copy of the app has no such run, so it has no copy of this file."""
+"""Resume a run of an earlier version. A copy of the app has no such run, so the copy lacks this file."""
 
 from __future__ import annotations
 
