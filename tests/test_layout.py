@@ -212,7 +212,7 @@ MEASURING = {"wrong_ways.py", "training.py", "verify.py"}
 
 
 def test_no_torch_app_but_mnist_elastic_names_global_batches() -> None:
-    """Training loops use `GlobalBatchSampler`. mnist_elastic repeats steps, and changes the number of ranks between steps."""
+    """Loops use `GlobalBatchSampler`. mnist_elastic repeats steps, and changes the number of ranks between steps."""
     naming = set()
     for path in ROOT.glob("apps/*/*.py"):
         uses_torch = "\ntorch==" in path.with_name("requirements.in").read_text()

@@ -1,4 +1,4 @@
-"""Apply the patches of docs/make_it_yours.md, and count them as the page's table does. No other file has the patches."""
+"""Apply the patches of docs/make_it_yours.md, and count them as its table does. No other file has the patches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(page: Path) -> list[tuple[int, ...]]:
 
 
 def apply_patches(root: Path, page: Path) -> list[tuple[int, ...]]:
-    """Apply the patches of ``page`` in turn to the repository in ``root``; return git's counts in the form of `table`."""
+    """Apply the patches of ``page`` to the repository in ``root``; return git's counts in the form of `table`."""
     counted = []
     for patch in re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         git(root, "add", "--all")

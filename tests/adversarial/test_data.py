@@ -40,7 +40,8 @@ except ConfigError as error:
 def resolve(name: str, data_dir: Path | str, user: str = "", **environ: str) -> str:
     """Resolve a dataset in a process with little memory, and return the line that the process prints.
 
-    If ``user`` is set and the tests run as root, the process runs as the user 65534."""
+    If ``user`` is set and the tests run as root, the process runs as the user 65534.
+    """
     done = subprocess.run(
         [sys.executable, "-c", CHILD, name, str(data_dir), user],
         env={**os.environ, "PYTHONPATH": str(Path(samestep.__file__).parents[1]), "no_proxy": "*", **environ},

@@ -3,6 +3,8 @@
     bash scripts/test.sh -e defects                 # all
     bash scripts/test.sh -e defects -- no-fsync     # by name
     bash scripts/test.sh -e defects -- none         # all tests, without a defect
+
+The command prints a table, and the defects that no test catches.
 """
 
 from __future__ import annotations

@@ -538,7 +538,7 @@ def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: H
 
 
 def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, project: Path) -> None:
-    """The script reports the contradiction before it makes an environment, which it would do because PYTHON is empty."""
+    """The script reports the contradiction before it makes an environment; PYTHON is empty, so it would make one."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
     for n, words, environ in (
         (8, "N=8, but RANK_TABLE_FILE=rank_table.json lists 4 for this machine (6, 5, 7, 4): give N=4", {}),
