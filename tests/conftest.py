@@ -62,7 +62,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def check_paths(config: pytest.Config) -> None:
-    """Refuse to collect the tests of all apps in one process: their folders have modules of the same names."""
+    """Refuse to collect the tests of all apps in one process, because test folders have modules of the same names."""
     paths = {Path(config.invocation_params.dir, path.partition("::")[0]).resolve() for path in config.args}
     if len(APPS) > 1 and paths & {ROOT, ROOT / "tests"}:
         raise pytest.UsageError(

@@ -1,4 +1,4 @@
-"""Test that a run changes nothing outside its run dir if a name in it is a link, hard link, FIFO, folder or long."""
+"""Test that a run changes nothing outside its run dir, even if a path in the run dir is a link, FIFO or folder."""
 
 from __future__ import annotations
 

@@ -56,6 +56,6 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     if before == "@case"
 ])  # fmt: skip
 def test_a_step_trains_on_the_batches_whose_tensors_took_part(shapes: Cases, name: str) -> None:
-    """Compare the batches of each step. In the loops of other tests, each batch has a step; here it need not."""
+    """Compare the batches of each step. In these loops, a step may use several batches, or a batch may be skipped."""
     steps, wanted = shapes[name]
     assert steps == wanted

@@ -198,7 +198,7 @@ def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, f
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> None:
-    """Torchrun stops the other ranks as soon as one rank dies, often before they detect the failure.
+    """torchrun stops the other ranks as soon as one rank dies, often before they detect the failure.
 
     The console shows one error if all ranks report the lost connection. The launcher's log has all errors.
     """

@@ -197,7 +197,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
     return stopped_at(job.run_dir, stop.number)
 
 
-@pytest.mark.soak  # the quick tests send one signal (test_one_run_survives_every_fault), and the others in tests/core
+@pytest.mark.soak  # the quick tests send one signal (test_one_run_survives_every_fault); tests/core sends the others
 def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
             at = chance.randrange(1, reference["steps"] - Shape.of(reference).every)
             job.wait_for_step(at)
         stop.send(job, chance)
-        if stop.to == "the launcher":  # it may send TERM, or kill its ranks, which then restart
+        if stop.to == "the launcher":  # the launcher may kill its ranks, which then restart
             outcome = job.finish()
             assert outcome.code in (0, 128 + signal.SIGTERM, 128 + stop.number), outcome
             saved = 0
@@ -397,7 +397,7 @@ def wait_for_start(job: Job, before: int) -> None:
 def test_ten_kills_in_a_row_change_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
-    """Kill a rank, all ranks at once, or the whole job, soon after the restart that the previous kill caused."""
+    """Kill a rank, all ranks at once, or all processes of the job, soon after the restart by the previous kill."""
     n = 2
     reference = undisturbed(n)
     last = last_to_disturb(reference)

@@ -1,4 +1,4 @@
-"""Test what a run prints and writes, and that it takes the same steps at any world size."""
+"""Test the output and the files of a run, and that steps are the same at any world size."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python shards.py RANK WORLD_SIZE FOLDER [options]
 
-Ranks communicate by files in FOLDER. All values are sums of a few powers of two, so they are exact at any world size.
+Ranks communicate by files in FOLDER. All values are sums of a few powers of two, so sums are exact at any world size.
 SAMESTEP_KILL=n sends SIGKILL to the process before its n-th change of the checkpoints' files and folders.
 """
 

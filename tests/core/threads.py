@@ -1,6 +1,6 @@
 """Run a toy app whose ranks are threads of this process, and which calls `samestep.run` without a framework.
 
-All values are sums of a few powers of two, so that they are equal bit for bit at any world size.
+All values are sums of a few powers of two, so that results are equal bit for bit at any world size.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
         for stranger, words in zip(strangers, garbage):
             stranger.sendall(words)
         strangers[0].close()
-        once = preflight.JsonConnection(connect(port, 5))  # a machine introduces itself, and dies
+        once = preflight.JsonConnection(connect(port, 5))  # a machine connects, and dies
         assert once.introduce(asdict(node(1, 3, nonce="one")), time.monotonic() + 10) == {"here": True}
         once.close()
         again = pool.submit(preflight.preflight, node(1, 3), "127.0.0.1", port, 20.0, dict, nothing)

@@ -36,7 +36,7 @@ class Counter:
 
 
 def order() -> list[str]:
-    """Return the names of members in order of rank. Two of the three members ahead have the same bits."""
+    """Return the names of members in order of rank. Two of the three members with the most progress have equal bits."""
     states = [("000000", 8, "x"), ("000001", 9, "y"), ("000005", 9, "x"), ("000003", 9, "x")]
     found = [{"name": name, "progress": progress, "digest": digest} for name, progress, digest in states]
     return [each["name"] for each in membership._in_order(found)]

@@ -1,4 +1,4 @@
-"""Test mnist_horovod: Horovod's build, its launcher, and the data that it sends."""
+"""Test mnist_horovod: Horovod's build, launcher, compression and optimizer."""
 
 from __future__ import annotations
 

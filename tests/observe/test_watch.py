@@ -1,4 +1,4 @@
-"""Test watch: its frames of run dirs that a toy's real `Run` made, and the program itself in a pty."""
+"""Test watch: frames of run dirs that a toy's real `Run` made, and the program in a pty."""
 
 from __future__ import annotations
 
