@@ -81,7 +81,7 @@ def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Each check yields its problems as text.
+# Each check yields the problems of a command as text.
 
 
 def _ends(

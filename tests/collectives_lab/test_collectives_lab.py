@@ -108,7 +108,7 @@ REDUCERS = "reduce all_reduce reduce_scatter".split()
 
 
 def check_operators(found: dict[str, Any], n: int) -> None:
-    """Check that gloo's results are right on every rank, and that a refused operator has gloo's message and no case."""
+    """Check that gloo's results are right on every rank, and that a refused operator has gloo's message and 0 cases."""
     assert all(case["wrong"] == {} for case in found["operator_checks"])
     if found["facts"]["backend"] != "gloo":
         return
@@ -136,7 +136,7 @@ def check_operators(found: dict[str, Any], n: int) -> None:
 
 
 def reduced(operator: str, numbers: Sequence[int]) -> float:
-    """Return the reduction of ``numbers`` by Python's own arithmetic."""
+    """Return the reduction of ``numbers`` in Python's arithmetic."""
     pair: dict[str, Callable[[Any, Any], Any]] = {
         "PRODUCT": mul, "MIN": min, "MAX": max, "BAND": and_, "BOR": or_, "BXOR": xor,
     }  # fmt: skip
@@ -146,7 +146,7 @@ def reduced(operator: str, numbers: Sequence[int]) -> float:
 
 
 def check_values_by_hand(shown: dict[str, list[dict[str, Any]]]) -> None:
-    """Check the results of 3 ranks that hold [10, 11, 12], [20, 21, 22] and [30, 31, 32], or 10, 20 and 30."""
+    """Check the results of 3 ranks that hold [10, 11, 12], [20, 21, 22], [30, 31, 32], or the values 10, 20, 30."""
     assert [rank["before"] for rank in shown["broadcast"]] == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
     after = {name: [rank["after"] for rank in ranks] for name, ranks in shown.items()}
     assert after["broadcast"] == [[10, 11, 12]] * 3

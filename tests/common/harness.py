@@ -53,7 +53,7 @@ class App:
     virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
     defaults: Sequence[str] = ()  # Options that the tests add to a default run, so that it takes minutes.
     parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
-    exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the other variants.
+    exact_steps: Sequence[int] = (100, 6)  # Numbers of steps of the first variant, and of the others.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
     first_tolerance: float = 1e-5  # The largest relative difference of the first losses, by rounding in float32.
     diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss soon becomes NaN or infinite.

@@ -617,7 +617,7 @@ def test_a_launch_script_leaves_an_allocation_of_slurm() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 # Files outside `samestep.env` that name variables of launchers, and the reason.
 ELSEWHERE = {
-    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # for a warning about torchrun only
+    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # only for a warning about torchrun
     "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch also passes the local rank as an option
     "launch/samestep_launch/elastic_agent.py": {"RANK"},  # read in a forked rank, for its process title
     "launch/samestep_launch/job.py": {"RANK"},  # named in a message about machines

@@ -248,7 +248,7 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
         variables = environment(container)
         assert spec["completionMode"] == "Indexed"
         assert spec["parallelism"] == spec["completions"] == int(variables["NNODES"])
-        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # the Service names pod 0 so
+        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # the name of pod 0 in the Service
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"]
         assert service["spec"]["selector"] == {"job-name": name}

@@ -485,7 +485,7 @@ SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> None:
-    """find_machines in options.py imports table.py from the app's folder; without TABLE, the variables count."""
+    """find_machines in options.py imports table.py from the app's folder; without TABLE, NNODES and NODE_RANK count."""
 
     def machines(n: str, **environ: str) -> subprocess.CompletedProcess[str]:
         words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]

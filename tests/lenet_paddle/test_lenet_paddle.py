@@ -239,7 +239,7 @@ for build, words in (
 # --- recovery with every API and launcher ----------------------------------------------------------------------------
 
 
-@pytest.mark.soak  # the quick tests kill a rank of basic and launch (test_one_run_survives_every_fault)
+@pytest.mark.soak  # the quick tests kill a rank with --api=basic, --launcher=launch (test_one_run_survives_every_fault)
 @pytest.mark.parametrize(
     ("api", "launcher", "n"),
     [("highlevel", "spawn", 2), ("highlevel", "launch", 2), ("fleet", "launch", 3), ("basic", "spawn", 2)],

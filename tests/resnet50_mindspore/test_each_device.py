@@ -182,7 +182,7 @@ def test_each_rank_gets_what_the_table_lists(
 
 
 def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) -> None:
-    """Ranks get absolute paths and the variable that names the table, but not the variables that place this process."""
+    """Ranks get absolute paths and the variable with the table's path, but not this process's launcher variables."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0, 2: 1}})
     (harness.folder / "run" / "device6").mkdir(parents=True)
     (harness.folder / "run" / "device6" / "kept").touch()

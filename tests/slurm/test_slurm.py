@@ -71,7 +71,7 @@ class Site:
         return out, err
 
     def wait_for(self, job: str, condition: Callable[[dict[str, str]], Any], limit: float = 180) -> dict[str, str]:
-        """Poll Slurm's fields of a job until ``condition`` of them is true, and return them."""
+        """Poll Slurm's fields of a job until ``condition(fields)`` is true, and return the fields."""
         deadline = time.monotonic() + limit
         while not condition(reported := self.cluster.job(job)):
             assert reported["JobState"] not in ENDED, (reported, self.said(job))
