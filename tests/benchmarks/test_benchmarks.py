@@ -17,7 +17,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.soak  # the quick test test_gpu_proof.py runs this benchmark for mnist_ddp
+@pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs this benchmark for mnist_ddp
 def test_the_benchmark_of_throughput_prints_a_row_and_its_speeds(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     # These values of --contestants need only the app's packages.

@@ -332,7 +332,7 @@ def app_options() -> Any:
 
 
 def app_module(name: str) -> Any:
-    """Return a file of the app as a module."""
+    """Return the app's file ``name``.py as a module."""
     path = ROOT / "apps" / "mnist_horovod" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"horovod_{name}", path)
     assert spec is not None

@@ -1,6 +1,6 @@
 """Inject a fault at an exact moment. Python imports this module at startup from a folder of PYTHONPATH.
 
-SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These keys send the signal:
+SAMESTEP_FAULT holds a JSON object with ``rank``, ``signal``, and one of the following keys. These keys send the signal:
 
 * ``audit`` and ``match``: before the first change of the kind ``audit`` to a path that matches ``match`` in a run dir.
   The kinds are "os.mkdir", "open" (of a new file) and "os.rename".

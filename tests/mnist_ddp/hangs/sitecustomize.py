@@ -1,6 +1,6 @@
 """Make one rank hang at a step. Python imports this module at startup from a folder of PYTHONPATH.
 
-SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``, one of:
+SAMESTEP_HANG holds a JSON object with ``rank``, ``step`` and ``kind``. The values of ``kind`` are:
 
 - ``never``: the rank hangs before its first import.
 
