@@ -1,6 +1,6 @@
 """Resume runs of earlier versions, because the checkpoints of users must stay valid.
 
-For some apps, ``tests/<app>/stored/version-<v>/`` contains:
+The folder ``tests/<app>/stored/version-<v>/`` exists for some apps, and contains:
 
 * ``options``: the options of both runs, one per line.
 * ``run/`` or ``run.tar.xz``: a run dir of --max-steps=2, without logs and final weights.

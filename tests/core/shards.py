@@ -193,7 +193,7 @@ def start(
 
 
 def end(processes: Sequence[subprocess.Popen[str]], limit: float = LIMIT) -> list[tuple[int, str, str]]:
-    """Return exit code, stdout and stderr of each rank. Kill all ranks after a SIGKILL of one, or after ``limit`` seconds."""
+    """Return exit code, stdout and stderr of each rank. Kill all ranks after a kill of one, or after ``limit`` s."""
     until = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if any(process.poll() == -signal.SIGKILL for process in processes):

@@ -266,7 +266,7 @@ def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> No
 
 
 def save_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> Path:
-    """Begin a save by two ranks in which file ``name`` takes ``seconds[name]`` s longer; return the folder."""
+    """Begin a save by two ranks that need ``seconds[name]`` longer to write the file ``name``; return the folder."""
     original = checkpoint.write_file
 
     def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:

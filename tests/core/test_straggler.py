@@ -55,7 +55,7 @@ def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, l
         detector, world_size, every(log_every), lambda rank, step: {phase: 0.2} if rank == slow and step >= 99 else {}
     )
     assert (rank, named_phase) == (slow, phase)
-    assert 99 < step <= max(99 + 50 + 10, 200)  # 50 slow steps, and the window of 10 steps in which the rank became slow
+    assert 99 < step <= max(99 + 50 + 10, 200)  # 50 slow steps, and the window of 10 in which the rank became slow
     assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 

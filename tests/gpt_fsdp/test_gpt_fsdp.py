@@ -160,7 +160,7 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
 
 
 def test_tensor_parallel_ranks_evaluate_a_batch_without_windows(harness: Harness) -> None:
-    """The first group evaluates the last of 7 batches. Before a fix, the group's ranks then waited forever."""
+    """Only the first group has windows of the last of 7 batches. An earlier version hung in this batch."""
     options = ["--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--max-steps=1", "--timeout=60"]
     found = harness.train(4, *options, "--mesh=2x2", run_dir=harness.folder / "2x2")
     alone = harness.train(1, *options, run_dir=harness.folder / "1x1")

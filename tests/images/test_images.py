@@ -2,8 +2,8 @@
 
 This test is opt-in (``tox -e images``). It needs root, Debian's buildah and debootstrap, some GB of disk and some
 minutes. The base has Debian's Python, so that the test does not need Docker Hub. This machine's pip downloads the
-wheels, with the settings of this machine. ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` avoids CUDA. Horovod is
-compiled if build_horovod.py has no cached wheel for the C library of Debian 12.
+wheels, with the machine's settings. ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` avoids CUDA. Horovod
+is compiled if build_horovod.py has no cached wheel for the C library of Debian 12.
 """
 
 from __future__ import annotations
