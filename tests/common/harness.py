@@ -32,7 +32,7 @@ FAULTS = Path(__file__).parent / "faults"  # every Python that a test starts loa
 
 @dataclass(frozen=True)
 class App:
-    """The values that the common tests need for one app. All common tests run for each app with an app_spec.py."""
+    """The values that the common tests need for one app. Common tests run for each app with an app_spec.py."""
 
     dataset: str  # the embedded dataset
     test_examples: int

@@ -387,7 +387,7 @@ def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
 
 @pytest.mark.soak
 def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[str]) -> None:
-    """Check each rank's peak memory, minus that of a tiny model, in training, saving, loading and at the end."""
+    """Check each rank's peak memory, minus a tiny model's peak, in training, saving, loading and at the end."""
     few = ("--dataset=jargon-64k", "--context=64", "--global-batch-size=4", "--warmup-steps=2", "--checkpoint-every=2")
     idle = peaks(harness, "tiny", [*few, "--layers=1", "--width=32", "--max-steps=1"])
     options = [*few, "--layers=16", "--width=1024", "--heads=16"]
