@@ -825,7 +825,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Batch normalization can overflow twice; a flipped bit does not recur. The result has null and the same weights."""
+    """Batch normalization can overflow twice; a flipped bit does not recur. The result has null and equal weights."""
     last = 6 if "--max-steps=6" in options else STEPS
     all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
