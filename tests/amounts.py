@@ -1,4 +1,4 @@
-"""Choose how many cases a test runs: few in the matrix, many in a soak."""
+"""Choose how many cases a test runs: few in the quick tests, many in a soak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Amount = TypeVar("Amount")
 
 
 def amount(soak: bool, few: Amount, many: Amount) -> Amount:
-    """Return ``many`` in a soak, and ``few`` otherwise: numbers of runs or ranks, options, or cases."""
+    """Return ``many`` in a soak, and ``few`` otherwise; both are counts, options or cases."""
     if soak:
         return many
     return few

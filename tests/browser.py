@@ -1,6 +1,6 @@
-"""Run headless Chromium for tests of pages, through its DevTools protocol on two pipes.
+"""Control headless Chromium for tests of pages, by the DevTools protocol on two pipes.
 
-The browser is the machine's own, or comes from Debian's packages, unpacked in a cache folder (`debian`).
+The browser is the machine's own if it has one, otherwise Debian's, which `debian` unpacks into a cache folder.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tab:
             self._take()
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression, which must be JSON."""
+        """Return the value of a JavaScript expression; the value must be serializable as JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -74,7 +74,7 @@ class Tab:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command, and return its result."""
+        """Send a DevTools command, and return its result."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
         message |= {"sessionId": self._session} if self._session else {}
@@ -111,7 +111,7 @@ class Tab:
 
 @contextlib.contextmanager
 def tab(profile: Path) -> Iterator[Tab]:
-    """Start a browser, and yield a tab; the end of the block ends the browser. ``profile`` is a new folder."""
+    """Start a browser with the new folder ``profile``, yield a tab, and end the browser at the end of the block."""
     program, environ = chromium()
     commands = os.pipe()
     answers = os.pipe()

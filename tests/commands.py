@@ -1,4 +1,4 @@
-"""Find the commands in the pages, the check of each command, and the rows of docs/commands.md for the others.
+"""Find the commands of the pages, and the check of each command or its row in docs/commands.md.
 
 A block without a language, or with bash or sh, holds commands if its first line is a command. In a block that also
 shows output, a command begins with `$ `. Inline code is a command if it has a program of `PROGRAMS` and an argument. A
@@ -7,8 +7,8 @@ code:
 
     <!-- run in mnist_ddp: --max-steps=2 --dataset=mnist-5k -->
 
-This comment runs mnist_ddp's starts in the block, with these options added, in mnist_ddp's environment
-(test_commands_started.py). All other commands match one of `RULES`, or have a row in docs/commands.md
+For this comment, test_commands_started.py runs the block's starts of mnist_ddp with these options added, in
+mnist_ddp's environment. All other commands match one of `RULES`, or have a row in docs/commands.md
 (test_commands.py).
 """
 
@@ -49,18 +49,18 @@ PLACEHOLDERS = {
     r"(?<![/\w])own_loop\.py|\bPROGRAM\b": "docs/own_loop.py",
     r"(?<=samestep run -n )N\b": "2",
 }
-# Checks that need no framework: their name, and a pattern of the whole command.
+# Checks that need no framework, by name: a pattern that a command must match from start to end.
 RULES = {
     # The command runs with --dry-run.
     "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
     "as it stands": r"(diff|bash docs/\w+\.sh|python3 docs/\w+\.py|python apps/\w+/make_rank_table\.py)( .*)?",
-    # The command runs on a run dir that has just begun.
+    # The command runs on the run dir of a run that has just begun.
     "seen": r"samestep (report|watch) \S.*",
     # The command runs with --dry-run.
     "planned": r"bash scripts/new_app\.sh .*",
     # The environments exist, and the words after -- select a test.
     "collected": r"bash scripts/test\.sh( .*)?",
-    # The file exists and has the options, and a test runs it.
+    # The program exists and has the options, and a test runs the program.
     "known": r"python3\.11 benchmarks/(?!launcher_signals)\w+\.py( .*)?",
     # The program accepts the options.
     "parsed": rf"{ASSIGNMENTS}(python|torchrun|fleetrun|horovodrun|mpirun|msrun)\b[^&|;]* apps/\w+/train\.py( .*)?",
@@ -109,7 +109,7 @@ def is_command(text: str, words: int = 1) -> bool:
 
 
 def of_any_app(text: str) -> str:
-    """Return a command or a page with <app> instead of an app's name: a row holds for an app and its copies."""
+    """Return a command or a page with <app> instead of an app's name, so that a row covers an app's copies."""
     names = sorted({"my_app", *(path.name for path in ROOT.glob("apps/*"))}, key=len, reverse=True)
     return re.sub(rf"(?<![A-Za-z0-9])({'|'.join(names)})(?![A-Za-z0-9])", "<app>", text)
 
@@ -141,7 +141,7 @@ def commands(page: str, text: str) -> Iterator[Command]:
 
 
 def _of_block(block: str) -> Iterator[tuple[int, str]]:
-    """Yield the commands of a block, with their lines from 0; a command that a backslash continues is one."""
+    """Yield the commands of a block, with their lines from 0; lines that a backslash joins are one command."""
     lines = list(enumerate(block.split("\n")))
     prompted = [(number, line[2:]) for number, line in lines if line.startswith("$ ")]
     if prompted:
@@ -172,7 +172,7 @@ def found() -> list[Command]:
 
 
 def not_run() -> dict[str, tuple[set[str], str]]:
-    """Return ``{command: (its pages, why no test runs it)}`` of docs/commands.md, with pages as `of_any_app`."""
+    """Return ``{command: (its pages, why no test runs it)}`` of docs/commands.md, with names from `of_any_app`."""
     rows = re.findall(r"^\| `+ ?(.+?) ?`+ \| (.+?) \| (.+?) \|$", (ROOT / NOT_RUN).read_text(), re.MULTILINE)
     assert len(rows) == len({text for text, _, _ in rows}), "a command stands twice in docs/commands.md"
     return {text.replace("\\|", "|"): ({*re.findall(r"`(.+?)`", where)}, why) for text, where, why in rows}

@@ -1,4 +1,4 @@
-"""Define the options of a test run: its app, its device, and its number of cases."""
+"""Define the options of a test run (app, device, number of cases) and the fixtures that tests share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     check_paths(config)
     config.pluginmanager.register(Interrupts(config))
-    gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but garbage of passed tests holds open files
+    gc.set_threshold(100_000, 50, 100)  # with higher thresholds, garbage of passed tests would hold open files
     for mark in (
         "soak: not in the matrix; runs with --soak or --every-case",
         "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
@@ -62,7 +62,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def check_paths(config: pytest.Config) -> None:
-    """Refuse to collect the tests of all apps in one process: their folders have modules of the same names."""
+    """Refuse to collect the tests of all apps in one process, because test folders have modules of the same names."""
     paths = {Path(config.invocation_params.dir, path.partition("::")[0]).resolve() for path in config.args}
     if len(APPS) > 1 and paths & {ROOT, ROOT / "tests"}:
         raise pytest.UsageError(
@@ -72,7 +72,7 @@ def check_paths(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Accept that no test of this environment is selected, if another environment may have one (tools/run_tox.py)."""
+    """Succeed without a selected test, because tools/run_tox.py checks that some environment has one."""
     matched = os.environ.get("MATRIX_MATCHED")
     if not matched or hasattr(session.config, "workerinput"):
         return
@@ -109,7 +109,7 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--soak"):
-        faulthandler.cancel_dump_traceback_later()  # the timeout of pytest.ini
+        faulthandler.cancel_dump_traceback_later()  # a soak may exceed the timeout of pytest.ini
 
 
 @pytest.fixture
@@ -119,18 +119,18 @@ def soak(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def table() -> Iterator[list[str]]:
-    """Yield a list for lines of a soak's results: app, ranks, fault, runs, good runs. tools/soak.py shows the lines."""
+    """Yield a list for a soak's result lines (app, ranks, fault, runs, passed runs), which tools/soak.py collects."""
     lines: list[str] = []
     yield lines
     path = os.environ.get("MATRIX_SOAK_TABLE")
     if path:
-        with open(path, "a") as file:  # other workers append to it, too
+        with open(path, "a") as file:  # other workers also append to the file
             file.write("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture
 def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Return a function of world size and options, which returns the result of an undisturbed run made once."""
+    """Return a function that returns the result of an undisturbed run, made once per world size and options."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # the folder of all workers
@@ -144,7 +144,7 @@ def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> C
             done = folder / "done.json"
             if not done.exists():
                 shutil.rmtree(folder / "run", ignore_errors=True)
-                modules = faulty({"modules": str(folder / "modules")})  # no fault; it lists the imports of ranks
+                modules = faulty({"modules": str(folder / "modules")})  # injects no fault, but records imports
                 modules["PYTHONWARNINGS"] = "always"
                 outcome = harness.run(n, *harness.app.small, *options, run_dir=folder / "run", **modules)
                 result = harness.checked(outcome, n)

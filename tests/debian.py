@@ -48,7 +48,7 @@ def _fetch(work: Path, packages: Sequence[str]) -> None:
     command = ["apt-get", "install", "--download-only", "--reinstall", "--yes", "--no-install-recommends", *packages]
     command += [word for setting in settings for word in ("-o", setting)]
     try:
-        if subprocess.run(command, capture_output=True, timeout=600, check=False).returncode:  # missing or old lists
+        if subprocess.run(command, capture_output=True, timeout=600, check=False).returncode:  # the lists may be old
             subprocess.run(["apt-get", "update"], capture_output=True, timeout=600, check=True)
             subprocess.run(command, capture_output=True, timeout=600, check=True)
         for package in archives.glob("*.deb"):

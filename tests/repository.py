@@ -42,7 +42,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 120, **settings: Any) -> Ended:
-    """Run a command, and return it with any exit code."""
+    """Run a command, and return the finished process with any exit code."""
     return subprocess.run(
         command,
         cwd=folder,

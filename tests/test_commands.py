@@ -81,7 +81,7 @@ def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Each check yields its problems as text.
+# Each check yields the problems of a command as text.
 
 
 def _ends(
@@ -242,7 +242,7 @@ def test_every_command_is_run_or_listed_with_its_reason() -> None:
 
 
 def test_a_block_is_all_commands_or_marks_them() -> None:
-    """Each line of a block is a command, if the first is one and has no `$ `."""
+    """If the first line of a block is a command without `$ `, each line must be a command."""
     listed = commands.not_run()
     lines = [each for each in commands.found() if not commands.is_command(each.text, 0)]
     unknown = "\n".join(each.place for each in lines if commands.of_any_app(each.text) not in listed)

@@ -1,4 +1,4 @@
-"""Run the commands that a page's comment names, in the environment of their app, with the options in that comment."""
+"""Run the commands that a page's comment selects, in the environment of their app, with the comment's options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOAK = [pytest.mark.soak]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each command once, even if several pages have it. test_commands.py checks the options of all."""
+    """Run each command once, even if several pages have it. test_commands.py checks the options of all commands."""
     app = metafunc.config.getoption("--app")
     pages: dict[str, list[commands.Command]] = {}
     for command in commands.found():

@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # test.
 LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak|\W慢测试)?')
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-# Files whose errors have no text of their own, because they repeat a message of another machine or file.
+# Files whose errors only repeat a message of another machine or file.
 PASSED_ON = {
-    "apps/*/data.py",  # a row's line and problem, which rows.py and this file find
+    "apps/*/data.py",  # rows.py and this data.py find a row's line and problem
     "apps/*/rows.py",
     "apps/*/placement.py",  # the text is in make_rank_table.py
     "apps/*/distributed.py",  # the text is in Horovod's options.py
@@ -35,7 +35,7 @@ PASSED_ON = {
     "launch/samestep_launch/app.py",
     "launch/samestep_launch/preflight.py",
     "launch/samestep_launch/supervise.py",  # the text is in HeartbeatWatch
-    "observe/samestep_observe/replay_job.py",  # the error of the program that it runs
+    "observe/samestep_observe/replay_job.py",  # the error of the program that replay_job.py runs
 }
 
 
@@ -53,7 +53,7 @@ def anchors(page: Path) -> set[str]:
 
 @cache  # pages name the same tests
 def functions(file: Path) -> dict[str, list[str]]:
-    """Return the decorators of each function of a file of tests."""
+    """Return the decorators of each function of a test file."""
     found = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {node.name: [*map(ast.unparse, node.decorator_list)] for node in found}
 

@@ -1,4 +1,4 @@
-"""Public functions with three or more parameters describe them in a section Args."""
+"""Test that public functions with three or more parameters describe them in a section Args."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
-    """Yield the public functions and methods of a module or class. The class describes its ``__init__``."""
+    """Yield the public functions and methods of a module or class. The class's docstring describes ``__init__``."""
     for node in body:
         if isinstance(node, Function) and not node.name.startswith("_"):
             yield node
@@ -32,7 +32,7 @@ def parameters(function: Function) -> list[str]:
 
 
 def lacking(source: str) -> list[str]:
-    """Return the names of the public functions that lack the section."""
+    """Return the names of the public functions that lack a section Args."""
     functions = [each for each in public_functions(ast.parse(source).body) if len(parameters(each)) >= 3]
     return [each.name for each in functions if "Args:" not in (ast.get_docstring(each) or "")]
 

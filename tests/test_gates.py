@@ -114,7 +114,7 @@ def test_each_manifest_is_sealed_before_it_is_written() -> None:
 
 # --- text of others --------------------------------------------------------------------------------------------------
 
-# Functions that print whole pages or tables, whose lines have any length.
+# Functions that print pages or tables, whose lines have any length.
 PAGES = {
     "check/samestep_check/command.py",
     "check/samestep_check/results.py",

@@ -1,4 +1,4 @@
-"""The layout of the repository: the same functions in each train.py, the imports of apps, and the files of each app.
+"""Test the layout of the repository: functions of each train.py, imports of apps, and files of each app.
 
 The layers of the package `samestep` are in .importlinter, which `lint-imports` checks.
 """
@@ -66,7 +66,7 @@ def test_each_train_py_has_the_same_functions_in_the_same_order(app: str) -> Non
 
 @pytest.mark.parametrize("app", APPS)
 def test_each_collective_of_a_train_py_is_marked(app: str) -> None:
-    """The comment is for readers: they find each call in which a rank waits for the others."""
+    """By the comment, readers find each call in which a rank waits for the other ranks."""
     source, tree = parse_train(app)
     lines = source.splitlines()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -212,7 +212,7 @@ MEASURING = {"wrong_ways.py", "training.py", "verify.py"}
 
 
 def test_no_torch_app_but_mnist_elastic_names_global_batches() -> None:
-    """Loops take `GlobalBatchSampler`. mnist_elastic repeats steps, and changes the number of ranks between steps."""
+    """Loops use `GlobalBatchSampler`. mnist_elastic repeats steps, and changes the number of ranks between steps."""
     naming = set()
     for path in ROOT.glob("apps/*/*.py"):
         uses_torch = "\ntorch==" in path.with_name("requirements.in").read_text()
@@ -224,7 +224,7 @@ def test_no_torch_app_but_mnist_elastic_names_global_batches() -> None:
 
 
 def test_core_names_no_library_of_llm_finetune() -> None:
-    """The kit's adapter of Hugging Face's Trainer, and no other file, names transformers."""
+    """Only the kit's adapter of Hugging Face's Trainer may mention transformers."""
     for path in sorted((ROOT / "core" / "samestep").rglob("*.py")):
         text = path.read_text()
         assert not re.search(r"\b(llm_finetune|peft)\b", text), path

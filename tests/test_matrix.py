@@ -26,7 +26,7 @@ TOX = ROOT / ".venvs" / "tox" / "bin" / "python"
 LIMIT = 120.0
 MARK = "MATRIX_MARK"
 NO_TESTS = 5  # pytest's exit code
-# A small matrix: its environments run this environment's pytest with tests/conftest.py.
+# A small tox.ini, whose environments run this environment's pytest with tests/conftest.py.
 SMALL = """
 [tox]
 env_list = one, two
@@ -90,7 +90,7 @@ def run_tox() -> ModuleType:
 
 
 def small_matrix(folder: Path, **tests: str) -> Path:
-    """Write a small matrix with these files of tests, and return its folder."""
+    """Write the small tox.ini and these test files to ``folder``, and return the folder."""
     (folder / "tox.ini").write_text(SMALL.format(tests=ROOT / "tests", python=sys.executable))
     for name, text in tests.items():
         (folder / f"test_{name}.py").write_text(text)
@@ -182,7 +182,7 @@ def test_words_and_paths_narrow_an_environment() -> None:
     evaluated = {f"{path}::test_evaluate_only_leaves_the_run_as_it_is"}
     assert collected(command, "-k", "evaluate_only") == evaluated
     assert collected(command, path) == evaluated | {f"{path}::test_a_run_leaves_what_the_design_says"}
-    # Its world size changes during a run, so some common tests do not apply, even in the soak.
+    # The world size of mnist_elastic changes during a run, so some common tests do not apply, even in the soak.
     every = {f"{path}::test_evaluations_between_epochs_change_no_step_and_the_best_is_kept"}
     assert collected(command, path, "--every-case") == collected(command, path) | every
 

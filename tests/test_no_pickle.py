@@ -1,4 +1,4 @@
-"""Nothing in the repository loads a pickle, because loading one runs code that its author chose."""
+"""Test that nothing in the repository loads a pickle, because a pickle can run its author's code."""
 
 from __future__ import annotations
 

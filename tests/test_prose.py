@@ -1,4 +1,4 @@
-"""tools/prose.py finds the patterns in pages and in code, and leaves out code, tables and quotations."""
+"""Test that tools/prose.py finds the patterns in pages and in code, but not in tables and quotations."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def pair(page: str) -> list[str]:
 
 
 def headings(text: str) -> list[str]:
-    """Return the marks of each heading, in order."""
+    """Return the marks (# to ######) of each heading, in order."""
     return re.findall(r"^(#+) ", commands.FENCE.sub("", text), re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ def in_english(target: str) -> str:
 
 
 def facts(cell: str) -> tuple[list[str], list[str], list[str]]:
-    """Return what a translation keeps of a cell: its code, the targets of its links, and its numbers."""
+    """Return the parts of a cell that a translation keeps: code, targets of links, and numbers."""
     prose = TARGET.sub("]", CODE.sub("", cell))
     targets = map(in_english, TARGET.findall(cell))
     return sorted(CODE.findall(cell)), sorted(targets), sorted(NUMBER.findall(prose))

@@ -1,4 +1,4 @@
-"""Apply the patches of docs/make_it_yours.md, and count them as its table does. The page is their only source."""
+"""Apply the patches of docs/make_it_yours.md, and count them as its table does. No other file has the patches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from repository import without_git
 
 
 def table(page: Path) -> list[tuple[int, ...]]:
-    """Return, for each change in the table of ``page``: files touched, lines added, lines removed."""
+    """Return (files touched, lines added, lines removed) of each change in the table of ``page``."""
     rows = re.findall(r"^\| \[[a-z ]+\]\(#[a-z-]+\) \| (\d+) \| (\d+) \| (\d+) \|$", page.read_text(), re.MULTILINE)
     return [tuple(map(int, row)) for row in rows]
 
 
 def apply_patches(root: Path, page: Path) -> list[tuple[int, ...]]:
-    """Apply the patches of ``page`` in turn to the repository in ``root``; return git's counts of each, as `table`."""
+    """Apply the patches of ``page`` to the repository in ``root``; return git's counts in the form of `table`."""
     counted = []
     for patch in re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         git(root, "add", "--all")

@@ -1,4 +1,4 @@
-"""Describe attempts to break a launch script as data: the attempt and the required result."""
+"""Describe one attempt to break a launch script and its required result, and check the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from scratch_project import ScratchProject
 
 DONE = "note(started=True)"  # a launcher that only writes a note
-Prepare = Callable[[ScratchProject], Mapping[str, str]]  # returns further variables of the environment
+Prepare = Callable[[ScratchProject], Mapping[str, str]]  # returns environment variables to add
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Attempt:
 
     Attributes:
         number: number of the former defect.
-        what: the attempt in words, which name the test.
+        what: the attempt in words, as part of the test's ID.
         code: expected exit code of the script.
         error: regular expression for the only line ``error: ...`` on stderr; "" if there must be none.
-        warning: the same for the line ``warning: ...``.
+        warning: regular expression for the only line ``warning: ...`` on stderr; "" if there must be none.
         arguments: words after the script's name.
         environ: variables to add to the script's environment.
         prepare: changes the project, and returns more variables.
@@ -45,7 +45,7 @@ class Attempt:
 
 
 def check(project: ScratchProject, attempt: Attempt) -> None:
-    """Run an attempt and check its exit code, output and starts. The scratch project checks that no process is left."""
+    """Run an attempt and check its exit code, its output and the number of launcher starts."""
     environ = {**attempt.environ, **attempt.prepare(project)}
     done = project.run(attempt.launcher, *attempt.arguments, environ=environ)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Test that each attempt ends with one line and its exit code, and leaves nothing behind."""
+"""Test that each attempt to break a launch script ends with the expected message and exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Test calls of a launch script that once caused a traceback, a hang, or exit code 0 without a job.
 
-They have unusual paths, names and streams, and environment variables that bash and Python themselves use.
+The calls use unusual paths, names and streams, and environment variables that bash and Python read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LONG = "x" * 300
 
 
 def loop(project: ScratchProject) -> Mapping[str, str]:
-    """Make a link to itself."""
+    """Create a symbolic link that points to itself."""
     (project.work / "loop").symlink_to("loop")
     return {}
 
 
 def neighbor(project: ScratchProject) -> Mapping[str, str]:
-    """Write a module beside the launcher, as an app's model.py is beside its train.py."""
+    """Write model.py beside the launcher, as in an app's folder."""
     (project.work / "model.py").write_text("")
     return {}
 
@@ -84,7 +84,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def call(root: Path, cwd: Path, *words: str, bash: str = 'exec "$@"', **settings: Any) -> Done:
-    """Run the launch script of a project; the bash code ``bash`` calls it as ``"$@"``."""
+    """Run a project's launch script by the bash code ``bash``, which gets the command as ``"$@"``."""
     launcher = cwd / "launcher.py"
     environ = environment(**{"PYTHON": sys.executable, **settings.pop("environ", {})})
     template = ["{python}", str(launcher), "{nproc}", "{master_port}", "{options}"]
@@ -167,7 +167,7 @@ def test_a_project_in_a_folder_that_no_line_can_hold_is_refused(project_root: Pa
 
 
 def test_a_working_directory_that_no_line_can_hold_is_refused(project_root: Path, tmp_path: Path) -> None:
-    """The default run dir would be in the working directory."""
+    """The folder's name contains a newline, and the default run dir would be in this folder."""
     folder = tmp_path / "new\nline"
     folder.mkdir()
     assert one_error(call(project_root, folder, "2")).startswith("error: --run-dir '/")
@@ -200,7 +200,7 @@ def test_a_file_beside_the_app_that_is_no_program_is_left_alone(
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_file_of_the_job(project_root: Path, tmp_path: Path, closed: str) -> None:
-    """If the launcher's streams are closed too, its output is lost, and no other file receives it."""
+    """A launcher whose streams are closed loses its output, and no other file receives the output."""
     run_dir = tmp_path / "run"
     shows = "import os\nfor number in range(3):\n    os.fstat(number)\nos.write(1, b'out'); note(started=True)"
     (tmp_path / "launcher.py").write_text(LAUNCHER + shows)

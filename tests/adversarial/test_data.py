@@ -1,4 +1,4 @@
-"""Test that a blocked or false data file gives one error line, without a wait and with little memory."""
+"""Test that a blocked or invalid data file causes one error line, without a wait and with little memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ except ConfigError as error:
 
 
 def resolve(name: str, data_dir: Path | str, user: str = "", **environ: str) -> str:
-    """Resolve a dataset in a process with little memory, not as root if ``user`` is set; return its output line."""
+    """Resolve a dataset in a process with little memory, and return the line that the process prints.
+
+    If ``user`` is set and the tests run as root, the process runs as the user 65534.
+    """
     done = subprocess.run(
         [sys.executable, "-c", CHILD, name, str(data_dir), user],
         env={**os.environ, "PYTHONPATH": str(Path(samestep.__file__).parents[1]), "no_proxy": "*", **environ},
@@ -73,7 +76,7 @@ def header(*shape: int) -> bytes:
 
 
 def bomb(start: bytes) -> bytes:
-    """Return a gzip file of 400 kB with ``start`` and 400 MiB of zeros."""
+    """Return a gzip file of about 2 MB that expands to ``start`` and 400 MiB of zeros."""
     return gzip.compress(start) + 400 * gzip.compress(bytes(2**20), 1)
 
 
@@ -254,7 +257,7 @@ def test_a_lock_that_nobody_gives_back_is_named(place: Path) -> None:
 
 @pytest.mark.parametrize("what", ["a link", "a folder that all may write to"])
 def test_a_cache_among_temporary_files_that_others_made_is_not_used(place: Path, what: str) -> None:
-    """Through the link, files would be written into another folder of the user."""
+    """A program that followed the link would write into another folder of the user."""
     own = place / "own"
     taken = place / "tmp" / f"samestep-{os.getuid()}"
     own.mkdir()

@@ -1,4 +1,4 @@
-"""Test other programs at MASTER_PORT: without the secret, or by an invalid message, they cannot end a job."""
+"""Test that other programs cannot end a job through MASTER_PORT, without the secret or by an invalid message."""
 
 from __future__ import annotations
 

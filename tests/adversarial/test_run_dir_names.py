@@ -1,4 +1,4 @@
-"""Replace each name of a run dir by a link, hard link, FIFO, folder or long name: nothing outside must change."""
+"""Test that a run changes nothing outside its run dir, even if a path in the run dir is a link, FIFO or folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amounts import amount
 from scratch_project import environment
 from test_run_dirs import CORE, LIMIT, PROGRAM
 
-# One process imports the toy, and forks a rank for each line of its input: [arguments, file of its output].
+# One process imports the toy, and forks a rank for each line of its input: [arguments, path of the output].
 SERVER = (
     PROGRAM.replace("log.run(main)", "")
     + """
@@ -93,7 +93,7 @@ def killed(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def put(kind: str, path: Path, outside: Path) -> bool:
-    """Replace ``path`` by a file of ``kind`` and move its content to ``outside``; return False if impossible."""
+    """Put a file of ``kind`` in place of ``path``, whose content moves to ``outside``; return False if impossible."""
     is_folder = path.is_dir() or path.name.lstrip(".").startswith(("step-", "damaged-", "unequal-"))
     if kind == "long name":
         fill = "9" if is_folder and "step" in path.name else "x"

@@ -259,7 +259,7 @@ def test_a_manifest_with_a_field_of_another_kind_is_corrupt(
         place = body[where] if where else body
         (place["model.safetensors"] if where == "files" else place)[name] = value
 
-    sys.set_int_max_str_digits(0)  # removes the limit of digits, which a rank keeps
+    sys.set_int_max_str_digits(0)  # lifts the limit of digits in this process; ranks keep the limit
     try:
         reseal(folder, change)
     finally:
@@ -312,7 +312,7 @@ def test_a_resume_on_another_processor_is_a_warning_where_bits_are_promised(
 
 @pytest.mark.parametrize("options", [(), ("--virtual-ranks=2",)])
 def test_other_random_numbers_than_of_samestep_0_2_are_one_warning(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """A program without dropout never records how it draws; a checkpoint of 0.2 has no record either."""
+    """A program without dropout does not record how it draws random numbers, and checkpoints of 0.2 do not either."""
 
     def warnings(steps: int, draws: bool) -> list[str]:
         words = f"--max-steps={steps}", *options
@@ -397,7 +397,7 @@ def put_in_the_way(path: Path, kind: str, outside: Path) -> None:
         path.symlink_to(outside)
 
 
-# For a resumed run: the path, the kind of file in its place, the exit code, and the only error.
+# For a resumed run: a path, the kind of file at this path, the exit code, and the only error.
 IN_THE_WAY = [
     ("log", "file", 2, r"cannot make \S+/log: Not a directory: name another place"),
     ("log/rank-0.log", "folder", 1, r"cannot write \S+rank-0.log: not a regular file"),
@@ -552,7 +552,7 @@ FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 @st.composite
 def mutated(draw: st.DrawFn, value: Any) -> Any:
-    """Return a JSON value with one value in it replaced or dropped."""
+    """Return a copy of a JSON value in which one value is replaced or dropped."""
     if isinstance(value, (dict, list)) and value and draw(st.integers(0, 4)):
         keys = sorted(value) if isinstance(value, dict) else range(len(value))
         key = draw(st.sampled_from(list(keys)))

@@ -1,4 +1,4 @@
-"""Test that a blocked start or stopped ranks give one error line, and that no job hangs."""
+"""Test that a blocked start or stopped ranks cause one error line, and that no job hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from samestep import NonRetryableError, events, untrusted
 from samestep_launch import job, supervise, user_folder
 from scratch_project import LIMIT, ScratchProject, end_of, wait_for
 
-# RANK starts ranks with core's watchdog. ``alive`` waits for a rank's heartbeat at a step, and returns its process ID.
+# RANK defines ``watched``, which starts a rank with core's watchdog, and ``alive``, which waits for a rank's heartbeat
+# at a step and returns the rank's process ID.
 RANK = """
 code = '''
 import os, sys, time
@@ -116,7 +117,7 @@ def test_a_rank_that_has_ended_is_not_taken_for_a_stopped_one(project: ScratchPr
 
 
 def test_a_heartbeat_that_cannot_be_written_still_changes_its_file(tmp_path: Path) -> None:
-    """On a full disk, for example, the launch script must not report the rank as stopped."""
+    """The launch script must not report a rank as stopped if the disk is full, for example."""
     path = tmp_path / "alive-0"
     path.write_text("{}")
     (tmp_path / ".alive-0.0.tmp").mkdir()
@@ -368,7 +369,7 @@ def test_a_tmpdir_that_cannot_hold_the_jobs_stays(tmpdir: str, monkeypatch: pyte
 
 # --- loopback ------------------------------------------------------------------------------------------------------
 
-# NO_LOOPBACK makes bind fail as in a network namespace without loopback, if no namespace can be made.
+# If this user cannot create network namespaces, NO_LOOPBACK makes bind fail as without loopback.
 NO_LOOPBACK = """
 import socket
 class Socket(socket.socket):

@@ -1,4 +1,4 @@
-"""Run each benchmark once with --quick, which takes seconds. Its results then have no meaning."""
+"""Run each benchmark once with --quick, which takes seconds; the results have no meaning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs mnist_ddp's row
+@pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs this benchmark for mnist_ddp
 def test_the_benchmark_of_throughput_prints_a_row_and_its_speeds(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     # These values of --contestants need only the app's packages.
@@ -58,7 +58,7 @@ def test_a_missing_contestant_is_reported(harness: Harness) -> None:
 
 
 @pytest.mark.core_only
-@pytest.mark.soak  # the quick tests sum in a fixed order (tests/mnist_ddp/test_gradient_tree.py)
+@pytest.mark.soak  # the quick tests reduce in a fixed order (tests/mnist_ddp/test_gradient_tree.py)
 def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--check"])

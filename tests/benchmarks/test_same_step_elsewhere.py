@@ -1,4 +1,4 @@
-"""Test how same_step_elsewhere.py evaluates the output of programs. The environment `elsewhere` runs the programs."""
+"""Test how same_step_elsewhere.py evaluates the output of programs. The tox environment `elsewhere` runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCHS = SCRIPT["EPOCHS"]
 
 
 def training(loss: float, lr: float | None, extra: list[int]) -> Any:
-    """Return a training with one update per epoch, which takes all samples and the samples ``extra``."""
+    """Return a `Training` with one update per epoch, over all samples and the samples ``extra``."""
     update = SCRIPT["Update"](loss, sorted([*range(EXAMPLES), *extra]), lr)
     return SCRIPT["Training"]([update] * EPOCHS, 0.5, 256 + len(extra))
 

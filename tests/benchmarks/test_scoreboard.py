@@ -1,6 +1,6 @@
 """Test how the scoreboard prepares its programs, and writes the verdicts of `samestep check` into its page.
 
-Third-party examples need their libraries and a network. They run in the environment `scoreboard`.
+Third-party examples need their libraries and a network. The tox environment `scoreboard` runs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULES = ("scoreboard", "sources", "subjects")
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Yield the scoreboard's modules by name. Unload them afterwards, because other modules may have the same names."""
+    """Yield the scoreboard's modules by name, and unload them because other modules may have the same names."""
     monkeypatch.syspath_prepend(str(HERE))
     yield {name: importlib.import_module(name) for name in MODULES}
     for name in MODULES:
@@ -53,7 +53,7 @@ def test_a_stopped_scoreboard_ends_its_job(tmp_path: Path) -> None:
             board.kill()
             board.wait()
     assert not marked("SCOREBOARD_TEST", mark)
-    assert not [*tmp_path.glob("s*-*")]  # torchelastic leaves a folder with another name
+    assert not [*tmp_path.glob("s*-*")]  # torchelastic leaves a folder too, but its name does not match
 
 
 def test_edits_are_applied_from_the_end_and_nothing_else_is(board: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def test_an_example_is_known_to_the_byte_and_its_licence_allows_it(board: dict[s
     for file in board["sources"].origin(name):
         assert len(file.sha256) == 64
         assert file.package or len(file.commit) == 40
-        for script in filter(None, (file.edits, file.kit)):  # these edits must be in order; any text will do
+        for script in filter(None, (file.edits, file.kit)):  # any text suffices to check the order of edits
             board["sources"].apply("\n" * 1000, (HERE / name / script).read_text())
 
 
@@ -112,7 +112,7 @@ def test_the_kit_adds_few_lines_and_its_table_has_the_rows_that_flip(board: dict
     cells = {}
     for row, (before, after) in verdicts.items():
         cells[row] = {"pytorch": {"verdict": before}, "pytorch-kit": {"verdict": after}}
-    cells["stalled"] = {"pytorch": {"verdict": "failed"}}  # this row is not measured with the kit
+    cells["stalled"] = {"pytorch": {"verdict": "failed"}}  # a row without a measurement of the script with the kit
     lines = board["scoreboard"].kit_table(cells)
     assert "| `pytorch-kit` | 12 | `term` | `two-jobs` | `one-rank` |" in lines
     assert "| `accelerate-kit` | 9 | not run | | |" in lines

@@ -1,4 +1,4 @@
-"""Run ``samestep check`` on five apps of this repository: no row may fail. Each environment checks its own app."""
+"""Run ``samestep check`` on five apps of this repository: no row may fail. Each app's environment checks the app."""
 
 from __future__ import annotations
 

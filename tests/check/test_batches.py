@@ -56,7 +56,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     if before == "@case"
 ])  # fmt: skip
 def test_a_step_trains_on_the_batches_whose_tensors_took_part(shapes: Cases, name: str) -> None:
-    """The loops of other tests have a forward pass, a backward pass and a step for each batch."""
+    """Compare the batches of each step. In these loops, a step may use several batches, or a batch may be skipped."""
     steps, wanted = shapes[name]
     assert steps == wanted
 

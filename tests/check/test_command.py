@@ -42,7 +42,7 @@ def program(folder: Path, script: Path, replaced: Replaced = ()) -> Path:
 
 
 def check(folder: Path, *words: str, **environ: str) -> Done:
-    """Run a check in a folder, and return its process and the verdict of each row."""
+    """Run a check in a folder, and return the finished process and the verdict of each row."""
     junit = folder.parent / "junit.xml"
     command = [sys.executable, "-c", MAIN, "check", f"--junit={junit}", *words]
     environ = {**os.environ, **environ}
@@ -86,7 +86,7 @@ def test_a_failed_row_has_its_cause_and_its_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bool) -> None:
-    """A check protects the user's files, including files that copies share with the folder."""
+    """A check protects the user's files, including files that its copies of the folder share with the folder."""
     outside = tmp_path / "unsound" / ".git" / "precious"
     folder = program(
         tmp_path / "unsound",
@@ -128,7 +128,7 @@ def test_a_file_outside_of_the_copy_is_not_deleted_by_a_descriptor_of_its_folder
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
-    """Each mistake ends the check with code 2 and one line."""
+    """Each mistake ends the check with exit code 2 and one error line."""
     done, _ = check(program(tmp_path / "sound", PLAIN), *words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}"), done.stderr
@@ -136,7 +136,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
 
 
 def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
-    """An error at the adapter's import ends the check. A function that is never called causes a note."""
+    """An exception of the adapter's code ends the check. A hook that is never called causes a note."""
     folder = program(tmp_path / "sound", PLAIN)
     (folder / "adapter.py").write_text("raise RuntimeError('a mistake')\n")
     done, _ = plain(folder, "evaluation", "--adapter=adapter.py")
@@ -211,7 +211,7 @@ STEP: tuple[str, dict[str, Any]] = ("step", {})
 
 
 def records(folder: Path, *ranks: Events) -> Records:
-    """Write the events of each rank, one second apart, and return them as read by `Records`."""
+    """Write a file of events for each rank, one event per second, and return the `Records` of these files."""
     for rank, events in enumerate(ranks):
         lines = [{"event": name, "time": at, "rank": rank, **values} for at, (name, values) in enumerate(events)]
         (folder / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -265,7 +265,7 @@ def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -> None:
-    """Ranks of Horovod Elastic continue in their processes after another rank was killed."""
+    """After a rank is killed, the other ranks of Horovod Elastic continue in the same processes."""
     ranks = [[begin(1, 9), *(event for i in range(n) for event in (batch(1, i), STEP))] for n in (4, 2)]
     assert [step.indices for step in records(tmp_path, *ranks).continued(since=4.5)] == [[2], [3]]
     assert not records(tmp_path, *ranks).continued(since=0.5)

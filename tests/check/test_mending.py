@@ -32,7 +32,7 @@ def test_the_page_has_the_changes_of_the_table() -> None:
 
 
 def test_a_failed_row_has_the_change_without_and_with_the_kit() -> None:
-    """Print the suggested change below each failed row."""
+    """The table has the suggested change below each failed row."""
     failed = [Result(row, "failed", "step 4", 1.0) for row in ("odd-batch", "rank-killed", "lost-work")]
     text = table([*failed, Result("term", "passed", "ends", 1.0)])
     assert MENDING["odd-batch"].kit in text
@@ -42,7 +42,7 @@ def test_a_failed_row_has_the_change_without_and_with_the_kit() -> None:
 
 
 def test_rows_that_failed_are_read_from_the_last_file(tmp_path: Path) -> None:
-    """Test --faults=failed, which reads the rows that failed from the file of --json."""
+    """Test --faults=failed, which reads the failed rows from the file that --json wrote."""
     path = tmp_path / "check.json"
     options = build_parser().parse(["--faults=failed,term", f"--json={path}"])
     with pytest.raises(ConfigError, match=r"check\.json: No such file"):

@@ -64,7 +64,7 @@ needs_filter = pytest.mark.skipif(not is_supported(), reason="the kernel refuses
 
 @needs_filter
 def test_a_sound_script_survives_each_moment_of_a_save(tmp_path: Path) -> None:
-    """Restart a sound script in each recorded state of a save."""
+    """Restart a sound script from each state that a kill or a power cut during a save can leave."""
     folder = program(tmp_path / "sound", SAVER)
     done, verdicts = check(folder, f"--faults={ROWS}", "--", sys.executable, "saver.py")
     assert {*verdicts.values()} == {"passed"}, done.stdout + done.stderr
@@ -108,7 +108,7 @@ BY_DESCRIPTORS: Replaced = (
 
 
 def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path: Path) -> None:
-    """Rename a checkpoint with paths relative to descriptors, as this package does."""
+    """Rename a checkpoint by paths relative to descriptors of folders, as samestep does."""
     folder = program(tmp_path / "sound", SAVER, BY_DESCRIPTORS)
     done, verdicts = check(folder, "--faults=checkpoint-damaged", "--", sys.executable, "saver.py")
     assert verdicts == {"checkpoint-damaged": "passed"}, done.stdout + done.stderr
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path
 
 
 def test_without_a_filter_the_calls_of_python_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the rows as on a kernel that refuses a filter."""
+    """Run the rows as on a kernel that refuses to install a filter of system calls."""
     (tmp_path / "copies").mkdir()
     monkeypatch.chdir(program(tmp_path / "sound", SAVER))
     command = [sys.executable, "saver.py"]
@@ -152,7 +152,7 @@ except OSError as error:
 
 @needs_filter
 def test_calls_are_stopped_in_their_order_and_may_fail(tmp_path: Path) -> None:
-    """Check which calls the filter reports, and make a call fail."""
+    """Check which system calls the filter reports, and make one call fail."""
     found: list[Call] = []
     work = tmp_path / "work"
     work.mkdir()
@@ -181,7 +181,7 @@ def test_calls_are_stopped_in_their_order_and_may_fail(tmp_path: Path) -> None:
 
 
 def test_the_filter_fits_both_machines() -> None:
-    """Build the filter for each processor architecture, and check its size."""
+    """Build the filter of system calls for each processor architecture, and check its length."""
     for machine in filter_calls.MACHINES:
         names = filter_calls.numbers(machine)
         assert {"write", "openat", "renameat2", "unlinkat", "fsync"} <= {*names.values()}
@@ -190,7 +190,7 @@ def test_the_filter_fits_both_machines() -> None:
 
 
 def test_announced_calls_wait_for_the_answer(tmp_path: Path) -> None:
-    """Send a call as Python's audit hook does if the kernel refuses a filter."""
+    """Send a call as the recorder's audit hook does if the kernel refuses a filter of system calls."""
     found: list[Call] = []
 
     def handle(call: Call) -> int:

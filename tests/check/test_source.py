@@ -114,7 +114,7 @@ def test_a_copy_lies_over_the_folder_and_shares_its_linked_parts(tmp_path: Path)
 
 
 def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
-    """Refuse a place for copies in the script's folder, and a --link to a missing file."""
+    """Test that copies inside the script's folder and a --link to a missing file are refused."""
     with pytest.raises(ConfigError, match="would contain themselves: choose TMPDIR and --keep elsewhere"):
         Source(tmp_path, ()).check(LIMIT, tmp_path / "kept")
     with pytest.raises(ConfigError, match=r"--link .*data: it is missing"):
@@ -190,7 +190,7 @@ def test_the_last_checksum_of_each_optimizer_and_rank_is_kept(tmp_path: Path) ->
 def test_the_verdict_on_a_hang_follows_the_timeout_of_collectives(
     tmp_path: Path, timeout: float | None, verdict: type, words: str
 ) -> None:
-    """A script hangs for 75 s. Its verdict depends on the timeout of its collectives."""
+    """The verdict on a script that hangs for 75 s depends on the timeout of the script's collectives."""
     event = {"event": "start"} if timeout is None else {"event": "timeout", "seconds": timeout}
     found = hangs(records(tmp_path, [event]), 75, limit=600)
     assert type(found) is verdict
@@ -249,14 +249,14 @@ def test_another_setting_of_a_group_is_named() -> None:
 
 
 def test_a_step_is_done_when_the_first_rank_has_done_it(tmp_path: Path) -> None:
-    """Rank 0 may save a step before the other ranks end the step."""
+    """Rank 0 may save a checkpoint of a step before the other ranks finish the step."""
     read = records(tmp_path, [step(), step()], [{"event": "start"}, step(), step()])
     assert read.first_times() == [0, 1]
     assert [each.time for each in read.steps()] == [1, 2]
 
 
 def begins(state: int) -> dict[str, Any]:
-    """Return the event of a loader that begins, with the state of torch's generator."""
+    """Return the event that a loader records when it begins, with the state of torch's generator."""
     loader = {"loader": 1, "size": 9, "batches": 9}
     return {"event": "iterate", **loader, "random": {"torch": state}}
 
@@ -264,7 +264,7 @@ def begins(state: int) -> dict[str, Any]:
 def test_a_generator_may_be_restored_before_the_loader_draws_from_it(tmp_path: Path) -> None:
     """Resume in the middle of an epoch whose steps draw random numbers.
 
-    Undisturbed, the generator has state 0 when the loader begins, and the states 11, 12 and 13 at the steps.
+    In the undisturbed run, the generator has state 0 when the loader begins, and the states 11, 12 and 13 at the steps.
     """
     drawn = [step(random={"torch": 11}), step(random={"torch": 12}), step(random={"torch": 13})]
     saves = {"event": "save", "kind": "rename", "path": "x", "random": {"torch": 92}}

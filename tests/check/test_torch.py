@@ -86,7 +86,7 @@ def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
 
 
 def test_two_rows_on_forked_ranks(tmp_path: Path) -> None:
-    """The ranks are forked after torch was imported. The hooks of that one import must record each rank."""
+    """The ranks are forked after the import of torch, so the recorder's hooks of this import must record each rank."""
     folder = program(tmp_path / "forked", TRAIN)
     head, first, rest = (folder / "train.py").read_text().partition("stopping = ")
     (folder / "train.py").write_text(f"{head}if __name__ == '__main__':\n{textwrap.indent(first + rest, '    ')}")
@@ -121,7 +121,7 @@ def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("rows", ["quick", "all"])
 def test_no_row_of_the_sound_script_fails(tmp_path: Path, rows: str, table: list[str]) -> None:
-    """The table records how long the rows take."""
+    """The results of the soak include the duration of the rows."""
     begun = time.monotonic()
     done, verdicts = torchrun(program(tmp_path / "sound", TRAIN), rows)
     took = f"{time.monotonic() - begun:.0f} s"

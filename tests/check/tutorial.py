@@ -1,4 +1,4 @@
-"""Apply the diffs of docs/make_it_survive.md, and run the checks that its tables show. The page is their only source.
+"""Apply the diffs of docs/make_it_survive.md, and run the checks that its tables show. No other file has the diffs.
 
     python tests/check/tutorial.py
 

@@ -43,6 +43,6 @@ SPEC = App(
     exact_steps=(50, 6),
     virtual_ranks=4,
     replayed_steps=10,
-    delay=30,  # ms, in each of three micro-batches
+    delay=30,  # ms that a slow rank sleeps in each of three micro-batches
     skipped_marks=("core_only", "best", "faults", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
 )

@@ -14,7 +14,7 @@ from harness import ROOT
 @pytest.mark.soak
 @pytest.mark.parametrize(("way", "rows"), [([], 2), (["--inputs"], 1), (["--shares"], 1)])
 def test_the_benchmark_still_runs(data_dir: Path, way: list[str], rows: int) -> None:
-    """Run four steps of the app and of each program that it is compared with. The results have no meaning."""
+    """Run four steps of the app and of each program to compare; the results have no meaning."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "time_to_accuracy.py"), "--quick", f"--data-dir={data_dir}", *way],
         env={**os.environ, "PYTHON": sys.executable},

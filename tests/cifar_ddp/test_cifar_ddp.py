@@ -25,9 +25,9 @@ EVERYTHING = SPEC.variants[0]
 
 
 def uneven_batch(examples: int) -> int:
-    """Return a global batch size: three micro-batches of equal size, which is divisible by neither 2 nor 3.
+    """Return a global batch size of three equal micro-batches, whose size is divisible by neither 2 nor 3.
 
-    The last batch of an epoch is as small as possible. With 1,024 samples, batches have 93 and the last has 1.
+    The last batch of an epoch is as small as possible. With 1,024 samples, a batch has 93 samples and the last has 1.
     """
     micro_batches = [size for size in range(examples // 40, examples // 30) if size % 2 and size % 3]
     return min((3 * size for size in micro_batches), key=lambda size: (examples - 1) % size)
@@ -89,7 +89,7 @@ def test_everything_on_survives_kills(
         for kill in range(kills):
             job.wait_for_step(10 * kill + chance.randrange(1, 11))
             os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
-            time.sleep(1)  # the dead rank is still listed
+            time.sleep(1)  # until then, job.ranks() may list the dead rank
         result = harness.checked(job.finish(), n)
         assert result["restarts"] == kills
         assert ends_of(result) == expected
@@ -99,7 +99,7 @@ def test_everything_on_survives_kills(
 
 @pytest.mark.soak  # the quick tests kill and stop the run without --compile (tests/common)
 def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
-    """A restart compiles for a first batch of another size. The kernels must still compute the same bits."""
+    """A restart compiles kernels for a first batch of another size, but must compute the same bits."""
     options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5"]
     last = f"--max-steps={EPOCH + 2}"
     whole = harness.start(2, *options, last, run_dir=harness.folder / "undisturbed").finish(1200)
@@ -109,13 +109,13 @@ def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(1200), 2)
     assert (result["restarts"], ends_of(result)) == (1, expected)
-    # The first batch of the second start is the last of the epoch, which has few samples.
+    # The first batch of the second start is the epoch's last batch, which has few samples.
     for stop in (EPOCH - 1, EPOCH + 2):
         parts = harness.start(2, *options, f"--max-steps={stop}", run_dir=harness.folder / "parts").finish(1200)
     result = harness.checked(parts, 2)
     assert (result["resumed_from_step"], ends_of(result)) == (EPOCH - 1, expected)
     plain = harness.train(2, *SMALL, *EVERYTHING, UNEVEN, last, run_dir=harness.folder / "plain")
-    # The random numbers are the same. Differences by rounding in float32 grow from step to step.
+    # The plain run draws the same random numbers, but differences by rounding in float32 grow from step to step.
     assert relative_difference(losses(Path(plain["run_dir"]))[:6], losses(Path(result["run_dir"]))[:6]) < 1e-3
 
 
@@ -219,7 +219,7 @@ KINDS = {
 
 
 def test_the_steps_are_those_of_a_plain_loop(harness: Harness, soak: bool) -> None:
-    """The plain loop is one process with torch's batch norm, mean loss, two parameter groups and the rate's formula."""
+    """Compare with a plain loop in one process, with torch's batch norm, mean loss and two parameter groups."""
     kinds = amount(soak, few=["adamw"], many=[*KINDS])
     options = [f"--dataset={SPEC.dataset}", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
     options += ["--label-smoothing=0.2", "--weight-decay=0.05"]
@@ -452,7 +452,7 @@ print(json.dumps(told))
 def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     """Dropout, augmentation and the mean over samples do not depend on micro-batches, but batch statistics do.
 
-    The workers of a DataLoader make the same batches as an index into memory.
+    The workers of a DataLoader make the same batches as --input=memory.
     """
     reported = told_by("cifar_ddp", ALONE + STEPS, SPEC.dataset)
     assert reported["inputs"] == [[17, 16, 0, 17, 16]] * 2
@@ -461,7 +461,7 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     assert max(reported["group"].values()) < 1e-9
     assert reported["frozen"] < 1e-9
     assert reported["does nothing"] == []
-    assert 1e-5 < reported["bfloat16"] < 0.1  # float32 rounds by 1e-7
+    assert 1e-5 < reported["bfloat16"] < 0.1  # rounding to float32 changes a value by at most 1e-7
     assert reported["more than samples"] < 1e-9
     assert min(reported["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
 

@@ -1,4 +1,4 @@
-"""The steps of docs/make_it_yours.md work: the page's patches do not break a copy of cifar_ddp.
+"""Test that a copy of cifar_ddp with the patches of docs/make_it_yours.md trains correctly.
 
 tests/test_walk.py tests that the patches apply and that the page counts them correctly.
 """
@@ -26,7 +26,7 @@ SMALL = (
     *("--max-steps=8", "--global-batch-size=61", "--log-every=1", "--optimizer=adamw", "--warmup-steps=3"),
     *("--clip-norm=1", "--accumulate=3", "--ema=0.9"),
 )
-# Evaluate the final weights of a run in one process, by the definition of the metric.
+# PLAINLY evaluates the final weights of a run in one process, by the definition of the metric.
 PLAINLY = """
 import json, sys
 import numpy as np, torch
@@ -71,7 +71,7 @@ def start(harness: Harness, copy: Path) -> Callable[..., Job]:
     def start(n: int, run_dir: str, *options: str) -> Job:
         folder = harness.folder / run_dir
         script = ["bash", str(copy / "scripts" / "run_my_app.sh"), str(n), f"--run-dir={folder}", *SMALL, *options]
-        # The core of the copy precedes the installed core.
+        # The copy's core precedes the installed core on Python's path.
         return harness.start_command(script, folder, copy, PYTHONPATH=str(copy / "core"))
 
     return start

@@ -1,4 +1,4 @@
-"""Compare each network of model.py with torchvision's, or with one that is written out layer by layer."""
+"""Compare each network of model.py with torchvision's, or with a network that this file writes out layer by layer."""
 
 from __future__ import annotations
 

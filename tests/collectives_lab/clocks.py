@@ -2,11 +2,11 @@
 
     clocks.py RUN_DIR
 
-Tensors stay on the CPU. `distributed.session.device` is a GPU, and its fake stream only counts waits. A clock reading
-is early if an operation or a collective ran after the last wait for the stream: a GPU might still compute then.
-The program writes RUN_DIR/clocks.json. For each program, the file holds the number of clock readings, the places of
-early readings (file and line), and the number of waits. It also holds the device that each --device selects, by the
-number of GPUs.
+Tensors stay on the CPU. `distributed.session.device` is a GPU, whose fake stream counts waits and clock readings. A
+clock reading is early if an operation or a collective ran after the last wait for the stream: a GPU might still compute
+then. The program writes RUN_DIR/clocks.json. For each program, the file holds the number of clock readings, the places
+of early readings (file and line), and the number of waits. The file also holds the device that each --device selects,
+by the number of GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run one rank with replaced collectives, to get outcomes that neither gloo nor a short job has.
+"""Run one rank with replaced collectives, to produce outcomes that occur neither with gloo nor in a short job.
 
     outcomes.py RUN_DIR
 

@@ -108,7 +108,7 @@ REDUCERS = "reduce all_reduce reduce_scatter".split()
 
 
 def check_operators(found: dict[str, Any], n: int) -> None:
-    """Check that gloo's results are right on every rank, and that a refusal has gloo's message and counts no case."""
+    """Check that gloo's results are right on every rank, and that a refused operator has gloo's message and 0 cases."""
     assert all(case["wrong"] == {} for case in found["operator_checks"])
     if found["facts"]["backend"] != "gloo":
         return
@@ -136,7 +136,7 @@ def check_operators(found: dict[str, Any], n: int) -> None:
 
 
 def reduced(operator: str, numbers: Sequence[int]) -> float:
-    """Return the reduction of ``numbers`` by Python's own arithmetic."""
+    """Return the reduction of ``numbers`` in Python's arithmetic."""
     pair: dict[str, Callable[[Any, Any], Any]] = {
         "PRODUCT": mul, "MIN": min, "MAX": max, "BAND": and_, "BOR": or_, "BXOR": xor,
     }  # fmt: skip
@@ -146,7 +146,7 @@ def reduced(operator: str, numbers: Sequence[int]) -> float:
 
 
 def check_values_by_hand(shown: dict[str, list[dict[str, Any]]]) -> None:
-    """Check the results of 3 ranks that hold [10, 11, 12], [20, 21, 22] and [30, 31, 32], or 10, 20 and 30."""
+    """Check the results of 3 ranks that hold [10, 11, 12], [20, 21, 22], [30, 31, 32], or the values 10, 20, 30."""
     assert [rank["before"] for rank in shown["broadcast"]] == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
     after = {name: [rank["after"] for rank in ranks] for name, ranks in shown.items()}
     assert after["broadcast"] == [[10, 11, 12]] * 3
@@ -198,7 +198,7 @@ def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, f
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab, n: int) -> None:
-    """Torchrun stops the other ranks as soon as one rank dies, often before they detect the failure.
+    """torchrun stops the other ranks as soon as one rank dies, often before they detect the failure.
 
     The console shows one error if all ranks report the lost connection. The launcher's log has all errors.
     """
@@ -293,7 +293,7 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
 
 
 def test_no_program_has_a_default_of_its_own() -> None:
-    """A default written as ``options.x or ...`` may be missing in --help. The help describes these two in words."""
+    """A default written as ``options.x or ...`` may be missing in --help, which describes these two in words."""
     found = []
     for path in sorted(APP.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -310,7 +310,7 @@ def test_no_program_has_a_default_of_its_own() -> None:
 def test_torch_distributed_launch_may_pass_local_rank(command: str) -> None:
     """The launcher adds --local-rank=<r> before the program's arguments. Before torch 2.0, it added --local_rank.
 
-    Another test starts the launcher. Here, every command accepts both spellings, and --help does not show them.
+    Test that every command accepts both spellings, and that --help omits them. Another test starts the launcher.
     """
     options = lab_options()
     for words in (["--local_rank=1"], ["--local-rank", "1"]):
@@ -319,7 +319,7 @@ def test_torch_distributed_launch_may_pass_local_rank(command: str) -> None:
 
 
 def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
-    """clocks.py simulates the GPU. No collective, step or sleep begins or ends before the earlier work is done."""
+    """clocks.py simulates the GPU. Each timestamp must be taken after the end of the device's earlier work."""
     run_dir = lab.folder / "run"
     words = [sys.executable, str(Path(__file__).with_name("clocks.py")), str(run_dir)]
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
@@ -336,7 +336,7 @@ def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
 
 
 def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> None:
-    """A rounding difference that grows over many steps is not an error. outcomes.py fakes what gloo never returns."""
+    """A rounding difference that grows over many steps is not an error. outcomes.py fakes results for the test."""
     run_dir = lab.folder / "run"
     words = [sys.executable, str(Path(__file__).with_name("outcomes.py")), str(run_dir)]
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
@@ -344,7 +344,7 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
     found = read(run_dir, "outcomes")
     for name, message in {
         "SUM fails": "no such kernel",
-        "BAND fails": "no such kernel",  # for int64; it may refuse floating point
+        "BAND fails": "no such kernel",  # for int64; a backend may refuse floating point
         "BAND times out": "Timed out waiting 8000ms for recv operation: another rank is stopped, or never came",
     }.items():
         error = re.sub(r" after [\d.]+ s: ", ": ", found[name])
@@ -360,9 +360,9 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
     assert found["close"] == ["told", "error", "told", "error", "error"]
 
 
-@pytest.mark.soak  # the quick tests have test_a_mistake_is_one_line
+@pytest.mark.soak  # the quick tests run test_a_mistake_is_one_line
 def test_a_primitive_of_two_ranks_is_refused_on_one(lab: Lab) -> None:
-    """A bare rank must refuse the primitive, too. The launch script checks this before it starts a rank."""
+    """A rank without the launch script must refuse the primitive. The script itself refuses before it starts a rank."""
     (job,) = lab.bare(1, "primitives", "--only=send_recv")
     outcome = job.finish()
     assert outcome.code == 2
@@ -412,7 +412,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
         assert sum(ring["sent_messages"]) == ring["formula_messages"] == 2 * n * (n - 1)
         for name, scheme in large["schemes"].items():
             assert len(scheme["seconds"]) == len(scheme["loopback_bytes"]) == 2
-            least = min(scheme["loopback_bytes"])  # if other programs use loopback, the less disturbed round
+            least = min(scheme["loopback_bytes"])  # other programs may use loopback in one round
             assert least >= 0.95 * scheme["formula_bytes"], (n, name)
             if large["alone_on_loopback"]:
                 assert least <= 1.05 * scheme["formula_bytes"] + 10_000, (n, name)
@@ -454,7 +454,7 @@ os._exit(0)  # gloo's threads may abort an orderly end
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(lab: Lab, n: int) -> None:
-    """The wrapped model already leaves the right mean. The lines that a tutorial adds divide it by n again."""
+    """The wrapped model already averages the gradients. The lines that a tutorial adds divide them by n again."""
     program = lab.folder / "program.py"
     program.write_text(TWICE)
     environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(APP)}
@@ -477,7 +477,7 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 
 
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bool) -> None:
-    """Only the strategies, places and kind of the plan have sleeps. With --trace, all calls are written.
+    """Ranks sleep only for the planned strategies, places and kind. With --trace, all collectives are recorded.
 
     A soak runs all conditions of --quick.
     """
@@ -503,7 +503,7 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
     for block in conditions[f"{first}, one rank sleeps 100 ms in aggregation"]["blocks"]:
         assert block["ranks"][1]["slept"] >= 16 * 0.100  # sleep never returns early
         assert block["ranks"][0]["slept"] == 0
-        # Other ranks wait for a rank that sleeps 100 ms before a collective, at least most of the time, on any machine.
+        # Even on a busy machine, rank 0 waits for rank 1 after more than half of its 16 sleeps of 100 ms.
         assert block["waited_for"].count(1) > 8
         # Rank 0 waits because rank 1 is late, so it waits no longer than rank 1 spends outside of collectives.
         assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
@@ -590,7 +590,7 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bo
 
 
 def check_data_parallel(found: dict[str, Any]) -> None:
-    """Without a GPU, DataParallel takes the plain step bit for bit. Its algorithm and DDP differ by rounding."""
+    """Without a GPU, DataParallel takes the plain step bit for bit; its algorithm and DDP differ by rounding."""
     assert (found["world_size"], found["steps"], found["devices_of_data_parallel"]) == (2, 6, [])
     names = ["plain", "DataParallel", "its algorithm, in 2 pieces", "DistributedDataParallel"]
     assert [each["way"] for each in found["ways"]] == names

@@ -32,7 +32,7 @@ FAULTS = Path(__file__).parent / "faults"  # every Python that a test starts loa
 
 @dataclass(frozen=True)
 class App:
-    """The values that the common tests need for one app. All common tests run for each app with an app_spec.py."""
+    """The values that the common tests need for one app. Common tests run for each app with an app_spec.py."""
 
     dataset: str  # the embedded dataset
     test_examples: int
@@ -53,7 +53,7 @@ class App:
     virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
     defaults: Sequence[str] = ()  # Options that the tests add to a default run, so that it takes minutes.
     parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
-    exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the other variants.
+    exact_steps: Sequence[int] = (100, 6)  # Numbers of steps of the first variant, and of the others.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
     first_tolerance: float = 1e-5  # The largest relative difference of the first losses, by rounding in float32.
     diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss soon becomes NaN or infinite.
@@ -115,7 +115,7 @@ def _module(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found  # dataclasses looks up a class's module there
+    sys.modules[spec.name] = found  # dataclasses looks up a class's module in sys.modules
     spec.loader.exec_module(found)
     return found
 
@@ -125,7 +125,7 @@ APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))
 
 @dataclass
 class Outcome:
-    """How a run ended: exit code, console output and duration in seconds."""
+    """The end of a run: exit code, console output and duration in seconds."""
 
     code: int
     stdout: str
@@ -169,7 +169,7 @@ class Job:
         return {}
 
     def wait_for(self, condition: Callable[[], Any], limit: float = 120) -> Any:
-        """Poll until ``condition`` returns a true value, and return that value. Fail if the job ends before."""
+        """Poll until ``condition`` returns a true value, and return that value. Fail if the job ends before that."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             found = condition()
@@ -241,7 +241,7 @@ class Harness:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # Tests that run in the background ignore INT, and their children would inherit that.
+            # A test run in the background ignores SIGINT, and its child processes would inherit this.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         job = Job(process, run_dir)
@@ -254,14 +254,14 @@ class Harness:
     def train(self, n: int, *options: str, run_dir: Path | None = None, **environ: str) -> dict[str, Any]:
         """Run to the end without failure, check the run with `checked`, and return its result.
 
-        For apps of torchrun, the ranks start without torchrun, which takes as long to start as a rank.
+        For apps of torchrun, start the ranks without torchrun, which takes as long to start as a rank.
         """
         if self.app.launcher == "torchrun":
             return self.checked(self._run_ranks(n, *options, run_dir=run_dir, **environ), n)
         return self.checked(self.run(n, *options, run_dir=run_dir, **environ), n)
 
     def _run_ranks(self, n: int, *options: str, run_dir: Path | None, **environ: str) -> Outcome:
-        """Run the ranks as a user at ``n`` terminals does. Return the outcome of a failed rank, or else of rank 0."""
+        """Run ``n`` ranks without a launcher. Return the outcome of the first failed rank, or else of rank 0."""
         program = str(ROOT / "apps" / self.app.name / "train.py")
         place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks = list[dict[str, Any]]()
@@ -306,7 +306,7 @@ class Harness:
             if job.process.poll() is None:
                 job.process.kill()
                 job.process.communicate()
-        # A rank ends by itself within 5 s after its launcher was killed.
+        # A rank ends within 5 s after its launcher was killed.
         deadline = time.monotonic() + 10
         while left := self.left_running():
             if time.monotonic() > deadline:
@@ -374,7 +374,7 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
-    """Run a command in place of the launch script. Its run dir is ``run`` in the test's folder."""
+    """Run a command in place of the launch script, with the run dir ``run`` in the test's folder."""
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 

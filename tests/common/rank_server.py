@@ -39,7 +39,7 @@ def run_rank(job: Mapping[str, Any], rank: Mapping[str, Any]) -> NoReturn:
         sys.path[0:1] = [os.path.dirname(job["program"]), *rank["environ"]["PYTHONPATH"].split(os.pathsep)]
         sys.modules.pop("sitecustomize", None)
         with contextlib.suppress(ImportError):
-            importlib.import_module("sitecustomize")  # Python imports this module at its start
+            importlib.import_module("sitecustomize")  # a new Python process imports this module at startup
         sys.argv = [job["program"], *job["arguments"]]
         runpy.run_path(job["program"], run_name="__main__")
         code = 0

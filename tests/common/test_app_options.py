@@ -75,7 +75,7 @@ def test_what_changes_the_arithmetic_is_what_a_resume_must_repeat(harness: Harne
         name = changed.partition("=")[0].removeprefix("--").replace("-", "_")
         assert name in {key for key in found if found[key] != small[key]}
     for free in ("--epochs=9", "--max-steps=9", "--checkpoint-every=9", "--log-every=9", "--timeout=9", "--quiet"):
-        if free.partition("=")[0] in kept:  # some apps keep --epochs as the length of a schedule
+        if free.partition("=")[0] in kept:  # in some apps, --epochs sets the length of a schedule
             continue
         assert resume_invariants(module.parse([*harness.app.small, free])) == small
 

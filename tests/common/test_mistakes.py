@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from harness import ROOT, Harness
 
-# Each row has N, options, environment and words of the error. The launch script's first stage reports all of them.
+# Each row has N, options, environment, and words of the error that the launch script's first stage reports.
 MISTAKES = [
     ("0", [], {}, "N=0"),
     ("-1", [], {}, "N=-1"),
@@ -118,7 +118,7 @@ def test_help_teaches(harness: Harness) -> None:
     assert all(name in outcome.stdout for name in ("NNODES", "PYTHON", "OMP_NUM_THREADS", "exit codes"))
 
 
-@pytest.mark.soak  # the quick tests use threads (tests/core)
+@pytest.mark.soak  # the quick tests cover this with threads (tests/core)
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
     """The job restarts once. The second failure shows that no flipped bit was the cause."""
     options = [*harness.app.small, *harness.app.diverges, "--log-every=1", "--max-restarts=1"]

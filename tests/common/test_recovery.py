@@ -81,7 +81,7 @@ def test_a_killed_launcher_or_script_changes_no_bit(
         else:
             harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        # Ranks detect within a second that their script is gone. They may have finished before.
+        # Ranks end within a second after their script was killed, but they may finish the run before.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
     table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
@@ -187,7 +187,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
     """Check that the job ended by the signal without errors, and return the step that it saved."""
     outcome = job.finish(limit=60)
     codes = {128 + stop.number}
-    if stop == Stop(signal.SIGINT, "a rank") and harness.app.launcher == "msrun":  # the rank may then get a TERM
+    if stop == Stop(signal.SIGINT, "a rank") and harness.app.launcher == "msrun":  # MindSpore may send TERM
         codes.add(128 + signal.SIGTERM)
     assert outcome.code in codes, outcome
     assert "Traceback" not in outcome.stderr
@@ -197,7 +197,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
     return stopped_at(job.run_dir, stop.number)
 
 
-@pytest.mark.soak  # the quick tests send one signal (test_one_run_survives_every_fault), and the others in tests/core
+@pytest.mark.soak  # the quick tests send one signal (test_one_run_survives_every_fault); tests/core sends the others
 def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
             at = chance.randrange(1, reference["steps"] - Shape.of(reference).every)
             job.wait_for_step(at)
         stop.send(job, chance)
-        if stop.to == "the launcher":  # it may send TERM, or kill its ranks, which then restart
+        if stop.to == "the launcher":  # the launcher may kill its ranks, which then restart
             outcome = job.finish()
             assert outcome.code in (0, 128 + signal.SIGTERM, 128 + stop.number), outcome
             saved = 0
@@ -268,7 +268,7 @@ def test_a_signal_at_an_exact_moment_saves_a_step_and_changes_no_bit(
 def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The first job runs longer than the second job waits. The second job does not disturb it."""
+    """The first job runs longer than the second job waits. The second job must not disturb the first."""
     longer = ("--epochs=10000", "--max-steps=10000000")
     reference = undisturbed(1, *longer, "--max-steps=40")
     job = harness.start(1, *harness.app.small, *longer)
@@ -321,7 +321,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 
 def slow_steps(n: int) -> dict[str, str]:
-    """Return environment variables that make each step 0.1 s slower, so that faults are in time on a busy machine."""
+    """Return environment variables that make each step 0.1 s slower, so that tests can inject faults in time."""
     slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
     return faulty({"slow": slow, "seconds": 0.1, "every_start": True})
 
@@ -330,8 +330,8 @@ def slow_steps(n: int) -> dict[str, str]:
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Damage a checkpoint, kill ranks or their launcher, hang a rank, and stop the run by a signal.
 
-    The soak injects each fault into its own run. Here, one run gets all faults, because a start takes long. Its steps
-    are slow, so that each fault is in time on a busy machine. SIGSTOP simulates a machine that hangs or swaps.
+    The soak injects each fault into its own run. This run gets all faults, because a start takes long. Slow steps leave
+    time for each fault on a busy machine. SIGSTOP simulates a machine that hangs or swaps.
     """
     n = 2
     skipped = harness.app.skipped_marks
@@ -384,7 +384,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
 
 
 def last_to_disturb(result: Mapping[str, Any]) -> int:
-    """Return the last step after which a fault still disturbs the run before its end."""
+    """Return the last step at which a fault still interrupts the run; a later fault might come after the run's end."""
     return int(result["steps"]) - Shape.of(result).every - 1
 
 
@@ -397,7 +397,7 @@ def wait_for_start(job: Job, before: int) -> None:
 def test_ten_kills_in_a_row_change_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
-    """Kill a rank, all ranks at once, or the whole job, soon after the restart that the previous kill caused."""
+    """Kill a rank, all ranks at once, or all processes of the job, soon after the restart by the previous kill."""
     n = 2
     reference = undisturbed(n)
     last = last_to_disturb(reference)
@@ -621,7 +621,7 @@ def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     assert snapshot(run_dir) == kept
 
 
-@pytest.mark.soak  # the quick tests check this with --init-from
+@pytest.mark.soak  # the quick tests refuse such weights in --init-from
 def test_a_checkpoint_made_by_hand_must_fit_the_model(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Run ``samestep replay`` on an app's run: its launch script, its framework's probes, and the recorded bits."""
+"""Test that ``samestep replay`` repeats steps of an app's run with the recorded bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Resume runs of earlier versions, because the checkpoints of users must stay valid.
 
-For some apps, ``tests/<app>/stored/version-<v>/`` contains:
+The folder ``tests/<app>/stored/version-<v>/`` exists for some apps, and contains:
 
 * ``options``: the options of both runs, one per line.
 * ``run/`` or ``run.tar.xz``: a run dir of --max-steps=2, without logs and final weights.
@@ -12,7 +12,7 @@ For some apps, ``tests/<app>/stored/version-<v>/`` contains:
 Versions before 0.3 drew other random numbers for dropout. Such a run resumes with a warning, and only the losses before
 the resume equal the stored losses.
 
-A run in ``run.tar.xz`` began with weights whose channels repeat, because they compress to a small file.
+A run in ``run.tar.xz`` began with weights whose channels repeat, because such weights compress to a small file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from amounts import amount
 from harness import Harness, Outcome, faulty, metrics
 
 PHASES = ("input", "computing", "optimizer")
-# Steps are much shorter than an app's ``delay``, even on a busy machine, and few epochs end.
+# With these options, steps are much shorter than an app's ``delay``, and few epochs end.
 SHORT = ("--global-batch-size=12", "--epochs=100", "--checkpoint-every=0", "--log-every=10")
 WITHIN = 50 + 10  # steps: a straggler must be slow for 50 steps, and ranks synchronize every 10
 
@@ -75,7 +75,7 @@ def test_a_delay_of_200_ms_in_any_phase_is_reported_within_60_steps(
     table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # the quick tests use threads (tests/core)
+@pytest.mark.soak  # the quick tests cover this with threads (tests/core)
 @pytest.mark.slow
 def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table: list[str]) -> None:
     runs = amount(soak, few=1, many=50)

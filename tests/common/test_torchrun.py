@@ -39,11 +39,11 @@ def short(harness: Harness) -> list[str]:
 def test_torchrun_alone_takes_the_same_steps_and_restarts(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """After torchrun's own restart, the ranks find the run dir by the key in its name."""
+    """After torchrun restarts the ranks, they find the run dir by the key in the run dir's name."""
     reference = undisturbed(2)
     every = Shape.of(reference).every
     saved = [step for step in range(2 * every) if step % every == 0 or step % Shape.of(reference).epoch == 0]
-    # Kill rank 0 when the second periodic checkpoint begins: the checkpoint before is then on the disk.
+    # Kill rank 0 when the second periodic checkpoint begins: the earlier checkpoints are then on the disk.
     fault = {"rank": 0, "audit": "os.mkdir", "match": rf"/\.step-{2 * every:08d}\.tmp", "signal": signal.SIGKILL}
     environ = {**faulty(fault), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", train(harness), *harness.app.small]
@@ -54,11 +54,11 @@ def test_torchrun_alone_takes_the_same_steps_and_restarts(
     assert result["weights_sha256"] == reference["weights_sha256"]
 
 
-@pytest.mark.soak  # the quick tests start the app with torchrun, and the lab with torch.distributed.launch
+@pytest.mark.soak  # the quick tests use torchrun here, and torch.distributed.launch in collectives_lab
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """This launcher preceded torchrun. It passes --local-rank to ranks, which metrics.jsonl omits."""
+    """torch.distributed.launch, torchrun's predecessor, passes --local-rank to ranks; metrics.jsonl omits it."""
     command = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port", free_port()]
     result = harness.checked(bare(harness, [*command, train(harness), *harness.app.small]), 2)
     assert result["launcher"] == "torchrun"
@@ -88,7 +88,7 @@ def test_plain_python_trains_in_one_process(harness: Harness) -> None:
     assert result["launcher"] == "none"
 
 
-# Runs a program without the packages samestep_launch, samestep_observe and samestep_check.
+# CORE_ALONE runs a program that cannot import samestep_launch, samestep_observe and samestep_check.
 CORE_ALONE = """
 import os, runpy, sys
 
@@ -108,7 +108,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_two_processes_with_rank_and_world_size_train_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Start two processes as DLC does, or a user at two terminals: without a launcher. Only core can be imported."""
+    """Start two ranks without a launcher, as DLC does. Of the project's packages, the ranks can import only core."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
@@ -248,7 +248,7 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
 def test_a_flipped_bit_is_named_and_undone(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
-    """Flip one of the upper 24 bits of a random weight after a random step, in the rank's memory from outside.
+    """Flip one of the upper 24 bits of a random weight after a random step, through /proc/<pid>/mem.
 
     Rounding may remove the flip of a lower bit before the ranks compare their weights.
     """

@@ -1,4 +1,4 @@
-"""Test what a run prints and writes, and that it takes the same steps at any world size."""
+"""Test the output and the files of a run, and that steps are the same at any world size."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
 
 @pytest.mark.fixed_world
 def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Ranks that train, evaluate and save load no module of launch or observe, and no downloads."""
+    """Ranks that train, evaluate and save import neither samestep.data.download nor a module of another package."""
     folder = Path(undisturbed(2)["run_dir"]).parent
     loaded = [json.loads((folder / f"modules-{rank}").read_text()) for rank in range(2)]
     assert {"samestep.run", "samestep.checkpoint", "samestep.recovery.watchdog"} <= loaded[0].keys()
@@ -88,7 +88,7 @@ def test_our_own_code_causes_no_warning(undisturbed: Callable[..., dict[str, Any
         assert not re.findall(rf"^(?:{ours})/.*:\d+: \w*Warning: .*", log.read_text(errors="replace"), re.MULTILINE)
 
 
-@pytest.mark.soak  # the quick tests have test_evaluate_only_leaves_the_run_as_it_is
+@pytest.mark.soak  # the quick tests run test_evaluate_only_leaves_the_run_as_it_is
 @pytest.mark.fixed_world
 def test_zero_steps_keep_the_weights_and_evaluate_them(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
@@ -159,7 +159,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
 ) -> None:
     batch = Shape.of(undisturbed(2)).odd_batch(harness.app.parts[which])
     for i, variant in enumerate(harness.app.variants):
-        # Without --soak, only the first variant with one batch size and the last variant with the other size train.
+        # Without --soak, the first variant trains with one batch size, and the last variant with the other.
         if not soak and i != which * (len(harness.app.variants) - 1):
             continue
         steps = harness.app.exact_steps[0]
@@ -183,7 +183,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
 @pytest.mark.soak  # the quick tests compare 1 and 3 ranks with dropout (tests/conformance)
 @pytest.mark.fixed_world
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
-    """The runs have dropout and use float32, so they differ only by rounding."""
+    """The runs use float32 and draw equal dropout masks, so losses differ only by rounding."""
     curves = []
     for n in amount(soak, few=(1, 3), many=(1, 2, 3, 4)):
         run_dir = harness.folder / str(n)

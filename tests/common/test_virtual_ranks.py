@@ -31,7 +31,7 @@ def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], last: int, run_dir: Path) -> Any:
-    """For each (n, step) of ``kills``, run n ranks and kill them after the step. Then run ``last`` ranks to the end."""
+    """Run n ranks and kill them after a step, for each (n, step) of ``kills``. Then run ``last`` ranks to the end."""
     for n, step in kills:
         job = harness.start(n, *options, run_dir=run_dir)
         job.wait_for_step(step)
@@ -51,7 +51,7 @@ def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
     check_same_bits(result, reference)
 
 
-@pytest.mark.soak  # the quick tests have test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
+@pytest.mark.soak  # the quick tests run test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 @pytest.mark.parametrize("variant", [0, 1])
 def test_the_weights_have_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
     """Compare two models, optimizers or norms of the app for at most 320 steps."""
@@ -68,7 +68,7 @@ def test_the_weights_have_one_hash_at_any_number_of_ranks(harness: Harness, vari
     table.append(f"| {harness.app.name} | {ranks} | none: {event} | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # the quick tests have test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
+@pytest.mark.soak  # the quick tests run test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 def test_four_three_one_and_two_ranks_in_turn_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:

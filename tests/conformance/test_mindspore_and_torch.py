@@ -1,6 +1,6 @@
 """Compare frameworks: from the same weights, ResNet-50 takes the same steps in MindSpore and in PyTorch.
 
-Batch normalization is frozen: MindSpore normalizes over each rank's samples, cifar_ddp over the global batch.
+Batch normalization is frozen, because MindSpore normalizes over each rank's samples, but cifar_ddp does not.
 Both programs use the same crops and flips, which depend on the sample.
 """
 
@@ -23,7 +23,7 @@ RESNETS = {"resnet50": "--depth=50", "resnet18": "--depth=18"}
 def test_mindspore_and_torch_have_the_same_losses_and_evaluate_each_others_weights(
     harness: Harness, cifar: Harness, soak: bool, name: str
 ) -> None:
-    """In the quick tests, only PyTorch evaluates the weights of the other framework."""
+    """The quick tests evaluate MindSpore's weights in PyTorch, but not PyTorch's weights in MindSpore."""
     options = {cifar: [*SAME, *PLAIN, f"--model={name}"], harness: [*SAME, RESNETS[name]]}
     start = cifar.train(1, *options[cifar], "--max-steps=0", run_dir=cifar.folder / "start")
     trained: dict[Harness, dict[str, Any]] = {}

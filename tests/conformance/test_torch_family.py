@@ -52,9 +52,9 @@ def test_the_torch_programs_have_the_same_losses(family: dict[str, Harness], soa
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
 
-@pytest.mark.soak  # the quick tests load weights of torch in Paddle and MindSpore, and back (tests/conformance)
+@pytest.mark.soak  # the quick tests exchange weights between torch, Paddle and MindSpore
 def test_weights_of_each_program_start_the_others(family: dict[str, Harness]) -> None:
-    """Each program continues from the weights of the previous one. All three count the same correct digits."""
+    """Each program starts from the previous program's weights. All three have the same accuracy with equal weights."""
     weights: list[str] = []
     for harness in family.values():
         result = harness.train(1, *harness.app.small, "--max-steps=8", *weights)

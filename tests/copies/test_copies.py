@@ -12,7 +12,7 @@ from harness import APPS
 from repository import clone, run_fresh
 
 IN_MATRIX = "mnist_lightning"  # the quick tests copy only this app, whose tests are the fastest
-# The quick tests collect all tests of the copy and run three: by the launch script, by Python, and one that must fail.
+# The quick tests collect all tests of the copy, and run one with the launch script and two with plain Python.
 SOME = ["-n", "2", "tests/my_copy", "-k", "each_test_image or plain_python or wrong_environment"]
 
 

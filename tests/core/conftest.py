@@ -1,4 +1,4 @@
-"""Stop each watchdog after its test. The ranks of core's tests are threads in pytest's process."""
+"""Stop the watchdogs that a test started. The ranks of core's tests are threads in pytest's process."""
 
 from __future__ import annotations
 

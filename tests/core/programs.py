@@ -1,4 +1,4 @@
-"""Run programs that use the package in their own processes; read their output and their run dirs."""
+"""Run programs that import samestep as child processes, and read the programs' output and run dirs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(
     stdout: int = subprocess.PIPE,
     stderr: int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Start a program that uses the package."""
+    """Start PRELUDE and ``code`` as a program in a child process."""
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + code, str(run_dir), *arguments],
         env=environment(),
@@ -60,7 +60,7 @@ def start(
 def child(
     code: str, run_dir: Path, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that uses the package until it ends."""
+    """Run PRELUDE and ``code`` as a program in a child process until it ends."""
     with start(code, run_dir, stdout=stdout, stderr=stderr) as process:
         try:
             out, err = process.communicate(timeout=LIMIT)

@@ -2,7 +2,7 @@
 
     python shards.py RANK WORLD_SIZE FOLDER [options]
 
-Ranks communicate by files in FOLDER. All values are sums of a few powers of two, so they are exact at any world size.
+Ranks communicate by files in FOLDER. All values are sums of a few powers of two, so sums are exact at any world size.
 SAMESTEP_KILL=n sends SIGKILL to the process before its n-th change of the checkpoints' files and folders.
 """
 
@@ -31,7 +31,7 @@ from samestep.sharding import GlobalBatches
 from threads import LIMIT, loss_of, parse
 
 # Name: global shape, dtype, and the axis along which ranks shard the array. If the axis is None, each rank holds the
-# whole array and rank 0 saves it.
+# full array and rank 0 saves it.
 LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
     "tall": ((7, 5), "float32", 0),
     "wide": ((4, 6), "float32", 1),
@@ -94,7 +94,7 @@ def whole_array(name: str, first: float = 0.0) -> NDArray[Any]:
 
 
 def cut(array: NDArray[Any], name: str, rank: int, world_size: int) -> TensorShard:
-    """Return a rank's shard of a whole array."""
+    """Return a rank's shard of a full array."""
     offset, extent = part(name, rank, world_size)
     values = np.array(array[tuple(slice(a, a + b) for a, b in zip(offset, extent))])
     return TensorShard(values, offset, array.shape, copy=LAYOUT[name][2] is None and rank > 0)
@@ -193,7 +193,7 @@ def start(
 
 
 def end(processes: Sequence[subprocess.Popen[str]], limit: float = LIMIT) -> list[tuple[int, str, str]]:
-    """Return exit code, stdout and stderr of each rank. Kill all if one was killed, or after ``limit`` seconds."""
+    """Return exit code, stdout and stderr of each rank. Kill all ranks after a kill of one, or after ``limit`` s."""
     until = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if any(process.poll() == -signal.SIGKILL for process in processes):

@@ -796,8 +796,8 @@ def test_killed_before_any_system_call_of_a_save_only_whole_ones_are_left(tmp_pa
 
 @pytest.mark.slow
 def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
-    """Kill a process that saves continuously 15 times. Each new process continues from the newest checkpoint."""
-    # A save waits for the save before it, so each printed step is on the disk.
+    """Kill a saving process 15 times. Each new process continues from the newest checkpoint."""
+    # A save waits for the previous save, so each printed step is on the disk.
     script = SAVE + "step = whole(0)\nwhile True:\n    step += 1\n    save(step), print(step - 1, flush=True)\n"
     chance = random.Random(1)
     last = 0

@@ -166,7 +166,7 @@ def test_a_worker_whose_parent_ends_obeys_the_signal_to_the_group(tmp_path: Path
     [("rank", "fork"), ("worker", "fork"), pytest.param("worker", "spawn", marks=pytest.mark.soak)],
 )
 def test_a_program_that_a_rank_or_its_worker_starts_gets_its_signals(tmp_path: Path, place: str, method: str) -> None:
-    """The program inherits no blocked signals, so the process that started it can terminate it, and Ctrl-C ends it."""
+    """The program inherits no blocked signals, so its parent process and Ctrl-C can end the program."""
     body = f"""
 call = {{"rank": eval, "worker": ask}}["{place}"]
 terminated = call("terminate(start_all())")

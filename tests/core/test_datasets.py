@@ -1,4 +1,4 @@
-"""Test that datasets are found in each place, downloaded once, and refused by name if damaged."""
+"""Test that datasets are found in each place and downloaded once, and that an error names a damaged file."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def www(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the server, outside the data folder, where the search would find its files."""
+    """Return the server's folder, which is outside the data folder so that the search does not find the files."""
     return tmp_path_factory.mktemp("www")
 
 

@@ -312,7 +312,7 @@ def test_of_two_launchers_variables_the_inner_ones_give_the_place(environ: dict[
 
 
 LAUNCH_SCRIPT = "scripts/run_<app>.sh"
-NOT_NUMBERS = "1.0 1e3 +-1 +1 -1 0x1 1_0 one \u0661 \uff19 \xb2 2147483648"  # some are digits of other scripts
+NOT_NUMBERS = "1.0 1e3 +-1 +1 -1 0x1 1_0 one \u0661 \uff19 \xb2 2147483648"  # some are digits of other alphabets
 REFUSED = {
     # variables that count nodes, not ranks
     "dlc with processes per node": ({**DLC, "NPROC_PER_NODE": "8"}, "RANK='1' NPROC_PER_NODE='8' nodes", LAUNCH_SCRIPT),
@@ -363,7 +363,7 @@ REFUSED = {
     "msrun on several machines, other workers": (without(MSRUN, "MS_NODE_ID", "RANK_ID"), "MS_NODE_ID", "--node_rank"),
     "ascend": (without(ASCEND, "RANK_SIZE"), "RANK_ID='5' RANK_SIZE unset", "set both"),
     "ascend, no table": (without(ASCEND, "RANK_TABLE_FILE"), "RANK_ID='5' RANK_SIZE='8' RANK_TABLE_FILE", "msrun"),
-    # values that are not whole numbers in range
+    # values that are not integers in range
     **{
         f"RANK={value!r}": ({"RANK": value, "WORLD_SIZE": "4"}, f"RANK={value!a} whole number", "correct or unset")
         for value in [*NOT_NUMBERS.split(), "1 2", "9" * 50]
@@ -588,7 +588,7 @@ def test_no_rank_trains_alone_because_another_job_left_variables(what: str) -> N
 
 @pytest.mark.parametrize("what", STALE)
 def test_a_launch_script_removes_what_another_job_left(what: str) -> None:
-    """The ranks then have only the variables of their own launcher."""
+    """After the removal, ranks have only the variables of their own launcher."""
     removed = env.launcher_variables()
     settings = {"MASTER_ADDR", "MASTER_PORT", "RANK_TABLE_FILE", "NNODES", "NODE_RANK", "JOB_COMPLETION_INDEX"}
     assert not removed & settings
@@ -617,7 +617,7 @@ def test_a_launch_script_leaves_an_allocation_of_slurm() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 # Files outside `samestep.env` that name variables of launchers, and the reason.
 ELSEWHERE = {
-    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # for a warning about torchrun only
+    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # only for a warning about torchrun
     "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch also passes the local rank as an option
     "launch/samestep_launch/elastic_agent.py": {"RANK"},  # read in a forked rank, for its process title
     "launch/samestep_launch/job.py": {"RANK"},  # named in a message about machines
@@ -638,7 +638,7 @@ ELSEWHERE = {
 
 
 def names_in(path: Path, names: Set[str]) -> set[str]:
-    """Return which of ``names`` a program has in a string of names only, or as a keyword argument."""
+    """Return the ``names`` that a program has as keyword arguments, or in strings that hold only names."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z0-9_\s|]+", str(node.value)):

@@ -1,4 +1,4 @@
-"""Test which failures of two starts count as the same, because a third start would then fail too."""
+"""Test which failures of two starts count as equal, so that a third start would fail too."""
 
 from __future__ import annotations
 

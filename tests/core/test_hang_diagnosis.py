@@ -144,7 +144,7 @@ class Ranks:
         }
 
     def ended(self) -> Hang:
-        """Wait until both ranks end. A rank that is stopped, or whose interpreter C code holds, is killed last."""
+        """Wait until both ranks end. Kill the guilty rank if it cannot end without a kill."""
         lines = {}
         pids = {rank: process.pid for rank, process in self.processes.items()}
         for rank, process in sorted(self.processes.items(), key=lambda item: item[0] == self.guilty):
@@ -163,7 +163,7 @@ class Ranks:
 
 @pytest.fixture
 def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
-    """Start all hangs at the same time, because each hang mostly waits."""
+    """Start all hangs at the same time, because each hang waits most of the time."""
     started = {kind: Ranks(tmp_path / kind, kind) for kind in KINDS}
     try:
         yield {kind: ranks.ended() for kind, ranks in started.items()}
@@ -293,7 +293,7 @@ def test_the_frameworks_own_record_comes_first(dog: watchdog.Watchdog) -> None:
 
 
 def test_a_record_that_cannot_be_read_is_reported_once(dog: watchdog.Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record comes from a private function of torch, which another version may lack."""
+    """The record of collectives comes from a private function of torch, which another version may lack."""
     lines: list[str] = []
     monkeypatch.setattr(log, "info", lines.append)
 
@@ -401,7 +401,7 @@ def test_the_rank_whose_last_collective_has_the_lowest_number_is_named(tmp_path:
 
 
 def test_where_all_that_are_seen_wait_those_never_seen_are_named_first(tmp_path: Path) -> None:
-    """One of two machines without a shared disk sees only its own ranks."""
+    """Without a shared disk, each of two machines has only the files of its own ranks."""
     for rank in range(32):
         left(tmp_path, rank, WAITS)
     assert diagnosed(tmp_path) == (
@@ -497,7 +497,7 @@ def test_whether_all_ranks_of_a_job_live_is_known(
 
 
 def test_a_crash_after_other_stacks_is_still_reported(tmp_path: Path) -> None:
-    """A late heartbeat writes stacks to the file of crashes, and the next heartbeat removes them."""
+    """If a heartbeat is late, stacks are written to the file of crashes. The next heartbeat removes them."""
     code = f"""
 import faulthandler, os, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A rank of the smallest app imports little of the package, and no framework."""
+"""Test that the smallest app imports few modules of the package, and that these import no framework."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def imported_modules(app: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, str | None]:
-    """Return the modules of a process that imported the modules of the package that mnist_ddp imports.
+    """Return the modules that are loaded after an import of the package's modules that mnist_ddp imports.
 
-    `samestep.torch` is left out, because this environment lacks torch; a test in tests/common counts its modules.
+    `samestep.torch` is left out, because this environment lacks torch; a test in tests/common checks its modules.
 
     Returns: ``{module: its file, or None}``.
     """

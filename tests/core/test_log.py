@@ -356,7 +356,7 @@ def test_an_unknown_failure_with_an_odd_message_is_one_line(tmp_path: Path, mess
 
 
 def test_an_app_may_choose_what_is_shown_of_an_unknown_failures_message(tmp_path: Path) -> None:
-    """MindSpore's messages begin with a title line, so its app shows another line."""
+    """MindSpore's messages begin with a title line, so resnet50_mindspore shows another line."""
     code = """
 def main():
     log.start(run_dir, 0, False)

@@ -1,4 +1,4 @@
-"""`checkpoint.newest` returns all values that `checkpoint.save` accepts, unchanged and of the same types."""
+"""Test that `checkpoint.newest` returns all values that `checkpoint.save` accepts, unchanged and of the same types."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SCALARS = (
     | st.sampled_from([np.int64(3), np.float64(0.5), np.float32(0.1), np.bool_(True), np.zeros(2)])
 )
 KEYS = st.text(st.characters(exclude_categories=()), max_size=5) | st.integers() | st.sampled_from([None, True, 1.5])
-KNOWN = st.sampled_from([*manifest._STATE, "step", "app", "state"])  # names that a run uses itself
+KNOWN = st.sampled_from([*manifest._STATE, "step", "app", "state"])  # names that `Run` uses
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (

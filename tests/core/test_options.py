@@ -245,7 +245,7 @@ def test_an_option_counts_unless_it_may_change(name: str) -> None:
 
 
 def test_virtual_ranks_take_one_thread_and_must_not_change() -> None:
-    """The value 0 is stored as no option, because checkpoints of earlier versions lack the option."""
+    """A checkpoint omits --virtual-ranks=0, because checkpoints of earlier versions lack this option."""
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=1, lr="", datasets=("mnist",), devices=("auto",))
     add_virtual_ranks(parser)

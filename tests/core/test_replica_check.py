@@ -1,4 +1,4 @@
-"""A watchdog raises errors if ranks differ, or if a loss is NaN or infinite."""
+"""Test that a watchdog raises errors if ranks differ, or if a loss is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_loss_that_is_not_finite_is_retried_once_per_step(tmp_path: Path, valu
     text = f"^at step 8 the test loss is {value}: lower --lr, now 0.5"
     losses = {"loss": 1.0, "test loss": value}
     start(tmp_path).check_losses({"loss": 1.0}, 8)
-    for rank in range(3):  # the notes of other ranks in the same start do not count
+    for rank in range(3):  # failures of other ranks in the same start do not count
         with pytest.raises(RetryableError, match=f"{text}, unless a flipped bit"):
             start(tmp_path, rank).check_losses(losses, 8)
     with pytest.raises(RetryableError):

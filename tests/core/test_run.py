@@ -44,7 +44,7 @@ ONCE = f"unless a flipped bit caused it; {AGAIN}"
 
 @dataclasses.dataclass
 class Console:
-    """The arguments of each `log.start`, and the console's stdout and stderr in memory."""
+    """The arguments of each call of `log.start`, and the console's stdout and stderr in memory."""
 
     started: list[tuple[Path, int, bool]]
     out: StringIO
@@ -111,7 +111,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def crash(at: int) -> Faults:
-    """Make all ranks crash after the update ``at``, before the run records it."""
+    """Return faults that crash all ranks after the update ``at``, before the run records the update."""
 
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == at:
@@ -231,7 +231,7 @@ def test_a_new_run_begins_at_0_with_the_apps_own_weights(run_dir: Path) -> None:
 
 
 def test_the_start_is_recorded_before_its_line_in_the_log(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the log shows the start, events.jsonl must already have its event."""
+    """events.jsonl must have the event of a start before the log has the line of the start."""
     recorded: list[bool] = []
     monkeypatch.setattr(
         log, "info", lambda text: recorded.append("1 rank on" in text and (run_dir / "log/events.jsonl").exists())
@@ -266,7 +266,7 @@ def test_a_resume_loads_the_same_bytes_on_every_rank(run_dir: Path, world_size: 
 
 
 def refused(ranks: list[Rank], kind: type[Exception], code: int) -> str:
-    """Assert that rank 0 was refused and that all other ranks end with its code; return rank 0's message."""
+    """Assert that rank 0 raised ``kind`` and that the other ranks end with ``code``; return rank 0's message."""
     assert type(ranks[0].error) is kind, ranks[0].error
     for rank in ranks[1:]:
         assert isinstance(rank.error, RemoteRankError), rank.error
@@ -445,7 +445,7 @@ def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warn
 
 
 def test_a_run_remembers_which_data_were_asked_for_and_which_it_got(run_dir: Path) -> None:
-    """Without a network the launch script replaces mnist by mnist-5k; at a resume there may be a network."""
+    """Without a network the launch script replaces mnist by mnist-5k; at a resume, a network may be available."""
     options = options_for(run_dir, "--global-batch-size=1000")
     for rank in job(2, [*options, "--dataset=mnist-5k", "--requested-dataset=mnist"], crash(3)):
         assert isinstance(rank.error, CrashError)
@@ -510,7 +510,7 @@ def test_logs_evaluations_and_saves_are_due_at_their_steps_on_all_ranks(
 
 
 class ListLoader:
-    """A loader of a list; with ``resumes``, it keeps the state that it gets."""
+    """A loader of a list. With ``resumes``, `load_state_dict` restores the state of the loader."""
 
     def __init__(self, batches: list[int], resumes: bool = True) -> None:
         self._batches = batches
@@ -664,7 +664,7 @@ def test_a_line_says_what_happened_whatever_the_number_of_ranks(run_dir: Path, w
                 "step": step + 1,
                 "epoch": step // EPOCH,
                 "samples_seen": step // EPOCH * threads.TRAINING + min((step % EPOCH + 1) * 6, threads.TRAINING),
-                "loss": mean_loss(range(step, step + 1)),  # before the update, over all ranks
+                "loss": mean_loss(range(step, step + 1)),  # the mean over all ranks, before the update
                 **({name: line[name] for name in ("test_loss", "test_accuracy", "test_examples")} if tested else {}),
             }
             for step, line in enumerate(lines_of(run_dir)[1:])
@@ -708,7 +708,7 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
-    """A log line counts since the line before, the console since the epoch began. The kill is within an epoch."""
+    """A log line counts since the previous line, the console since the epoch began. The kill is within an epoch."""
     arguments = options_for(run_dir, "--log-every=3", "--checkpoint-every=3")
     for rank in job(2, arguments, crash(8), app=COUNTING):
         assert isinstance(rank.error, CrashError)
@@ -825,7 +825,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Batch normalization can overflow twice, but a flipped bit does not. The result has null and the same weights."""
+    """Batch normalization can overflow twice; a flipped bit does not recur. The result has null and equal weights."""
     last = 6 if "--max-steps=6" in options else STEPS
     all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
@@ -879,7 +879,7 @@ def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypa
 
 @pytest.fixture
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
-    """Return a function that makes faults with fake clocks: each phase takes 1 ms and ``more(rank, step)[phase]`` s."""
+    """Return a function that fakes the clock: each phase takes 1 ms plus ``more(rank, step)[phase]`` seconds."""
     clock = threading.local()
     monkeypatch.setattr(time, "perf_counter", lambda: getattr(clock, "now", 0.0))
 

@@ -59,7 +59,7 @@ def test_step_sync_adds_the_rows_of_all_ranks_in_the_order_of_ranks(monkeypatch:
 
     def all_gather(row: NDArray[Any]) -> NDArray[Any]:
         assert row[:2].tolist() == [2.5, 4.0]  # the last step's loss, and the sum since the last log line
-        assert row[-3:].tolist() == [3, 1.5, 2.5]  # the count, and the losses of both steps
+        assert row[-3:].tolist() == [3, 1.5, 2.5]  # the count of correct predictions, and the losses of both steps
         slots = [float(number == stop.STOP_SIGNALS[1]) for number in stop.STOP_SIGNALS]
         other = [10.0, 20.0, 99.0, *slots, 0.0, *[0.25] * len(PHASES), 4.0, 8.0, 10.0]
         return np.stack([row, np.array(other)])
@@ -96,7 +96,7 @@ def test_step_sync_is_due_after_the_first_update_and_then_by_the_grace() -> None
 
 
 def test_progress_resumes_from_its_own_state() -> None:
-    """The sums of an epoch are the same with and without a resume within it."""
+    """The sums of an epoch are the same with and without a resume within the epoch."""
     whole = Progress(BATCHES, 0, last_step=8, state={})
     first = Progress(BATCHES, 0, last_step=8, state={})
     lines = {}

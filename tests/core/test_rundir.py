@@ -266,7 +266,7 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
     before = contents(run_folder / "run" / "checkpoints")
     quick = rundir.resolve("toy", options, verify=False)
     assert quick.checkpoint is not None
-    assert quick.checkpoint.step == 3  # the manifest of step 3 is good
+    assert quick.checkpoint.step == 3  # the manifest of step 3 is valid
     assert console.getvalue() == ""
     assert contents(run_folder / "run" / "checkpoints") == before
     verified = rundir.resolve("toy", options)

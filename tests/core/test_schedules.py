@@ -24,7 +24,7 @@ def test_a_factor_is_above_0_up_to_1_and_stays_where_the_schedule_ended(name: st
     assert all(0 < factor <= 1 for factor in factors)
     assert schedule(steps + 1, steps) == schedule(steps, steps)
     assert schedule(10 * steps, steps) == schedule(steps, steps)
-    # The result is the same to the bit in any order of calls, as in a run that resumes from a checkpoint.
+    # The results are equal bit for bit in any order of calls, as in a run that resumes from a checkpoint.
     assert [schedule(step, steps) for step in reversed(range(steps))] == factors[::-1]
 
 

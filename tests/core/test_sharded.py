@@ -229,7 +229,7 @@ FINISHES = {"the end": None, "the next save": 6}
 
 @pytest.mark.parametrize("moment", FINISHES)
 def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path: Path, moment: str) -> None:
-    """The rank's thread fails, so the error comes when the rank waits for the thread."""
+    """A thread of the rank writes the file, so the rank raises the error when it waits for the thread."""
     save(tmp_path, 4)
     folder = checkpoint.folder_of(tmp_path, 5)
     (checkpoint.temporary_of(folder) / "model-00001.safetensors").mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path
 
 
 def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> None:
-    """A value that no file can hold is found before anything is written."""
+    """A dtype that no file can hold causes an error before anything is written."""
     save(tmp_path, 4)
 
     def write(ranks: Collectives, rank: int) -> None:
@@ -266,7 +266,7 @@ def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> No
 
 
 def save_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> Path:
-    """Begin a save by two ranks, in which writing each file takes its ``seconds`` longer; return the folder."""
+    """Begin a save by two ranks that need ``seconds[name]`` longer to write the file ``name``; return the folder."""
     original = checkpoint.write_file
 
     def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def test_a_sharded_run_resumes_at_another_number_of_ranks(toy: Toy, tmp_path: Pa
         at = steps
     assert result["weights_sha256"] == reference["weights_sha256"]
     assert toy.steps() == [*range(1, 13)]
-    again = toy.done(3)  # a finished run only reports again
+    again = toy.done(3)  # a finished run takes no step, and returns its result again
     assert (again["weights_sha256"], again["resumed_from_step"]) == (reference["weights_sha256"], 12)
 
 
@@ -450,7 +450,7 @@ def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_of_a_save_resumes(toy: Toy, soak: bool) -> None:
-    """Kill one rank before each of its file operations of a save. The newest checkpoint is whole; a run resumes."""
+    """Kill one rank before each of its file operations of a save. The newest checkpoint stays valid."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]
     template = toy.run_dir.rename(toy.run_dir.with_name("template"))
     shutil.rmtree(template / "checkpoints" / "step-00000004")

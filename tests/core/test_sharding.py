@@ -85,7 +85,7 @@ GOLDEN_FIRST_5 = {
 
 
 def test_golden_orders() -> None:
-    """Never edit these values: if an order changes, runs that resume see some samples twice and miss others."""
+    """Never edit these values: if an order changes, runs that resume repeat some samples and miss others."""
     assert order(1, 0, 0).tolist() == [0]
     assert [order(2, 0, epoch).tolist() for epoch in range(4)] == GOLDEN_2
     assert order(3, 0, 0).tolist() == GOLDEN_3
@@ -321,7 +321,7 @@ def test_micro_batches_hold_the_same_samples_at_any_world_size(
 def test_ranks_divide_the_micro_batches_of_a_step(
     n: int, batch: int, world_size: int, virtual_ranks: int | None, accumulate: int, step: int
 ) -> None:
-    """With virtual ranks, a rank computes whole micro-batches, otherwise a shard of each micro-batch."""
+    """A rank computes entire micro-batches if it has virtual ranks, otherwise a shard of each micro-batch."""
     options: dict[str, Any] = {"virtual_ranks": virtual_ranks, "accumulate": accumulate}
     ranks = [GlobalBatches(n, batch, 1, rank, world_size, **options) for rank in range(world_size)]
     size = ranks[0].size(step)
@@ -431,7 +431,7 @@ def test_last_batch_is_smaller_and_counts() -> None:
 def test_a_last_batch_that_is_dropped_leaves_the_others_as_they_are(
     n: int, batch: int, world_size: int, step: int
 ) -> None:
-    """Each epoch drops other samples: the last samples of its own order."""
+    """Each epoch drops the last samples of its own order, so epochs drop different samples."""
     if batch > n:
         with pytest.raises(ValueError, match="to leave a batch"):
             GlobalBatches(n, batch, 1, drop_last=True)

@@ -55,7 +55,7 @@ def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, l
         detector, world_size, every(log_every), lambda rank, step: {phase: 0.2} if rank == slow and step >= 99 else {}
     )
     assert (rank, named_phase) == (slow, phase)
-    assert 99 < step <= max(99 + 50 + 10, 200)  # plus the window of 10 steps in which the rank became slow
+    assert 99 < step <= max(99 + 50 + 10, 200)  # 50 slow steps, and the window of 10 in which the rank became slow
     assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 
@@ -112,7 +112,7 @@ def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps(is_slow: Callable[[int
 
 
 def test_a_delay_of_less_than_a_second_in_all_is_not_reported_yet() -> None:
-    """Rank 1 needs 10 ms per step more than the 12 ms of the other rank."""
+    """Rank 1 works 22 ms per step, and the other rank 12 ms."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     ((step, rank, phase),) = named(detector, 2, every(10), lambda rank, step: {"input": 0.01 * rank})
     assert (rank, phase) == (1, "input")
@@ -127,7 +127,7 @@ def test_the_first_step_does_not_count() -> None:
 
 
 def test_one_sample_more_is_no_slowness() -> None:
-    """Of a global batch of 4, rank 0 of 3 has two samples and the other ranks have one each."""
+    """Rank 0 of 3 has two samples of a global batch of 4, and the other ranks have one each."""
     double: dict[str, Any] = {"computing": 0.011, "input": 0.001}
     assert not named(StragglerDetector(1.5, 3, 4, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)
     assert named(StragglerDetector(1.5, 3, 400, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)

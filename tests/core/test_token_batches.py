@@ -1,4 +1,4 @@
-"""Test batches by tokens: whole samples, equal micro-batches at any world size, and the number of losses."""
+"""Test batches by tokens: undivided samples, equal micro-batches at any world size, and the number of losses."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # so that killpg kills its children, too
+            start_new_session=True,  # so that killpg also kills child processes
         )
         self._processes.append(process)
         return process
@@ -118,7 +118,7 @@ class Job:
         return process
 
     def alive(self, rank: int, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait until a rank's heartbeat meets the condition, and return its values."""
+        """Wait until a rank's heartbeat meets the condition, and return the heartbeat's values."""
         path = self.run_dir / "log" / f"alive-{rank}"
 
         def seen() -> dict[str, Any] | None:
@@ -140,7 +140,7 @@ class Job:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """Return the error line of a rank that the watchdog ended, without its advice to run ``samestep hang``."""
+    """Return the error line of a rank that the watchdog ended, without the advice to run ``samestep hang``."""
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (1, ""), err
     (line,) = err.splitlines()

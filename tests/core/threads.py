@@ -1,6 +1,6 @@
 """Run a toy app whose ranks are threads of this process, and which calls `samestep.run` without a framework.
 
-All values are sums of a few powers of two, so that they are equal bit for bit at any world size.
+All values are sums of a few powers of two, so that results are equal bit for bit at any world size.
 """
 
 from __future__ import annotations
@@ -141,7 +141,11 @@ class Model:
     groups: dict[str, Arrays]
 
     def load(self, groups: Groups) -> None:
-        """Load the groups. Raises ValueError if they do not fit."""
+        """Load the weights and the optimizer state.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ from the model's.
+        """
         for group, arrays in groups.items():
             difference = checkpoint.state_dict_diff(arrays, self.groups[group])
             if difference:

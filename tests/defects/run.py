@@ -1,8 +1,10 @@
 """Put each defect of defects.toml into a copy of the repository, and run the tests that must catch it.
 
-bash scripts/test.sh -e defects                 # all
-bash scripts/test.sh -e defects -- no-fsync     # by name
-bash scripts/test.sh -e defects -- none         # all tests, without a defect
+    bash scripts/test.sh -e defects                 # all
+    bash scripts/test.sh -e defects -- no-fsync     # by name
+    bash scripts/test.sh -e defects -- none         # all tests, without a defect
+
+The command prints a table, and the defects that no test catches.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Defect = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """How one group of tests ended: pytest's exit code (None after the time limit), and its first failure."""
+    """The end of one group of tests: pytest's exit code (None at the time limit), and the first failed test."""
 
     code: int | None
     failed: str
@@ -44,7 +46,11 @@ def defects() -> list[Defect]:
 
 
 def with_defect(text: str, defect: Defect) -> str:
-    """Return a file's ``text`` with the defect. Raise ValueError unless the defect's old code occurs exactly once."""
+    """Return a file's ``text`` with the defect.
+
+    Raises:
+        ValueError: the defect's old code does not occur exactly once.
+    """
     count = text.count(defect["old"])
     if count != 1:
         raise ValueError(f"{defect['name']}: its old code occurs {count} times in {defect['file']}: adapt defects.toml")
@@ -95,7 +101,7 @@ def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
 
 
 def try_defect(defect: Defect) -> Iterator[tuple[list[str], Outcome, float]]:
-    """Yield each group of the defect's tests, its outcome and its duration in seconds. Stop when a group catches it."""
+    """Yield each group of the defect's tests, its outcome and its seconds, until a group catches the defect."""
     with tempfile.TemporaryDirectory(prefix="samestep-defect-") as folder:
         copy = clone(Path(folder, "copy"))
         if defect["file"]:

@@ -1,4 +1,4 @@
-"""Test that dlc knows the parameters in the job files of deploy/dlc, and that launch scripts accept their commands."""
+"""Test that job files of deploy/dlc have only parameters of dlc, and commands that launch scripts accept."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_commands_of_the_page_have_known_parameters() -> None:
 
 
 def test_each_placeholder_has_a_row_that_says_where_it_comes_from() -> None:
-    """Compare the placeholders in commands and job files with the page's table."""
+    """Compare the placeholders in commands and job files with the table of deploy/dlc/README.md."""
     page = (DLC / "README.md").read_text()
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     texts = [blocks, *(path.read_text() for path in DLC.glob("*.params"))]

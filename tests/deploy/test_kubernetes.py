@@ -209,7 +209,7 @@ def test_images_are_those_that_are_built_and_hold_what_is_started(overlay: str, 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: Render) -> None:
-    """Code 2 is a user's mistake. Code 128 + n means that signal n stopped the job, which saved its step."""
+    """Code 2 means a user's mistake. Code 128 + n means that signal n stopped the job, which saved its step."""
     jobs = [each["spec"] for each in by_name(render(overlay), "Job").values()]
     for runtime in by_name(render(overlay), "TrainingRuntime").values():
         jobs += [job["template"]["spec"] for job in jobs_of_runtime(runtime)]
@@ -237,7 +237,7 @@ def test_only_its_own_pods_reach_a_job_whose_ports_have_no_authentication(render
 
 
 def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
-    """Run each pod's command with --dry-run and the controller's variables."""
+    """Run each pod's command with --dry-run and the variables that the controller sets."""
     manifests = render("cpu")
     seen = set()
     for job in by_name(manifests, "Job").values():
@@ -248,7 +248,7 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
         variables = environment(container)
         assert spec["completionMode"] == "Indexed"
         assert spec["parallelism"] == spec["completions"] == int(variables["NNODES"])
-        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # the Service's name of pod 0
+        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # the name of pod 0 in the Service
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"]
         assert service["spec"]["selector"] == {"job-name": name}

@@ -1,4 +1,4 @@
-"""Test that Zensical and MkDocs build the same complete site without warnings. The site uses no network."""
+"""Test that Zensical and MkDocs build the same complete site without warnings. Pages load nothing from the network."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
         loads.feed(page.read_text())
         assert loads.found, page
         assert not [address for address in loads.found if re.match(r"\s*['\"]?(https?:)?//", address)], page
-        # For these two, Material's script would load a library for diagrams and GitHub's numbers of a repository.
+        # With these elements, Material's script would load a library for diagrams, and counts of stars from GitHub.
         assert not re.search(r'class="mermaid"|data-md-component="source"', page.read_text()), page
     styles = list(site.rglob("*.css"))
     assert styles

@@ -12,7 +12,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.soak
 def test_the_benchmark_of_a_step_still_runs(harness: Harness) -> None:
-    """Run one round of a small model. Its numbers have no meaning."""
+    """Run one round of a small model; the numbers have no meaning."""
     program = str(ROOT / "benchmarks" / "fsdp_step.py")
     options = ["--rounds=1", "--", "--layers=1", "--width=32", "--heads=4", "--context=32"]
     outcome = bare(harness, [*LAUNCHER, program, *options])

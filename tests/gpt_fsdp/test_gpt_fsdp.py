@@ -121,7 +121,7 @@ def whole(undisturbed: Callable[..., dict[str, Any]]) -> Callable[[str], dict[st
 def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool
 ) -> None:
-    """Train with AdamW, warm-up, cosine, clipping and three micro-batches. Batches do not divide evenly."""
+    """Train with AdamW, warm-up, cosine, clipping and three micro-batches, which the world size does not divide."""
     start = harness.train(1, *EXACT, "--max-steps=0", run_dir=harness.folder / "start")
     text = APP / "text" / "jargon.txt"
     initial = f"{start['run_dir']}/model.safetensors"
@@ -160,7 +160,7 @@ def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> No
 
 
 def test_tensor_parallel_ranks_evaluate_a_batch_without_windows(harness: Harness) -> None:
-    """The first group evaluates the last of 7 batches. In a fixed defect, its peers then waited forever."""
+    """Only the first group has windows of the last of 7 batches. An earlier version hung in this batch."""
     options = ["--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--max-steps=1", "--timeout=60"]
     found = harness.train(4, *options, "--mesh=2x2", run_dir=harness.folder / "2x2")
     alone = harness.train(1, *options, run_dir=harness.folder / "1x1")
@@ -219,7 +219,7 @@ def test_a_kill_costs_no_bit_at_the_same_mesh(
         for kill in range(kills):
             job.wait_for_step(10 * kill + chance.randrange(1, 11))
             os.kill(job.ranks()[chance.randrange(ranks)], signal.SIGKILL)
-            time.sleep(1)  # the dead rank is still listed
+            time.sleep(1)  # until then, job.ranks() may list the dead rank
         result = harness.checked(job.finish(), ranks)
         assert result["restarts"] == kills
         assert result["weights_sha256"] == reference["weights_sha256"]
@@ -376,7 +376,7 @@ def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
     """Train on four ranks with the default options."""
     outcome = harness.run(4)
     assert outcome.code == 0, outcome
-    print(f"{outcome.seconds:.0f} s")  # measured, and shown by -rP
+    print(f"{outcome.seconds:.0f} s")  # pytest -rP shows this time
     assert outcome.result["bits_per_byte"] < outcome.result["markov_bits_per_byte"] < 3.2
     assert outcome.result["dataset"] == "jargon"
     assert "bits per byte" in outcome.stdout
@@ -387,7 +387,7 @@ def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
 
 @pytest.mark.soak
 def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[str]) -> None:
-    """Limit each rank's peak memory above a tiny model's, over training, saving, loading and the end of the run."""
+    """Check each rank's peak memory, minus a tiny model's peak, in training, saving, loading and at the end."""
     few = ("--dataset=jargon-64k", "--context=64", "--global-batch-size=4", "--warmup-steps=2", "--checkpoint-every=2")
     idle = peaks(harness, "tiny", [*few, "--layers=1", "--width=32", "--max-steps=1"])
     options = [*few, "--layers=16", "--width=1024", "--heads=16"]

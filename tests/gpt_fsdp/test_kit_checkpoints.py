@@ -70,6 +70,6 @@ def test_a_checkpoint_of_four_ranks_opens_at_other_meshes(harness: Harness) -> N
     assert restored == 0
     found = checkpoint.read(checkpoint.folder_of(Path(harness.folder / "kit"), 1))
     sizes = [found.files[f"model-{rank:05d}.safetensors"]["size"] for rank in range(4)]
-    assert max(sizes) < 0.4 * sum(sizes)  # no rank wrote the whole model
+    assert max(sizes) < 0.4 * sum(sizes)  # no rank wrote the full model
     assert run(harness, "3x1", 3) == (1, expected)
     assert run(harness, "1x1", 1) == (1, expected)

@@ -1,9 +1,9 @@
 """Build each image with buildah in a chroot, on a Debian base from debootstrap, and train in the image.
 
 This test is opt-in (``tox -e images``). It needs root, Debian's buildah and debootstrap, some GB of disk and some
-minutes. The base has Debian's Python, because Docker Hub is not a package index. This machine's pip downloads the
-wheels, with its own settings. ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` avoids CUDA. Horovod is
-compiled if build_horovod.py has no cached wheel for the C library of Debian 12.
+minutes. The base has Debian's Python, so that the test does not need Docker Hub. This machine's pip downloads the
+wheels, with the machine's settings. ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` avoids CUDA. Horovod
+is compiled if build_horovod.py has no cached wheel for the C library of Debian 12.
 """
 
 from __future__ import annotations
@@ -179,5 +179,5 @@ def check_mpi_job(buildah: Buildah, container: str, folder: Path, weights: str) 
     stdout = run_in(buildah, container, "bash", "/job.sh", volumes=mounts)
     result = result_of(stdout)
     assert (result["launcher"], result["backend"], result["world_size"]) == ("openmpi", "mpi", 2)
-    assert result["weights_sha256"] == weights  # gloo and MPI have the same sums for two ranks
+    assert result["weights_sha256"] == weights  # gloo and MPI compute equal sums of two ranks
     assert stdout.splitlines()[-1] == "1"  # mpirun connected by ssh, once for the worker

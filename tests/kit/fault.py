@@ -29,7 +29,7 @@ def step_with_fault(checkpoints: Checkpoints) -> None:
             os.killpg(0, number)
         else:
             os.kill(os.getpid(), number)
-        time.sleep(0.2)  # time for the signal thread
+        time.sleep(0.2)  # the signal thread needs time
     original(checkpoints)
 
 

@@ -112,14 +112,14 @@ if __name__ == "__main__":
     end()
 """
 # Limits for lower precision, in which rounding depends on the number of rows. DDP divides by the world size after the
-# backward pass, so gradients overflow at other scales.
+# backward pass, so gradients overflow at other loss scales.
 LIMITS = {"bfloat16": 0.05, "float16": 0.05, "overflow": float("inf")}
 
 
 def test_one_and_two_ranks_take_the_same_steps(tmp_path: Path) -> None:
     (alone,) = run_ranks(PROGRAM, 1, tmp_path)
     outputs = run_ranks(PROGRAM, 2, tmp_path)
-    assert outputs[0] == outputs[1]  # includes the skipped steps and the loss scale
+    assert outputs[0] == outputs[1]  # the outputs include the skipped steps and the loss scale
     one = json.loads(alone)
     two = json.loads(outputs[0])
     assert two["float16"][-1] == 2**10

@@ -1,4 +1,4 @@
-"""Test the kit's DataLoader and `Seeded`: random numbers, empty shards, whole batches and refused arguments."""
+"""Test the kit's DataLoader and `Seeded`: random numbers, empty shards, reads of batches and refused arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Drawing:
 
 
 class Batches:
-    """A dataset that reads whole batches, and draws by `sample_bits`."""
+    """A dataset that reads all examples of a batch at once, and draws random numbers from `sample_bits`."""
 
     def __len__(self) -> int:
         return 10

@@ -1,4 +1,4 @@
-"""Test the kit on a device mesh: ranks that take the same data, FSDP2, and sharded checkpoints."""
+"""Test the kit on a device mesh: ranks with the same data, FSDP2, and sharded checkpoints."""
 
 from __future__ import annotations
 

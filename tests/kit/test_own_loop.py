@@ -39,7 +39,7 @@ def arguments(out: Path, workers: int, batch_size: int = 37, dtype: str = "float
 
 
 class Group:
-    """Start ranks in one group of processes, as Slurm does; their output goes to one file."""
+    """Start ranks in one process group, as Slurm does; the ranks' output goes to one file."""
 
     def __init__(self, folder: Path, world_size: int, command: list[str]) -> None:
         self.log = folder / f"{world_size}-{os.urandom(4).hex()}.log"
@@ -114,7 +114,7 @@ def test_losses_are_equal_at_any_number_of_ranks(folder: Path) -> None:
     assert_equal_losses(folder, [(1, 0), (3, 2)], batch_size=37, epochs=1)
 
 
-@pytest.mark.soak  # the matrix runs test_losses_are_equal_at_any_number_of_ranks
+@pytest.mark.soak  # the quick tests run test_losses_are_equal_at_any_number_of_ranks
 @pytest.mark.parametrize("batch_size", [32, 37])
 def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: int) -> None:
     cases = [(world_size, workers) for world_size in (1, 2, 3) for workers in (0, 2)]
@@ -124,7 +124,7 @@ def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: i
 def assert_stopped(
     folder: Path, undisturbed: tuple[bytes, list[str]], stops: list[tuple[int, str]], workers: int
 ) -> None:
-    """Stop a run by signals to its process group after exact steps, restart it each time, and compare its results."""
+    """Stop a run by signals to its process group after exact steps, restart it, and compare the results."""
     out = folder / "out"
     text = ""
     for step, name in stops:
@@ -149,7 +149,7 @@ def test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing(
     assert_stopped(folder, undisturbed, [(STEPS, "SIGTERM"), (EPOCHS * STEPS, "SIGUSR1")], workers=2)
 
 
-@pytest.mark.soak  # the matrix runs test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.soak  # the quick tests run test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
 @pytest.mark.parametrize("seed", range(10))
 def test_stops_at_random_steps_lose_nothing(folder: Path, undisturbed: tuple[bytes, list[str]], seed: int) -> None:
     rng = random.Random(seed)
@@ -202,7 +202,7 @@ class Job:
         return found
 
     def kill(self, kind: str, rng: random.Random) -> None:
-        """Kill a rank, all ranks, or the whole job, and start a killed job again."""
+        """Kill a rank, all ranks, or the job with its launcher; restart a killed job."""
         ranks = self.ranks()
         if kind == "job":
             kill_marked("SAMESTEP_TEST", str(self._folder), LIMIT)
@@ -254,7 +254,7 @@ def undisturbed_by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, t
     return found
 
 
-@pytest.mark.soak  # the matrix runs test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
+@pytest.mark.soak  # the quick tests run test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
 @pytest.mark.parametrize("launcher", [TORCHRUN, SAMESTEP], ids=["torchrun", "samestep"])
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_at_random_steps_end_with_the_same_weights(
@@ -268,7 +268,7 @@ def test_kills_at_random_steps_end_with_the_same_weights(
 
 
 def with_workers(method: str) -> str:
-    """Return the script with persistent workers of this start method, in one loader only: each worker imports torch."""
+    """Return the script with persistent workers of this start method in one loader, as each worker imports torch."""
     context = f"multiprocessing_context={method!r}, persistent_workers=True"
     changes = {
         "batch_sampler=sampler, ": f"batch_sampler=sampler, {context}, ",
@@ -281,7 +281,7 @@ def with_workers(method: str) -> str:
     return text
 
 
-@pytest.mark.soak  # the matrix runs test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.soak  # the quick tests run test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
 @pytest.mark.parametrize(
     ("launcher", "name", "method"),
     [

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 
 def batches(sampler: GlobalBatchSampler) -> Iterator[Any]:
-    """Return the batches that a loop receives from a loader whose examples are their own indices."""
+    """Return the batches that a loop receives from a loader whose examples equal their indices."""
     return sampler.received(torch.tensor(batch, dtype=torch.int64) for batch in sampler)
 
 

@@ -1,4 +1,4 @@
-"""A restore returns the state of parts with its types and bits, or the save refuses a value with its path."""
+"""Test that a restore keeps the types and bits of a state, or that the save refuses a value with the value's path."""
 
 from __future__ import annotations
 

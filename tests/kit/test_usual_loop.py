@@ -1,4 +1,4 @@
-"""Test that the README's diff applies to docs/usual_loop.py and makes its losses independent of the world size."""
+"""Test that the README's diff applies to docs/usual_loop.py, and makes losses independent of the world size."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def parse(argv, prog=None, usage=None):
 
 HOOKS = AppHooks()
 """
-# Options of an app that measures. The app has commands, but no dataset and no checkpoints.
+# Options of an app that measures, as collectives_lab does: it has commands, but no dataset and no checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
 from samestep.hooks import AppHooks

@@ -1,7 +1,7 @@
 """Test environments: apps with equal locks share one, which is made once, atomically, and never changed.
 
-The launch script makes environments in a scratch project. There `venv` installs no pip, and a fake `pip` records its
-arguments. The tests of hashes use the real pip.
+The launch script makes environments in a scratch project. In this project, `venv` installs no pip, and a fake
+`pip` records its arguments. The tests of hashes use the real pip.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Str
 
 
 def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage imports from the wheel, and each wheel makes another environment, which has it installed."""
+    """The first stage imports core from the wheel. Each wheel is installed in a separate environment."""
     wheel = street.root / "vendor" / "samestep-0.1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as file:
@@ -202,7 +202,7 @@ def test_what_is_there_is_used_without_the_python_that_made_it(street: Street) -
 
 
 def test_apps_with_equal_locks_share_one(street: Street) -> None:
-    """Comments, blank lines and the order of a lock do not count."""
+    """Comments, blank lines and the order of a lock's lines do not count."""
     street.require("toy", "torch==1.0", "numpy==2.0")
     street.require("bench", "", "numpy==2.0  # arrays", "# python: 3", "torch==1.0", "")
     assert street.python("toy") == street.python("bench")
@@ -211,7 +211,7 @@ def test_apps_with_equal_locks_share_one(street: Street) -> None:
 
 
 def test_first_starts_at_once_make_one(street: Street) -> None:
-    """Three first starts of two apps make one environment."""
+    """Three concurrent first starts of two apps make one environment."""
     done = [end_of(job) for job in [street.start("toy"), street.start("bench"), street.start("bench", "other")]]
     assert [each.returncode for each in done] == [0, 0, 0]
     assert len({json.loads(each.stdout)[0] for each in done}) == 1
@@ -294,7 +294,7 @@ def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
 
 @pytest.mark.soak
 def test_the_options_may_say_what_is_built(street: Street) -> None:
-    """Each requested build has an environment of its own, made once."""
+    """Each requested build has a separate environment, made once."""
     note = f'echo "setup ${{WITH-nothing}}" >> {shlex.quote(str(street.work / "pip.notes"))}'
     (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
     with (street.root / "apps" / "toy" / "options.py").open("a") as file:
@@ -431,7 +431,7 @@ def test_without_a_place_or_a_python_it_is_one_line(street: Street) -> None:
 def test_a_pin_may_be_satisfied_under_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Either name satisfies the pin, such as builds of one package for other hardware."""
+    """A build for other hardware has another name, and satisfies the pin too."""
     (tmp_path / "apps" / "toy").mkdir(parents=True)
     pins = "# Some words.\nno-such-package==1.0  # or no-such-package-gpu\n# or so\n"
     (tmp_path / "apps" / "toy" / "requirements.in").write_text(pins)
@@ -456,7 +456,7 @@ def test_a_pin_may_be_satisfied_under_another_name(
 
 
 class Index:
-    """A folder of generated wheels, the only place where the real pip searches."""
+    """A folder of generated wheels, to which the search of the real pip is limited."""
 
     def __init__(self, street: Street) -> None:
         self.folder = street.work / "wheels"

@@ -17,7 +17,7 @@ LIMIT = 10.0
 
 @contextmanager
 def sleeping(info: JobInfo) -> Iterator[int]:
-    """Run a process with the variables of ``info``; yield its process ID as soon as /proc shows them."""
+    """Run a process with the variables of ``info``; yield its process ID as soon as /proc shows the variables."""
     environ = {**os.environ, **info.to_environ()}
     with subprocess.Popen(["sleep", "600"], env=environ, start_new_session=True) as process:
         try:
@@ -33,7 +33,7 @@ def shows(pid: int, info: JobInfo) -> bool:
 
 
 def test_a_process_of_the_job_is_found_whatever_else_its_document_has() -> None:
-    """Apps start processes with other fields. Processes of other jobs and launch scripts are left out."""
+    """The job info of a process may have further fields. Processes of other jobs and launch scripts are left out."""
     mine = JobInfo(job="mine", launcher=this_launcher())
     with ExitStack() as stack:
         same = stack.enter_context(sleeping(mine))

@@ -321,9 +321,9 @@ with contextlib.ExitStack() as stack:
 
 
 def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: Path) -> None:
-    """Two processes reserve 400 ports each; two random choices would share some ports.
+    """Two processes reserve 400 ports each; random choices would share some ports.
 
-    A job reserves one port. The processes have different values of TMPDIR, which does not matter.
+    A job reserves one port. The processes have different values of TMPDIR, which must not matter.
     """
     processes = [
         subprocess.Popen(
@@ -444,7 +444,7 @@ def test_an_app_of_samestep_0_2_is_refused_with_the_place_of_the_new_names(
 
 
 def test_an_app_whose_options_lack_hooks_is_refused_in_one_line(project: ScratchProject, tmp_path: Path) -> None:
-    """Such an app may have hooks of 0.2, which would never run."""
+    """Such an app may have hooks of samestep 0.2, which would never run."""
     root = tmp_path / "old"
     shutil.copytree(project.root, root)
     options = root / "apps" / "toy" / "options.py"
@@ -485,7 +485,7 @@ SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> None:
-    """find_machines in options.py imports table.py from the app's folder; without TABLE, the variables count."""
+    """find_machines in options.py imports table.py from the app's folder; without TABLE, NNODES and NODE_RANK count."""
 
     def machines(n: str, **environ: str) -> subprocess.CompletedProcess[str]:
         words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]
@@ -762,7 +762,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
     ],
 )
 def test_a_signal_stops_all_descendants(project: ScratchProject, number: int, code: int, deaf: bool) -> None:
-    """Processes in other sessions end too; processes that ignore SIGTERM are killed after a while."""
+    """Processes in other sessions end too. Processes that ignore SIGTERM are killed after the grace."""
     process = project.start(FAMILY + (DEAF if deaf else "") + WAIT, "2", "--grace=2")
     ranks = wait_for(project.notes)[0]["ranks"]
     assert all(is_running(pid) for pid in ranks)

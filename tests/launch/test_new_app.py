@@ -159,7 +159,7 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path, soak: bool) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.soak  # the matrix runs test_each_app_under_a_name_of_its_own
+@pytest.mark.soak  # the quick tests run test_each_app_under_a_name_of_its_own
 def test_a_copy_can_be_copied(tmp_path: Path) -> None:
     """A copy's name may begin with the name of its origin; the script must not confuse the two."""
     root = clone(tmp_path / "samestep")

@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answers], str]]:
-    """Yield a function that starts a metadata service with given answers on loopback, and returns its address."""
+    """Yield a function that starts a metadata service with given answers, and returns the service's address."""
     servers = []
 
     def start(answers: Answers) -> str:

@@ -188,7 +188,7 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
         for stranger, words in zip(strangers, garbage):
             stranger.sendall(words)
         strangers[0].close()
-        once = preflight.JsonConnection(connect(port, 5))  # a machine introduces itself, and dies
+        once = preflight.JsonConnection(connect(port, 5))  # a machine connects, and dies
         assert once.introduce(asdict(node(1, 3, nonce="one")), time.monotonic() + 10) == {"here": True}
         once.close()
         again = pool.submit(preflight.preflight, node(1, 3), "127.0.0.1", port, 20.0, dict, nothing)
@@ -199,7 +199,7 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
 
 
 def test_machines_that_come_at_different_times_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine 1 came long before machine 0 and met it, so its error must name machine 2."""
+    """Machine 1 waited for machine 0 and met it, so the error of machine 1 must name machine 2."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.5)
     first, second = together((node(0, 3), 1.5), node(1, 3), limit=2.0)
     assert str(first).startswith("machine 2 of 3 did not come within 2 s")
@@ -296,7 +296,7 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 
 
 def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody() -> None:
-    """A late machine does not wait for others, is compared as at the start, and may come again."""
+    """A late machine does not wait for others. Its options are compared as at the start, and it may come again."""
     port = int(free_port())
     plan = {"job": "j", "port": "1"}
     seen = list[Mapping[str, Any]]()
@@ -317,7 +317,7 @@ def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody(
 
 
 def machines(project: ScratchProject, *each: tuple[str, ...], code: str, **environ: str) -> list[subprocess.Popen[str]]:
-    """Start a launch script for each machine. Each has its own run dir unless its words name one."""
+    """Start a launch script for each machine. Each has its own run dir unless its arguments name one."""
     several = {"NNODES": str(len(each)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environ}
     several.setdefault("SAMESTEP_SECRET", "a secret of the tests")
     started = []
@@ -344,7 +344,7 @@ def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: 
         assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
         assert f"--run-dir={project.run_dir}" in note["options"]
     assert "--resume" in first["options"]
-    assert "--resume" not in second["options"]  # only machine 0 resolves it
+    assert "--resume" not in second["options"]  # only machine 0 resolves --resume
 
 
 def test_the_second_machine_takes_the_run_dir_that_the_first_chose(project: ScratchProject) -> None:
@@ -408,7 +408,7 @@ def test_a_machine_that_is_stopped_while_all_wait_ends_all(project: ScratchProje
 
 @pytest.mark.parametrize("leaver", [2, 3], ids=["machine 0", "machine 1"])
 def test_a_machine_whose_ranks_failed_for_good_ends_the_others(project: ScratchProject, leaver: int) -> None:
-    """Without a shared disk, the other machine sees no verdict, and would wait for a restart."""
+    """Without a shared disk, the other machine has no file with the verdict, and would wait for a restart."""
     fails = f"""
 if nproc == "{leaver}":
     told = {{"code": 2, "job": job_info["job"]}}

@@ -230,7 +230,7 @@ def test_a_signal_is_forwarded_and_nothing_is_left(command: Command, number: int
     ],
 )
 def test_a_programs_own_handler_gets_the_signal_that_arrived_once(command: Command, number: int, ranks: int) -> None:
-    """One rank needs no launcher; two ranks have torchrun. Children of a rank get no signal while the rank saves."""
+    """One rank needs no launcher; two ranks need torchrun. Children of a rank get no signal while the rank saves."""
     if ranks > 1:
         command.add_torch()
     code = f"""
@@ -292,7 +292,7 @@ while len((run_dir / "notes.jsonl").read_text().splitlines()) < 2 * (start + 1):
 def test_no_descendant_outlives_the_start_that_it_belongs_to(
     command: Command, end: str, code: int, starts: int
 ) -> None:
-    """Each start checks that the processes of the start before have ended."""
+    """Each start checks that the processes of the previous start have ended."""
     check = """
 before = [json.loads(line)["pid"] for line in open(run_dir / "notes.jsonl")] if start else []
 assert not any(os.path.exists(f"/proc/{pid}") for pid in before), before
@@ -306,7 +306,7 @@ assert not any(os.path.exists(f"/proc/{pid}") for pid in before), before
 
 
 def test_a_bar_without_a_newline_appears_while_the_program_runs(command: Command) -> None:
-    """The program ends only when the test has seen the bar."""
+    """The program ends only after the test has read the bar."""
     code = """
 print(chr(13) + "1/9 [bar]", end="", file=sys.stderr, flush=True)
 while not (run_dir / "seen").exists():

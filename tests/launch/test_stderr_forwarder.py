@@ -84,7 +84,7 @@ HOROVODRUN = "status, The first process to do so was:\nProcess name: 1\nExit cod
     [
         (TORCHRUN.format(4, -9), 4, signal.SIGKILL),
         (TORCHRUN.format(1, 1) + TORCHRUN.format(3, -11), 3, signal.SIGSEGV),  # rank 1 lost its connection
-        (TORCHRUN.format(1, -15) + TORCHRUN.format(3, -9), 3, signal.SIGKILL),  # torchrun itself sends SIGTERM
+        (TORCHRUN.format(1, -15) + TORCHRUN.format(3, -9), 3, signal.SIGKILL),  # SIGTERM comes from torchrun
         (HOROVODRUN.format(137), 1, signal.SIGKILL),
         ("mpirun noticed that process rank 2 with PID 7 on node h exited on signal 9 (Killed).\n", 2, signal.SIGKILL),
         ("prterun noticed that process rank 2 with PID 7 on node h exited on\nsignal 11 (x).\n", 2, signal.SIGSEGV),

@@ -207,7 +207,7 @@ def test_a_damaged_or_missing_package_is_named_with_the_interpreter(tmp_path: Pa
 
 
 def launched(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with ``samestep run`` that prints HOME from its environment."""
+    """Run a program that prints its variable HOME, by ``samestep run``."""
     (folder / "program.py").write_text("import os\nprint('HOME', os.environ.get('HOME'))\n")
     command = [sys.executable, "-m", "samestep", "run", "--run-dir=run", "--max-restarts=0", "program.py"]
     path = os.pathsep.join(filter(None, [environ.pop("PYTHONPATH", ""), *source_path(REPOSITORY)]))

@@ -63,12 +63,12 @@ def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool
 
 
 def accuracies(run_dir: Path, name: str = "accuracy") -> list[float]:
-    """Return, for each line of metrics.jsonl, the fraction of correct predictions since the previous line."""
+    """Return the fraction of correct predictions since the previous line, for each line of metrics.jsonl."""
     return [line[name] for line in metrics(run_dir)]
 
 
 def check_progress(stdout: str, run_dir: Path, n: int) -> None:
-    """Check the lines that paddle.Model printed on rank 0 of ``n`` ranks. With n = 0, there must be none."""
+    """Check the lines that paddle.Model printed on rank 0 of ``n`` ranks. With n = 0, no line may be printed."""
     number = r"(\d+\.\d+(?:e-\d+)?)"
     lines = re.findall(rf"^step +(\d+)/100 - loss: {number} - acc_top1: {number} - acc_top2: {number} ", stdout, re.M)
     assert [int(step) for step, *_ in lines] == (list(range(1, 101)) if n else [])
@@ -215,7 +215,7 @@ for build in (
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused(harness: Harness) -> None:
-    """A resumed run would silently lack a part of its state."""
+    """A resumed run would silently lack a part of the optimizer's state."""
     code = """
 schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
 for build, words in (
@@ -239,7 +239,7 @@ for build, words in (
 # --- recovery with every API and launcher ----------------------------------------------------------------------------
 
 
-@pytest.mark.soak  # the quick tests kill a rank of basic and launch (test_one_run_survives_every_fault)
+@pytest.mark.soak  # the quick tests kill a rank with --api=basic, --launcher=launch (test_one_run_survives_every_fault)
 @pytest.mark.parametrize(
     ("api", "launcher", "n"),
     [("highlevel", "spawn", 2), ("highlevel", "launch", 2), ("fleet", "launch", 3), ("basic", "spawn", 2)],
@@ -290,7 +290,7 @@ def test_spawn_alone_takes_the_processors_that_it_may_use(harness: Harness) -> N
     harness.checked(bare(harness, command), min(2, len(os.sched_getaffinity(0))))
 
 
-@pytest.mark.soak  # the quick tests have two hosts (tests/multihost)
+@pytest.mark.soak  # the quick tests use two hosts (tests/multihost)
 def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Use --ips with two addresses of this machine: Paddle refuses 127.0.0.1 in a list of several."""
     hosts = ("127.0.0.2", "127.0.0.3")
@@ -345,7 +345,7 @@ def test_two_processes_with_rank_and_world_size_train_together(harness: Harness)
 def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness, soak: bool) -> None:
     """Start the programs in steps/ as a reader does. The mean loss of their ranks equals the loss of plain.py.
 
-    The quick tests have only five of the eight starts.
+    The quick tests run only five of the eight starts.
     """
     alone = [sys.executable]
     plain = printed(harness, alone, "plain")
@@ -428,7 +428,7 @@ def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: di
 
 
 def test_as_many_ranks_come_as_were_asked_for(harness: Harness) -> None:
-    """The script and train.py both use the last --launcher. Otherwise, one rank would train alone."""
+    """The launch script and train.py both use the last --launcher. Otherwise, one rank would train alone."""
     assert harness.train(2, *SMALL, "--launcher=spawn", "--launcher=launch")["world_size"] == 2
     for words, spawned in (("--launcher launch --launcher spawn", True), ("--launcher=spawn --launcher launch", False)):
         shown = harness.run(2, *words.split(), "--dry-run").stdout
@@ -564,7 +564,7 @@ assert "paddle" not in sys.modules
     assert outcome.code == 0, outcome
 
 
-# A rank that got one of two GPUs from Paddle's launcher runs this program. Only the answers of CUDA are fake.
+# A rank that got one of two GPUs from Paddle's launcher runs this program. Only CUDA is simulated.
 TWO_GPUS = """
 import os, sys
 import paddle

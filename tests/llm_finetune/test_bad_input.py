@@ -49,7 +49,7 @@ print(json.dumps(messages))
 
 
 def messages_of(cases: list[list[str]]) -> list[str]:
-    """Return the error message of each command line. One process parses all, because its imports take seconds."""
+    """Return the error message of each command line. One process parses all lines, because its imports take seconds."""
     messages: list[str] = told_by("llm_finetune", ROWS.format(cases=json.dumps(cases)))
     assert all("\n" not in message for message in messages)
     return messages
@@ -129,7 +129,7 @@ def test_the_launch_script_names_a_bad_row_before_it_starts_a_rank(harness: Harn
 
 
 def test_without_an_index_the_tiny_model_takes_over_loudly(harness: Harness) -> None:
-    """If --model names SmolLM2, a failed download is an error instead."""
+    """If --model names SmolLM2, a failed download is an error instead of a warning."""
     environ = {"XDG_CACHE_HOME": str(harness.folder), "PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_NO_INDEX": "1"}
     environ |= {"PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
     short = ("--dataset=definitions-240", "--max-steps=1", "--run-dir=run")

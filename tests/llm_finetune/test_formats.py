@@ -151,7 +151,7 @@ print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
 
 @pytest.mark.soak  # this test downloads 93 MB once, and takes minutes
 def test_smollm2_learns_and_keeps_its_bits(harness: Harness) -> None:
-    """Run the defaults. Then compare, in float32, 2 ranks that stop and resume with 1 rank, bit for bit."""
+    """Train with the default options. Then compare 2 ranks that stop and resume with 1 rank, bit for bit in float32."""
     outcome = harness.run(2, "--model=smollm2-135m")  # with --model, a missing wheel is an error
     assert outcome.code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()

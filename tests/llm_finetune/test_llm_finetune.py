@@ -17,7 +17,7 @@ EXACT = (
 ALL_WEIGHTS = ("--lora=0",)
 LORA = ("--lora=4", "--lr=0.01")
 
-# The same training in one process by its definition: each sample alone, without padding or micro-batches.
+# PLAIN does the same training in one process, with each sample alone, without padding or micro-batches.
 PLAIN = """
 import json
 import torch
@@ -102,7 +102,7 @@ except ConfigError as error:
 
 
 def test_a_model_that_mixes_the_samples_of_a_row_is_refused() -> None:
-    """Transformers' models mix them if they get an attention mask."""
+    """A model of transformers mixes the samples of a row if the model gets an attention mask."""
     was_training, message = told_by("llm_finetune", PACKING)
     assert was_training
     assert message == "--pack: LlamaForCausalLM lets samples that share a row see each other: leave it out"

@@ -6,5 +6,5 @@ from dataclasses import replace
 
 from mnist_spec import MNIST
 
-# Other tests compare the other torch programs and a plain loop with its first variant.
+# Other tests compare the other torch programs and a plain loop with mnist_ddp's first variant.
 SPEC = replace(MNIST, virtual_ranks=8, replayed_steps=10, skipped_marks=())

@@ -14,7 +14,7 @@ from processes import free_port
 
 @pytest.mark.soak  # the quick tests check the job file (tests/deploy) and two hosts (tests/multihost)
 def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """RANK and WORLD_SIZE count pods. Both pods write to one run dir, as on NAS, with the weights of one machine."""
+    """RANK and WORLD_SIZE count pods. Both pods use one run dir, as on NAS, and end with the weights of one machine."""
     expected = undisturbed(2)
     job_file = dict(
         line.split("=", 1) for line in (ROOT / "deploy" / "dlc" / "mnist_ddp.params").read_text().splitlines()

@@ -28,7 +28,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def kill_all(folder: Path) -> None:
-    """Kill every process with the variables of `environ`. Ranks of torchrun have their own sessions and outlive it."""
+    """Kill every process with the variables of `environ`. torchrun's ranks have their own sessions."""
     kill_marked("SAMESTEP_TEST", str(folder), LIMIT)
 
 
@@ -93,7 +93,7 @@ def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
 
 @pytest.mark.soak  # the quick tests run the page's own commands
 def test_the_wheel_alone_runs_a_loop_with_a_run(installed: Path, folder: Path) -> None:
-    """A killed rank causes one restart. TERM saves the step, and no process is left running."""
+    """A killed rank causes one restart. At TERM, the job saves the step and leaves no process running."""
     options = ("--epochs=40", "--checkpoint-every=50", "--max-steps=600")
     job = start(installed, folder, *options)
     wait_for_step(job, folder, 50)

@@ -1,4 +1,4 @@
-"""Run tools/gpu_proof.sh in a short form on a CPU over gloo: its rows pass, and they detect mutations."""
+"""Run tools/gpu_proof.sh in a short form on a CPU over gloo: rows pass, and fail for faulty programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Run six jobs at once, while signals kill and stop random ranks, launchers and launch scripts for 5 minutes.
 
-The variables LOAD_SECONDS, LOAD_JOBS and LOAD_SEED change the test. A failure prints the seed and all signals.
+LOAD_SECONDS, LOAD_JOBS and LOAD_SEED set the duration, the number of jobs and the seed. A failure prints the seed and
+all signals.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ JOBS = int(os.environ.get("LOAD_JOBS", "6"))
 AFTERWARDS = 240.0  # Seconds for the jobs to end. With the undisturbed runs, the test takes less than 15 minutes.
 INTERVAL = 15.0 / JOBS  # Seconds between two signals, so that each job gets one every 15 s.
 STOPPED = 20.0  # Seconds at most until a stopped launcher or script continues.
-STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size: 2 cores take about as many in SECONDS.
+STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size: about as many as 2 cores take.
 OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--checkpoint-every=100", "--quiet"]
 
 
 @dataclass
 class Load:
-    """A job whose launch script is restarted until it succeeds, as a scheduler does."""
+    """A job whose launch script is restarted until the job succeeds, as a scheduler does."""
 
     harness: Harness
     name: str
@@ -134,7 +135,7 @@ def nothing_left(harness: Harness) -> Iterator[None]:
         raise
 
 
-@pytest.mark.soak  # the quick tests have test_one_run_survives_every_fault
+@pytest.mark.soak  # the quick tests run test_one_run_survives_every_fault
 def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undisturbed_runs(
     harness: Harness, table: list[str]
 ) -> None:

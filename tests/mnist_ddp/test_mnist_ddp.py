@@ -68,7 +68,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     assert [line for line in lines if re.match(place + "epoch 3/4  step 96 ", line)]
 
 
-@pytest.mark.soak  # the quick tests compare its losses with Paddle's (tests/conformance)
+@pytest.mark.soak  # the quick tests compare LeNet's losses with Paddle's (tests/conformance)
 def test_one_process_by_plain_python_has_paddles_lenet(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL, "--model=lenet"]), 1)
     weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
@@ -105,7 +105,7 @@ def test_a_corrupted_file_is_named(harness: Harness) -> None:
 
 
 def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
-    """Run the README's first command on a copy of the tracked files, without PYTHON. It makes .venvs and trains."""
+    """Run the README's first command on a copy of the tracked files. Without PYTHON, it makes .venvs."""
     clone = harness.folder / "clone"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):

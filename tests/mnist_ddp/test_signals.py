@@ -51,7 +51,7 @@ SOAK = [pytest.param(*case, marks=pytest.mark.soak) for case in PRODUCT if case 
 def test_a_signal_to_the_ranks_group_saves_a_step(
     harness: Harness, start: str, number: int, workers: int, method: str
 ) -> None:
-    """The process group has the rank and its loader workers. With forked ranks, it also has torch's agent."""
+    """The process group contains a rank and its loader workers. With forked ranks, it also contains torch's agent."""
     program = harness.folder / "loop.py"
     program.write_text(loop_with_loader(workers, method))
     run_dir = harness.folder / "run"

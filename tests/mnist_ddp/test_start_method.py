@@ -64,7 +64,7 @@ def test_a_restart_forks_from_the_process_that_has_imported_the_program(harness:
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(0)", "sys.exit()"])
 def test_a_program_without_a_main_block_runs_its_main_function(harness: Harness, end: str) -> None:
-    """The agent detects the success of a rank in all three ways to end it."""
+    """torch's agent detects the success of a rank that ends in any of these three ways."""
     outcome = run(harness, NO_GUARD.format(end=end), "--a", "b")
     assert outcome.code == 0, outcome
     for rank in range(2):

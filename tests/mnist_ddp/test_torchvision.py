@@ -52,7 +52,7 @@ def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monk
 @pytest.mark.parametrize("options", [(), ("--virtual-ranks=8",), ("--dtype=float32",)], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_both_inputs_have_the_same_losses(harness: Harness, n: int, options: tuple[str, ...]) -> None:
-    """Compare all losses, with dropout. The last batch of an epoch has fewer samples than ranks."""
+    """Compare all losses, with dropout. The last batch of an epoch has one sample."""
     common = ["--dataset=mnist-5k", "--dtype=float64", "--global-batch-size=129", "--max-steps=50", "--log-every=1"]
     for source in ("memory", "torchvision"):
         harness.train(n, *common, *options, f"--input={source}", run_dir=harness.folder / source)
@@ -72,7 +72,7 @@ def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> 
 
 
 def test_nccl_without_gpus_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage detects the mistake before an installation, by the options or by the missing driver."""
+    """The first stage detects the mistake before an installation, from the options or from the missing driver."""
     options = options_of("mnist_ddp")
     with pytest.raises(ConfigError, match="--backend nccl needs GPUs"):
         options.parse(["--backend=nccl", "--device=cpu"])

@@ -35,7 +35,7 @@ def command(harness: Harness, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_diff_names_the_step_and_the_tensor_of_a_changed_weight(harness: Harness) -> None:
-    """One weight in the memory of run B changes after step 6. A replay of A, with its trace, is equal."""
+    """One weight in the memory of run B changes after step 6. A replay of run A equals run A."""
     for name, rank in (("a", 1), ("b", 0)):  # run A has no rank 1, so its weights stay unchanged
         fault = {"rank": rank, "differ": 6}
         outcome = harness.run(1, *TRACED, run_dir=harness.folder / name, **faulty(fault))

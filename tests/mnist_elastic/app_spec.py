@@ -1,4 +1,4 @@
-"""Describe mnist_elastic for the common tests that apply to it. Its own tests cover faults, which end no job."""
+"""Describe mnist_elastic for the common tests that apply. The app's own tests cover faults, which do not end a job."""
 
 from __future__ import annotations
 

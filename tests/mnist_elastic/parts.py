@@ -25,7 +25,7 @@ class SevenStarter:
 
 
 class Counter:
-    """Stand in for a Run, and record the updates that it gets."""
+    """Replace a Run, and record the updates that are counted."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -36,14 +36,14 @@ class Counter:
 
 
 def order() -> list[str]:
-    """Return the names of members in order of rank. Two of the three members ahead have the same bits."""
+    """Return the names of members in order of rank. Two of the three members with the most progress have equal bits."""
     states = [("000000", 8, "x"), ("000001", 9, "y"), ("000005", 9, "x"), ("000003", 9, "x")]
     found = [{"name": name, "progress": progress, "digest": digest} for name, progress, digest in states]
     return [each["name"] for each in membership._in_order(found)]
 
 
 def numbers_and_codes() -> tuple[list[int], list[int | None]]:
-    """Return the free rank numbers before and after rank 1 left, and its exit codes with and without a connection."""
+    """Return free rank numbers before and after rank 1 left, and rank 1's code with and without a connection."""
     ranks = Ranks(SevenStarter(), 2)
     for rank in (1, 2):
         ranks.start(rank)

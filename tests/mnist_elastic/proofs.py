@@ -1,7 +1,7 @@
 """Connect two processes by gloo, and print whether the first accepts the proof that the second sends.
 
 In the case ``key``, the second process has the job's key. In the other cases, it sends an HMAC with another key or of
-another group, or returns the first process's HMAC. The program prints the name and the result of each case in one line.
+another group, or the HMAC of the first process. The program prints the name and the result of each case in one line.
 """
 
 from __future__ import annotations

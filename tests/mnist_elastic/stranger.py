@@ -33,7 +33,7 @@ STATE = {"progress": 10**6, "digest": "0" * 64, "nonce": "0" * 32, "rank": 1}
 
 
 class Stranger:
-    """The attacks, and their results."""
+    """Run the attacks, and collect their results."""
 
     def __init__(self, ports: list[int]) -> None:
         self._ports = ports

@@ -23,7 +23,7 @@ SHORT = (*RUN, "--epochs=20", "--max-steps=240")  # options of most tests, which
 
 
 def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
-    """Return the heartbeats of the live ranks, by rank from 1. Number 0 is the launcher's."""
+    """Return the heartbeats of the live ranks, by rank from 1. The file alive-0 is the launcher's."""
     found = {int(path.name[6:]): job.alive(int(path.name[6:])) for path in (job.run_dir / "log").glob("alive-[0-9]*")}
     return {rank: beat for rank, beat in sorted(found.items()) if rank and beat.get("pid") in environments()}
 
@@ -166,7 +166,7 @@ def members(job: Job) -> list[list[int]]:
 KILLED = signal.SIGKILL
 REDUCED = ("reduced", 1, 0)
 FLIPPED = ("differs", 2, 0)
-# Each fault has a moment, a rank or None, and a signal. The soak runs each list in a separate job.
+# For each case: faults (moment, rank or None, signal), and the expected number of restarts of the job.
 MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
     "a reduction fails on one rank, the others have updated": ([REDUCED], 0),
     "those who have updated are killed": ([REDUCED, ("updated", 2, KILLED), ("updated", 3, KILLED)], 0),
@@ -178,7 +178,7 @@ MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
 
 
 def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, int]]) -> list[dict[str, Any]]:
-    """Return the faults, which strike from ``step`` on, in the format of faults/sitecustomize.py."""
+    """Return the faults, due from ``step`` on, in the format of faults/sitecustomize.py."""
     return [
         {"at": at, "step": step, "signal": sent, "done": str(harness.folder / f"{at}-{rank}-{step}")}
         | ({"rank": rank} if rank else {})

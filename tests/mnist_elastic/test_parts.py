@@ -22,7 +22,7 @@ def cases(harness: Harness) -> dict[str, Any]:
 
 def test_members_are_ordered_ranks_numbered_and_pauses_measured(harness: Harness) -> None:
     found = cases(harness)
-    # Rank 0 is the oldest of the members ahead that have the most frequent state. A member behind comes last.
+    # Rank 0 is the oldest member with the highest progress and the most frequent state. Members behind come last.
     assert found["order"] == ["000003", "000005", "000001", "000000"]
     # A number is free if no rank has it or its rank has left. An exit code is known once the connection has ended.
     assert found["free"] == [3, 1]

@@ -18,7 +18,7 @@ from processes import listening_ports
 from test_mnist_elastic import SHORT, check_same, heartbeats, members, waits_for  # type: ignore[import-not-found]
 
 STRANGER, PROOFS = (str(Path(__file__).parent / name) for name in ("stranger.py", "proofs.py"))
-FEW_BYTES = 1000  # more than a challenge or an error of HTTP; the model has 87,000
+FEW_BYTES = 1000  # more than a challenge or an error of HTTP; the model has 87,000 bytes
 
 
 def test_a_stranger_with_a_higher_progress_changes_no_bit_and_receives_no_model(

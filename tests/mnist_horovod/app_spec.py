@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mnist_spec import MNIST
 
-# Other tests compare its losses with the other torch programs, and test core's watchdog.
+# Other tests compare mnist_horovod's losses with the other torch programs, and cover core's watchdog.
 SPEC = replace(
     MNIST,
     launcher="horovodrun",

@@ -45,7 +45,7 @@ def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int)
 
 @pytest.mark.soak  # the quick tests compare losses in float64 (tests/conformance)
 def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
-    """The runs have dropout and use float32 on 3 ranks, so they differ only by rounding."""
+    """The runs use float32 on 3 ranks and draw equal dropout masks, so losses differ only by rounding."""
     options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
     one = harness.train(3, *options)
     other = ddp.train(3, *options)

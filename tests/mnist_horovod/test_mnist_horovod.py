@@ -1,4 +1,4 @@
-"""Test mnist_horovod: Horovod's build, its launcher, and the data that it sends."""
+"""Test mnist_horovod: Horovod's build, launcher, compression and optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disabl
 
 
 def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Train with fp16 compression on a host that HOROVOD_HOSTS names."""
+    """Train with fp16 compression on the host of HOROVOD_HOSTS."""
     expected = losses(Path(undisturbed(2)["run_dir"]))[:6]
     options = [*harness.app.small, "--max-steps=6", "--compression=fp16"]
     here = harness.train(2, *options, HOROVOD_HOSTS="127.0.0.1:2")
@@ -169,7 +169,7 @@ def test_gpus_that_this_horovod_cannot_use_are_left_alone(harness: Harness, four
     assert harness.checked(outcome, 2)["device"] == "cpu"
     (line,) = outcome.stderr.splitlines()
     assert line.startswith("warning: this Horovod was built without CUDA: training on the CPU, not on 4 GPUs")
-    assert (harness.folder / "run" / "log" / "launcher.log").read_text().count(line) == 1  # one of both ranks warns
+    assert (harness.folder / "run" / "log" / "launcher.log").read_text().count(line) == 1  # only one of the ranks warns
 
 
 def test_cuda_without_a_horovod_that_has_it_is_one_line(harness: Harness, four_gpus: dict[str, str]) -> None:
@@ -332,13 +332,13 @@ def app_options() -> Any:
 
 
 def app_module(name: str) -> Any:
-    """Return a file of the app as a module."""
+    """Return the app's file ``name``.py as a module."""
     path = ROOT / "apps" / "mnist_horovod" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"horovod_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks up a class's module there
+    sys.modules[spec.name] = module  # dataclasses looks up a class's module in sys.modules
     spec.loader.exec_module(module)
     return module
 

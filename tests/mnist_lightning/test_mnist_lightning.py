@@ -91,7 +91,7 @@ def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness
     ],
 )
 def test_lightning_counts_on_where_a_run_resumes(harness: Harness, options: list[str]) -> None:
-    """Lightning counts the epochs and steps of the whole run, also after a resume in the middle of an epoch."""
+    """Lightning's counts of epochs and steps continue after a resume, also in the middle of an epoch."""
     file = harness.folder / "probe.jsonl"
     command = [sys.executable, PROBE, "--dataset=mnist-5k", "--global-batch-size=250", "--run-dir=run", *options]
     for max_steps in (20, 40, 40):  # the last start trains no step

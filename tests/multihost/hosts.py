@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# This script enters a host. Its namespaces for files, names and processes are new each time.
+# This script enters a host. The namespaces for files, names and processes are new at each entry.
 ENTER = """
 set -e
 mount --make-rprivate /
@@ -37,7 +37,7 @@ class Host:
     address: str
 
     def command(self, *words: str) -> list[str]:
-        """Return the command that runs ``words`` on this host. Killing its process also kills its children."""
+        """Return the command that runs ``words`` on this host. A kill of the command also kills its children."""
         enter = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", ENTER]
         return ["ip", "netns", "exec", self.namespace, *enter, "enter", self.name, str(self.names), *words]
 
@@ -51,7 +51,7 @@ class Host:
         return f"{self.network.prefix}-{self.name}"
 
     def cut(self) -> None:
-        """Pull this host's cable."""
+        """Disconnect this host, as if its cable were pulled."""
         _ip("-n", f"{self.network.prefix}-switch", "link", "set", self.name, "down")
 
     def join(self) -> None:

@@ -13,7 +13,7 @@ from debian import libraries, unpacked
 from hosts import Host
 
 PACKAGES = ("openssh-server", "openssh-client")
-# Mounts hide the user's .ssh and the files that the server reads behind files of the test.
+# Mounts replace the user's .ssh, and the files that the server reads, by files of the test.
 MOUNTS = """
 set -e
 folder=$1

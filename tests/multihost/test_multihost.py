@@ -221,7 +221,7 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     assert steps == list(range(1, expected["steps"] + 1))
 
 
-@pytest.mark.soak  # the quick tests resume by a later start
+@pytest.mark.soak  # the quick tests resume by a new start
 def test_the_same_scripts_resume_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
     """The launch scripts restart the ranks and wait for each other."""
     harness = of("mnist_ddp")
@@ -280,9 +280,9 @@ def members(run_dir: Path) -> list[list[int]]:
 
 
 def newest(harness: Harness, info: str = "", **variables: str) -> int:
-    """Return the id of the test's newest process with these environment variables. An empty value means no variable.
+    """Return the id of the test's newest process with these environment variables.
 
-    The SAMESTEP_JOB_INFO of the process contains ``info``.
+    An empty value means that the variable is unset. The SAMESTEP_JOB_INFO of the process contains ``info``.
     """
     return max(
         pid

@@ -1,7 +1,7 @@
-"""Change one operator, number or statement of a module at a time. List the changes that no test detects.
+"""Change one operator, number or statement of a module at a time, and list the changes that no test detects.
 
-bash scripts/test.sh -e mutation                       # all modules, at most 45 minutes
-bash scripts/test.sh -e mutation -- sharding stop      # by name
+    bash scripts/test.sh -e mutation                       # all modules, at most 45 minutes
+    bash scripts/test.sh -e mutation -- sharding stop      # by name
 
 README.md explains the changes that no test can detect, and how to read the list.
 """

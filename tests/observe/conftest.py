@@ -1,4 +1,4 @@
-"""Share the toy app of tests/core, whose watchdogs must not outlive a test."""
+"""Make the toy app of tests/core importable, and stop the app's watchdogs after each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make run dirs with a toy's real `Run` in its own process: uninterrupted, killed and restarted, stopped."""
+"""Make run dirs of a toy's real `Run` in child processes: uninterrupted, killed and restarted, or stopped."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_arguments_of_a_replay_leave_out_trackers() -> None:
 
 
 def test_a_run_dir_never_names_the_program_to_start(made: dict[str, Path]) -> None:
-    """The toy is not an app of this project, so the caller must name its program."""
+    """The toy is not an app of this project, so the caller must give its program."""
     run = RecordedRun(made["whole"])
     plan = make_plan(run, 1, last=1)
     with pytest.raises(ConfigError, match="name it by --program"):

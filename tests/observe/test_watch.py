@@ -1,4 +1,4 @@
-"""Test watch: its frames of run dirs that a toy's real `Run` made, and the program itself in a pty."""
+"""Test watch: frames of run dirs that a toy's real `Run` made, and the program in a pty."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from samestep_observe.run_reader import Curve
 
 LIMIT = 60.0  # seconds; every wait ends sooner
 JOB = "a job"
-NOW = 1_800_000_000.0  # seconds since 1970, at which the tests stop this machine's clock
+NOW = 1_800_000_000.0  # the time of this machine's clock in the tests, in seconds since 1970
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_frame_fits_its_terminal(columns: int, lines: int, made: dict[str, Pat
 
 
 def held(run_dir: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """Hold the run dir's lock in another process, because a process does not see its own locks."""
+    """Hold the run dir's lock in another process, because a process cannot detect its own locks."""
     return running(HOLD.format("LAUNCHER_BYTE"), run_dir, until="held")
 
 

@@ -29,7 +29,7 @@ SCRIPTS = {
     "trainer": "docs/recipes/with_trainer.py",
     "fsdp2": "docs/own_loop_exact.py",
 }
-MOST_ADDED = {"accelerate": 9, "lightning": 10, "trainer": 24, "fsdp2": 6}  # a subclass of Trainer has 13 of 24
+MOST_ADDED = {"accelerate": 9, "lightning": 10, "trainer": 24, "fsdp2": 6}  # 13 of 24 lines are a subclass of Trainer
 CHECKPOINTS = {
     "accelerate": "checkpoints/step-00000020",
     "lightning": "last.ckpt",
@@ -87,7 +87,7 @@ def run(script: Path, world_size: int, folder: Path, out: str) -> str:
 def run_until_killed(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
     """Kill a job between its first and second save, and return its output.
 
-    A kill during a save damages a file of Lightning or Trainer, so a job that came too far is repeated.
+    A kill during a save damages a file of Lightning or Trainer, so a job that was killed too late is repeated.
     """
     for _ in range(10):
         shutil.rmtree(folder / out, ignore_errors=True)
@@ -148,7 +148,7 @@ def test_a_killed_job_resumes_with_the_losses_of_one_rank(changed: Path, folder:
     assert max(differences.values()) < 1e-12, differences
 
 
-@pytest.mark.soak  # the test above resumes, and this one compares bits
+@pytest.mark.soak  # the test above covers the resume, and this test compares bits
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_job_ends_with_the_same_bits(changed: Path, folder: Path, name: str) -> None:
     script = changed / SCRIPTS[name]

@@ -44,7 +44,7 @@ with open("told.json.tmp", "w") as file:
 os.rename("told.json.tmp", "told.json")
 print("this is rank", os.environ["RANK_ID"])
 """
-# LASTING does not end by itself, and each rank starts the child DEAF, which ignores TERM.
+# LASTING runs until a signal ends it. Each rank starts the child DEAF, which ignores TERM.
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 LASTING = (
     RANK.partition("os.rename")[0]
@@ -182,7 +182,7 @@ def test_each_rank_gets_what_the_table_lists(
 
 
 def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) -> None:
-    """Ranks get absolute paths and the variable that names the table, but not the variables that place this process."""
+    """Ranks get absolute paths and the variable with the table's path, but not this process's launcher variables."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0, 2: 1}})
     (harness.folder / "run" / "device6").mkdir(parents=True)
     (harness.folder / "run" / "device6" / "kept").touch()
@@ -329,7 +329,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses looks up a class's module there
+    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses looks up a class's module in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -368,7 +368,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, project: Path) -> None:
-    """Rank 1 on device 5 fails. Rank 2 and each rank's child ignore TERM. The harness checks that none is left."""
+    """Rank 1 on device 5 fails. Rank 2 and each rank's child ignore TERM. The harness finds processes that are left."""
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     outcome = start(harness, project, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (7, "")
@@ -508,7 +508,7 @@ def launch(harness: Harness, project: Path, n: int, *options: str, **environ: st
 def test_the_launch_script_needs_the_table_alone(
     harness: Harness, project: Path, servers: Servers, this: str, environ: dict[str, str]
 ) -> None:
-    """The script runs without NNODES, MASTER_ADDR and MASTER_PORT."""
+    """The launch script runs without NNODES, MASTER_ADDR and MASTER_PORT."""
     table = write(harness.folder / "rank_table.json", "1.0", servers)
     outcome = launch(harness, project, len(servers[this]), RANK_TABLE_FILE="rank_table.json", **environ)
     assert (outcome.code, outcome.stderr) == (0, ""), outcome
@@ -538,7 +538,7 @@ def test_a_folder_that_cannot_be_made_is_reported_and_not_tried_again(harness: H
 
 
 def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, project: Path) -> None:
-    """The script reports the contradiction before it makes an environment. PYTHON is empty, so it would make one."""
+    """The script reports the contradiction before it makes an environment; PYTHON is empty, so it would make one."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
     for n, words, environ in (
         (8, "N=8, but RANK_TABLE_FILE=rank_table.json lists 4 for this machine (6, 5, 7, 4): give N=4", {}),

@@ -24,7 +24,7 @@ SPEC = importlib.util.spec_from_file_location("make_rank_table", SCRIPT)
 assert SPEC is not None
 assert SPEC.loader is not None
 TOOL = importlib.util.module_from_spec(SPEC)
-sys.modules["make_rank_table"] = TOOL  # dataclasses looks up a class's module there
+sys.modules["make_rank_table"] = TOOL  # dataclasses looks up a class's module in sys.modules
 SPEC.loader.exec_module(TOOL)
 
 IPS = [f"192.{1 + i % 4}.27.{6 + i // 4}" for i in range(8)]
@@ -619,7 +619,7 @@ def test_this_machines_own_hccn_conf_is_the_last_source(monkeypatch: pytest.Monk
     (tmp_path / "hccn.conf").write_text(CONF)
     devices = make("--server", "a")["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == IPS
-    hccn_tool(tmp_path, 'echo "ipaddr:192.168.$2.1"')  # the driver's place for hccn_tool
+    hccn_tool(tmp_path, 'echo "ipaddr:192.168.$2.1"')  # the path at which the driver installs hccn_tool
     devices = make("--server", "a")["server_list"][0]["device"]
     assert [each["device_ip"] for each in devices] == [f"192.168.{i}.1" for i in range(8)]
 

@@ -184,7 +184,7 @@ def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any) -> None:
-    """A rank restores its own running statistics at the same world size, and the averaged ones at another."""
+    """A rank restores its own running statistics at the same world size, and averaged statistics at another."""
     output = told_of_models["WEIGHTS"]
     assert output["groups"] == ["buffers", "model", "optimizer"]
     assert output["each"]
@@ -443,7 +443,7 @@ def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
 
 
 def test_weights_that_mindspore_has_cut_are_gathered(told_of_ranks: Any) -> None:
-    """Checkpoints and evaluations have the whole weights, momenta and statistics that MindSpore shards."""
+    """Checkpoints and evaluations contain the full weights, momenta and statistics that MindSpore shards."""
     assert told_of_ranks["whole"] == ["None", "None"]
     assert told_of_ranks["different"] == []
     assert told_of_ranks["evaluated"]
@@ -606,7 +606,7 @@ def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_m
     assert max(output["weights"]) < 1e-6
     assert output["normalised"] < 1e-5
     assert output["counted"] == [64, 64, 9]
-    # The program counts 10 epochs of 195 batches without a batch, and requests no batch before the first loop begins.
+    # The program counts 195 batches in each of 10 epochs, and requests no batch before the first loop begins.
     # MindSpore's data_sink, without the device's queue, then requests one batch each to get types and shapes.
     size, *asked = output["sinking"]
     assert (size, asked) == (1950, [0, 0, 2, 0])
@@ -653,7 +653,7 @@ def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
         print(f"a killed worker ended the job after {time.monotonic() - begun:.1f} s")
 
 
-@pytest.mark.soak  # the quick tests have empty shards (test_what_each_rank_is_given)
+@pytest.mark.soak  # the quick tests use empty shards (test_what_each_rank_is_given)
 def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
     options = [*TINY, "--freeze-bn", "--lr=1e-3", "--global-batch-size=2", "--max-steps=4"]
     harness.train(1, *options, run_dir=harness.folder / "1")
@@ -663,7 +663,7 @@ def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
 
 @pytest.mark.soak  # the quick tests compare the high-level API's losses at several world sizes
 def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Both APIs have equal bits, also in loops of several updates, and if one resumes the other's killed run.
+    """Both APIs compute equal bits, also in loops of several updates, and if one resumes the other's killed run.
 
     Each epoch drops its incomplete last batch: 1,024 samples make two batches of 400.
     """

@@ -1,4 +1,4 @@
-"""Resume a run of an earlier version. A copy of the app has no such run, so it has no copy of this file."""
+"""Resume a run of an earlier version. A copy of the app has no such run, so the copy lacks this file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
     shutil.copytree(STORED / "run", run_dir)
     stored = fill(run_dir)
     command = [sys.executable, str(ROOT / "apps" / "resnet50_mindspore" / "train.py"), f"--run-dir={run_dir}"]
-    outcome = bare(harness, [*command, *STORED_OPTIONS, "--max-steps=3"])  # msrun would import MindSpore twice more
+    outcome = bare(harness, [*command, *STORED_OPTIONS, "--max-steps=3"])  # msrun would import MindSpore twice
     result = harness.checked(outcome, 1)
     assert (result["resumed_from_step"], result["steps"]) == (2, 3)
     assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]

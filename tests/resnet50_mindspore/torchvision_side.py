@@ -43,7 +43,7 @@ def normalised(images: NDArray[np.uint8]) -> Tensor:
 
 
 def evaluated(weights: Path) -> dict[str, float]:
-    """Return the loss and the accuracy over the whole test set."""
+    """Return the loss and the accuracy over the test set."""
     model = loaded(load_file(weights))
     data = datasets.load("synthetic-cifar10", weights.parent)
     labels = torch.from_numpy(data.test_labels).long()
@@ -78,7 +78,7 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def first_step(folder: Path) -> dict[str, Any]:
-    """Take the app's first step at 224 x 224 with torch. Return its loss, and by name the app's relative errors.
+    """Take the app's first step at 224 x 224 with torch. Return the loss, and the app's relative error of each array.
 
     An error is the 2-norm of the difference over the 2-norm of the array's change in the step. torch uses float64.
     """

@@ -1,6 +1,6 @@
 """Run a real Slurm on this machine: Debian's controller and one daemon per node, unpacked but not installed.
 
-The packages are unpacked into a cache folder, and their programs run with the libraries there. Each node has its own
+The packages are unpacked into a cache folder, and their programs run with its libraries. Each node has its own
 loopback address, which is also its name, because no other name would resolve to it.
 """
 
@@ -85,7 +85,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iterator[Cluster]:
-    """Yield a cluster with nodes at 127.0.0.2 and so on. ``mark`` is in the environment of all its processes.
+    """Yield a cluster with nodes at 127.0.0.2 and so on. ``mark`` is in the environment of all processes.
 
     ``settings`` are more lines of slurm.conf. At the end, all jobs are canceled and all daemons are shut down.
     """
@@ -105,7 +105,7 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
         "settings": settings,
     }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, listen=""))
-    # Node daemons listen on their own addresses. srun has no address, so it listens on all.
+    # Node daemons listen on their own addresses. srun has no address, so it listens on all addresses.
     (folder / "nodes.conf").write_text(CONFIGURATION.format(**values, listen=",NoInAddrAny"))
     _write_programs(folder, root, libraries)
     environ = {
@@ -133,7 +133,7 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
 
 
 def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
-    """Write a script for each program to ``folder/bin``. It runs the program with the unpacked libraries."""
+    """Write a script for each program to ``folder/bin``, which runs the program with the unpacked libraries."""
     (folder / "bin").mkdir()
     path = f"{libraries}:{libraries / 'slurm-wlm'}"
     loader = next(each for folder in ("/lib64", "/lib") for each in Path(folder).glob("ld-linux-*.so.?"))

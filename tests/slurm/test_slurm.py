@@ -51,7 +51,7 @@ class Site:
         )
 
     def submit(self, *words: str, cwd: Path | None = None) -> str:
-        """Submit a job of one rank per node. Return its number. Its output is in <number>.out and <number>.err."""
+        """Submit a job of one rank per node. Return its number. The output is in <number>.out and <number>.err."""
         command = ["sbatch", "--parsable", "--ntasks-per-node=1", "--output=%j.out", "--error=%j.err", *words]
         done = subprocess.run(
             command, cwd=cwd or self.folder, env=self.environ, capture_output=True, text=True, timeout=60, check=False
@@ -71,7 +71,7 @@ class Site:
         return out, err
 
     def wait_for(self, job: str, condition: Callable[[dict[str, str]], Any], limit: float = 180) -> dict[str, str]:
-        """Poll Slurm's fields of a job until ``condition`` of them is true, and return them."""
+        """Poll Slurm's fields of a job until ``condition(fields)`` is true, and return the fields."""
         deadline = time.monotonic() + limit
         while not condition(reported := self.cluster.job(job)):
             assert reported["JobState"] not in ENDED, (reported, self.said(job))
@@ -164,7 +164,7 @@ def test_a_preempted_job_resumes(slurm: Site, undisturbed: Callable[..., dict[st
 def test_a_job_out_of_time_resumes(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Slurm checks time limits once per minute, so the signal comes 25 to 85 s after the start."""
     expected = undisturbed(2, *LONGER)
-    # The job then takes two minutes.
+    # Slow steps make the job take two minutes.
     slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))
     job = slurm.train("mnist_ddp", *LONGER, sbatch=("--time=2", "--signal=B:USR1@35"))
     slurm.wait_for(job, lambda reported: reported["Restarts"] == "1")

@@ -66,7 +66,7 @@ def of_wandb(run_dir: Path) -> Metrics:
 
 
 def runs(uri: str) -> list[Any]:
-    """Return all runs of the MLflow at ``uri``."""
+    """Return all runs of the MLflow server or database at ``uri``."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)

@@ -1,4 +1,4 @@
-"""Test that the benchmark runs with --quick. Its measurements then have no meaning."""
+"""Test that the benchmark runs with --quick; the measurements then have no meaning."""
 
 from __future__ import annotations
 

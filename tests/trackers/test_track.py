@@ -223,7 +223,7 @@ def server(folder: Path, port: str) -> Iterator[str]:
     store = f"sqlite:///{folder / 'server.db'}"
     command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
     command += [f"--backend-store-uri={store}", f"--default-artifact-root={folder / 'artifacts'}"]
-    environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # the queue starts and ends slowly
+    environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # the job queue starts and ends slowly
     process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         uri = f"http://127.0.0.1:{port}"

@@ -37,7 +37,7 @@ def launch(n: int) -> int:
 
 
 def meet(step: int) -> bool:
-    """Wait for all ranks at ``step``. Return whether rank 0 got a TERM. Exit if a rank or the launcher is missing."""
+    """Wait for all ranks at ``step``; return whether rank 0 got a TERM. Exit if a rank or the launcher is missing."""
     Path(f".at-{rank}").write_text(f"{len(asked)}")
     Path(f".at-{rank}").rename(f"at-{rank}-{step}")
     end = time.monotonic() + 2

@@ -1,4 +1,4 @@
-"""Loops of many shapes, each over six batches. A loop records its name and the batches of each training step."""
+"""Run training loops of many shapes over six batches, and record each loop's name and the batches of its steps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -286,7 +286,7 @@ def closure() -> Batches:
 def other_device_context() -> Batches:
     model, optimizer = parts()
     for x, y in batches():
-        with torch.device("meta"):  # a dispatch mode above the recorder's mode
+        with torch.device("meta"):  # adds a torch dispatch mode on top of the recorder's mode
             step(optimizer, functional.cross_entropy(model(x), y))
     return ALL
 

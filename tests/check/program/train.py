@@ -1,7 +1,7 @@
 """A sound script that does not use samestep: torchrun --nproc-per-node=N train.py [EPOCHS].
 
 It trains a linear model on 99 examples in global batches of 32, so that the last batch has 3. It saves every 3 steps,
-keeps two checkpoints, and resumes from the newest one that is whole.
+keeps two checkpoints, and resumes from the newest undamaged one.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Shards:
 
 
 def save(step: int) -> None:
-    """Write a temporary file with its digest, then rename it."""
+    """Save a checkpoint atomically with its SHA-256 digest, and delete all but the newest two."""
     content = io.BytesIO()
     torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
                 "scheduler": scheduler.state_dict()}, content)  # fmt: skip
@@ -55,7 +55,7 @@ def save(step: int) -> None:
 
 
 def load() -> int:
-    """Restore the newest whole checkpoint, and return its step, or 0 without a checkpoint."""
+    """Restore the newest undamaged checkpoint, and return its step, or 0 without a checkpoint."""
     for path in sorted(FOLDER.glob("*.pt"), reverse=True):
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() != content[:32]:

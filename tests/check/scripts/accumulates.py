@@ -1,4 +1,4 @@
-"""Sound: each step adds up the gradients of several batches of the loader."""
+"""Sound: each step accumulates the gradients of several batches of the loader."""
 
 import sys
 

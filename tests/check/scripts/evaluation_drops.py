@@ -1,4 +1,4 @@
-"""Unsound: DistributedSampler drops the examples that would not fill all ranks."""
+"""Unsound: the evaluation drops examples that the world size does not divide, by DistributedSampler."""
 
 import sys
 

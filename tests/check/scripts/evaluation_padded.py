@@ -1,4 +1,4 @@
-"""Unsound: DistributedSampler repeats examples so that all ranks evaluate equally many."""
+"""Unsound: the evaluation counts some examples twice, because DistributedSampler pads the shards."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Unsound: a checkpoint has no digest, so a damaged one is loaded."""
+"""Unsound: a checkpoint has no digest, so the script loads a damaged checkpoint."""
 
 import os
 import sys

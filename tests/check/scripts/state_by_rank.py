@@ -1,4 +1,4 @@
-"""Unsound: each rank saves its own checkpoint, so a resume at another world size finds none."""
+"""Unsound: each rank saves its own checkpoint, so a resume on more ranks finds no checkpoint."""
 
 import sys
 from typing import Any

@@ -1,6 +1,6 @@
 """Parts that the scripts share: ranks, examples, batches, the mean over samples, checkpoints, stop requests.
 
-Each script is a small training program. It imports all parts from here except the part that it demonstrates.
+Each script is a small training program. It imports these parts, except the part that it demonstrates.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class StopRequests:
         signal.signal(signal.SIGTERM, lambda *_: self._asked.fill_(1))
 
     def agreed(self) -> bool:
-        """Return whether all ranks must stop now. All ranks call it after the same step."""
+        """Return whether all ranks must stop now. Call this on all ranks after the same step."""
         asked = self._asked.clone()
         dist.all_reduce(asked)
         return bool(asked)
@@ -227,7 +227,7 @@ def save(step: int, **state: Any) -> None:
 
 
 def load() -> dict[str, Any] | None:
-    """Return the state of the newest whole checkpoint, or None without a checkpoint."""
+    """Return the state of the newest undamaged checkpoint, or None without a checkpoint."""
     for path in sorted(FOLDER.glob("*.pt"), reverse=True):
         state = unpack(path.read_bytes())
         if state is not None:

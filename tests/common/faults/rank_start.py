@@ -14,7 +14,7 @@ def is_rank() -> bool:
 
 
 def in_each_rank(arm: Callable[[], None]) -> None:
-    """Call ``arm`` in each rank, but not in its launcher. A forked rank calls it before it runs train.py."""
+    """Call ``arm`` in each rank, but not in its launcher. In a forked rank, the call precedes train.py."""
     if any(argument.endswith("train.py") for argument in sys.orig_argv[1:3]):
         arm()
     elif {"--start-method=fork", "samestep_launch.rank_forker"} & {*sys.orig_argv}:

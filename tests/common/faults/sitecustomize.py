@@ -1,6 +1,6 @@
-"""Inject a fault at an exact moment. Python imports this module at its start if its folder is on PYTHONPATH.
+"""Inject a fault at an exact moment. Python imports this module at startup from a folder of PYTHONPATH.
 
-SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These keys send the signal:
+SAMESTEP_FAULT holds a JSON object with ``rank``, ``signal``, and one of the following keys. These keys send the signal:
 
 * ``audit`` and ``match``: before the first change of the kind ``audit`` to a path that matches ``match`` in a run dir.
   The kinds are "os.mkdir", "open" (of a new file) and "os.rename".
@@ -14,8 +14,8 @@ These keys send no signal:
 * ``flip``: one bit of this rank's shard of a weight flips at the beginning of this step (torch only).
 * ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list ``slow``, the rank sleeps ``seconds`` in
   the phase of each step from ``from`` to ``to`` - 1.
-* ``modules``: each rank that exits writes its loaded samestep modules and their files as JSON to this path, to which
-  it adds "-<rank>".
+* ``modules``: at its exit, each rank writes its loaded samestep modules and their files as JSON to this path, which
+  gets the suffix "-<rank>".
 * ``tell``: the rank writes the address and the number of values of each parameter to this file (torch only).
 
 A fault disturbs only the first start of a job, unless it has ``every_start``.
@@ -39,7 +39,7 @@ gc.set_threshold(100_000)  # the import of torch then takes 0.3 s less
 
 
 def _strike() -> None:
-    number, _fault["signal"] = _fault["signal"], 0  # send the signal only once: it may not end the rank
+    number, _fault["signal"] = _fault["signal"], 0  # send the signal only once, because the rank may survive it
     os.kill(os.getpid(), number)
 
 
@@ -128,7 +128,7 @@ class _Slow:
 
 
 def _strike_before_change(method: str) -> None:
-    """Strike before a `Root` changes a matching path. An audit event would have only the last part of the path."""
+    """Send the signal before a `Root` changes a matching path. Audit events have only the last part of the path."""
     from samestep.root import Root
 
     change = getattr(Root, method)
@@ -161,7 +161,7 @@ def _strike_at_a_step() -> None:
 
 
 def _strike_at_a_beat() -> None:
-    """Strike after an update or in an evaluation. The beats before training, which verify a shard, do not count."""
+    """Send the signal after an update or in an evaluation. Beats before training, for verified shards, do not count."""
     from samestep.recovery.watchdog import Watchdog
 
     beat = Watchdog.beat
@@ -185,7 +185,7 @@ def _arm() -> None:
     from samestep import env, sharding
     from samestep.job_info import JobInfo
 
-    rank = JobInfo.from_environ(os.environ).rank  # an elastic job has the rank here
+    rank = JobInfo.from_environ(os.environ).rank  # mnist_elastic passes the rank in the job info
     if rank is None:
         rank = env.detect(os.environ).rank
     if "slow" in _fault:

@@ -1,12 +1,12 @@
-"""Make one rank hang at a step. Python imports this module at its start if its folder is on PYTHONPATH.
+"""Make one rank hang at a step. Python imports this module at startup from a folder of PYTHONPATH.
 
-SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``, one of:
+SAMESTEP_HANG holds a JSON object with ``rank``, ``step`` and ``kind``. The values of ``kind`` are:
 
 - ``never``: the rank hangs before its first import.
 
 - ``skip``: the rank skips the all_gather that compares the ranks before the next checkpoint.
 
-- ``order``: at the next log line, the rank calls broadcast before all_gather, and the other ranks call it after.
+- ``order``: at the next log line, the rank calls broadcast before all_gather, and the other ranks call broadcast after.
 
 - ``shapes``: at the next log line, the rank gathers more numbers than the other ranks.
 

@@ -1,18 +1,18 @@
-"""Inject faults at exact moments of a step. Python imports this module at its start if its folder is on PYTHONPATH.
+"""Inject faults at exact moments of a step. Python imports this module at startup from a folder of PYTHONPATH.
 
 SAMESTEP_FAULTS holds a JSON list of faults. Each fault has ``step``, ``at``, ``done`` and optionally ``rank``; without
-``rank``, it strikes on the first rank that reaches it. A fault creates the file ``done``, so that it strikes only once.
-``at`` is one of these moments:
+``rank``, the fault strikes the first rank that reaches the moment. A fault creates the file ``done``, so that it
+strikes only once. ``at`` is one of these moments:
 
 * ``updated``: the rank has updated its weights, but not yet reported the update. The rank gets ``signal``.
 * ``reduced``: the reduction succeeds on all other ranks and fails on this rank.
 * ``copying``: the rank has sent half of its state to a member that needs it. The rank gets ``signal``.
 * ``stranger``: a restarted rank connects to the group without proving the key. If the other ranks then send their
-  state to this rank, it creates the file ``<done>-state``.
+  state to this rank, this rank creates the file ``<done>-state``.
 * ``differs``: one weight of the rank changes before this step.
 
 SAMESTEP_COMPLETE is a number of members. With fewer members, each step takes 0.25 s more. A starting rank then misses
-few steps, and the other ranks leave processor time to it.
+few steps and gets processor time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _copy_state_or_strike(copy_state: Any, module: Any, faults: list[dict[str, A
 
 
 def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
-    """Return a `Members.regroup` that joins the group once without the job's key, if there is such a fault."""
+    """Return a `Members.regroup` that joins the group once without the job's key, if a fault ``stranger`` is due."""
     members = module.Members
     dist = module.dist
     regroup = members.regroup
