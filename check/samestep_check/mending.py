@@ -1,6 +1,6 @@
 """The changes to a script that make failed rows pass, in 1 to 4 lines, without and with the kit (`samestep.torch`).
 
-A test compares this text with docs/mend_a_row.md.
+A test compares these changes with docs/mend_a_row.md.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ MENDING: dict[str, Mending] = {
 
 
 def markdown(titles: dict[str, str]) -> str:
-    """Return the sections of docs/mend_a_row.md: for each change, the rows that the change makes pass, and its code.
+    """Return the sections of docs/mend_a_row.md, one for each change: the rows that need the change, and its code.
 
     Args:
         titles: the title of each row.

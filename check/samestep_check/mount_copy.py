@@ -55,7 +55,7 @@ def enter() -> None:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{user} {user} 1")
         _write("/proc/self/gid_map", f"{group} {group} 1")
-    _mount(None, "/", _RECURSIVE | _PRIVATE)  # other processes do not see later mounts of this process
+    _mount(None, "/", _RECURSIVE | _PRIVATE)  # later mounts of this process do not propagate to other processes
 
 
 def cover(copy: str, folder: str, kept: Sequence[str]) -> None:

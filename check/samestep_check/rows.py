@@ -1,6 +1,7 @@
 """The rows of a check. Each row injects a fault or compares runs.
 
-A row that passes returns its message. All other verdicts are exceptions. `ScriptRunner` caches runs that rows share.
+A row's function returns a message if the row passes, and raises a `Verdict` otherwise. `ScriptRunner` caches the runs
+that several rows use.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from samestep_check.rows_resume import restarted, resumed_at, saved_at
 from samestep_check.runner import PATIENCE, Faulted, ScriptRunner
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, Verdict
 
-NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
+NOTICE = 4.0  # time limit in seconds for ranks to notice that their launcher was killed
 
 
 def rank_killed(runner: ScriptRunner) -> str:
@@ -50,7 +50,7 @@ def workers(runner: ScriptRunner) -> str:
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
-    """Return how a run ended after SIGTERM.
+    """Describe how a run ended after SIGTERM.
 
     Raises:
         Failed: the run lost a step, ignored SIGTERM, hung or exited with 0.

@@ -88,7 +88,7 @@ def _balance(steps: Sequence[Step], before: Sequence[Step], again: Sequence[Keys
 
 
 def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Sequence[Keys], at: int) -> bool:
-    """Return whether samples differ only in last steps of epochs, which another world size may pad."""
+    """Return whether samples differ only in the last steps of epochs, which another world size may pad."""
     ends = [before.epoch != after.epoch for before, after in zip(steps, steps[1:])]
     ends.append(True)
     pairs = zip(again, samples[at:], ends[at:])
@@ -234,17 +234,17 @@ def _largest_gap(wanted: Sequence[float], found: Sequence[float]) -> float:
 
 
 def optimizer_parts(step: Step) -> list[str]:
-    """Return the names of a step's state that belong to the optimizer, without the weights and buffers."""
+    """Return the names in a step's state that belong to the optimizer, without the names of weights and buffers."""
     return [name for name in step.state or {} if name != "weights" and not is_buffer(name)]
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a name of a step's state belongs to a buffer."""
+    """Return whether a name in a step's state belongs to a buffer."""
     return name.startswith("buffer ")
 
 
 class Comparison(NamedTuple):
-    """How to compare an optimizer's state.
+    """The settings of a comparison of an optimizer's state.
 
     Attributes:
         k: number of the step, from 0.
@@ -270,9 +270,12 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
 
     Args:
         wanted: the step of the undisturbed run.
-        twin: the step of its repetition.
+        twin: the step of the undisturbed run's repetition.
         found: the step after the resume.
-        comparison: how to compare them.
+        comparison: the settings of the comparison.
+
+    Raises:
+        CannotTell: another optimizer takes this step than in the undisturbed run.
     """
     name = comparison.name
     if found.optimizer != wanted.optimizer or found.kind != wanted.kind:
@@ -360,7 +363,7 @@ def compare_generators(
 
     Args:
         steps: the steps of the undisturbed run.
-        twins: the steps of its repetition.
+        twins: the steps of the undisturbed run's repetition.
         found: the first step after the resume.
         k: number of this step, from 0.
 

@@ -18,8 +18,8 @@ from samestep_check.rows_resume import restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
-BESIDE = 5.0  # most seconds between the writes of one checkpoint's files
-FEWEST = 3  # fewest states that a row must try before it may stop for lack of time
+BESIDE = 5.0  # maximum number of seconds between the writes of one checkpoint's files
+FEWEST = 3  # minimum number of tested states for a pass if the row's time runs out
 PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
 
 
@@ -138,7 +138,7 @@ def _middle_of_member(path: Path, content: bytes | bytearray) -> int:
         entries = archive.infolist()
     data = [each for each in entries if "/data/" in each.filename] or entries
     entry = max(data, key=lambda each: each.compress_size)
-    name_size = entry.header_offset + 26  # offset of the name's length in the header
+    name_size = entry.header_offset + 26  # offset of the field that contains the name's length
     extra_size = name_size + 2
     lengths = [int.from_bytes(content[place : place + 2], "little") for place in (name_size, extra_size)]
     return entry.header_offset + 30 + sum(lengths) + entry.compress_size // 2

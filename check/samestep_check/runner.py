@@ -25,9 +25,9 @@ from samestep_check.script import Script
 from samestep_check.source import Source, can_mount
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfTime, Verdict
 
-PATIENCE = 75.0  # most seconds from a fault to its effect; torchrun waits 30 s for ranks after TERM
+PATIENCE = 75.0  # maximum number of seconds from a fault to its effect; torchrun waits 30 s for ranks after TERM
 HANGS = 5  # limit for a restart's first step, as a multiple of the undisturbed run's duration
-MIN_RUN = 3.0  # least seconds for all steps of a run with a fault; pauses after each step ensure it
+MIN_RUN = 3.0  # minimum duration of all steps of a run with a fault, in seconds, ensured by pauses
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 MOST_OWN = 0.01  # largest relative difference of weights between two undisturbed runs
 WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
@@ -64,7 +64,7 @@ class Restart(NamedTuple):
 class Faulted:
     """A run with a fault, and the restart after it."""
 
-    done: int  # number of steps of the ranks' first start; before the fault if `in_place`
+    done: int  # number of steps of the ranks' first start; only those before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
     code: int | None  # exit code; None if the job had not ended
     duration: float  # seconds from the fault to the end
@@ -120,14 +120,14 @@ class Clock:
         self._end = now + total_limit
 
     def begin_row(self) -> None:
-        """Start the time of a row. Raise CannotTell if the check has no time left."""
+        """Start the time limit of a row. Raise CannotTell if the check has no time left."""
         now = time.monotonic()
         self._row_end = now + self._row_limit
         if now > self._end:
             raise CannotTell("the time is over: raise --total-limit")
 
     def left(self) -> float:
-        """Return the seconds that the row may still take."""
+        """Return the seconds that are left for the row."""
         return min(self._row_end, self._end) - time.monotonic()
 
 
@@ -172,7 +172,7 @@ class ScriptRunner:
         self.other: int = options.other_n or self.ranks + 1
         self._temporary = temporary
         self._count = 0
-        self._is_uncovered = False  # a process of the script sees the folder instead of the copy
+        self._is_uncovered = False  # a process of the script accesses the folder instead of the copy
         self._config = {
             "source": str(folder),
             "allowed": _real_paths(places),
@@ -231,7 +231,7 @@ class ScriptRunner:
             self.left_behind += job.left_behind
 
     def patience(self) -> float:
-        """Return the seconds that a run may still take, at least 1."""
+        """Return the seconds that are left for a run, at least 1."""
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
@@ -264,7 +264,7 @@ class ScriptRunner:
         with suppress(Verdict):
             _ = self.reference
         if self.source.is_covered and self._is_uncovered:
-            # A service, such as Slurm's, starts the ranks outside of the launcher's mount namespace.
+            # A service, such as Slurm's, may have started the ranks outside of the launcher's mount namespace.
             self.source.uncover()
             self.results.clear()
         _ = self.reference
@@ -326,7 +326,12 @@ class ScriptRunner:
         return found
 
     def samples(self) -> list[list[Key]]:
-        """Return the examples of each undisturbed step. Raise CannotTell if a repetition has other examples."""
+        """Return the keys of the examples of each undisturbed step.
+
+        Raises:
+            NotSeen: no step is recorded, or an example has no key.
+            CannotTell: a repetition of the run has other examples.
+        """
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
         first = self._seen_samples()
@@ -434,7 +439,7 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restart a run once more. The run's folder gets the content from before the first restart.
+        """Restore the folder of a run to its content before the first restart, and restart the script again.
 
         Args:
             run: the run with a fault.

@@ -26,7 +26,7 @@ _PROBE_LIMIT = 20.0  # time limit of `can_mount`, in seconds
 
 
 def can_mount() -> bool:
-    """Return whether the kernel lets this user mount a copy over a folder in a mount namespace."""
+    """Return whether the kernel allows this user to mount a copy over a folder in a mount namespace."""
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
         copy = os.path.join(temporary, "copy")
         folder = os.path.join(temporary, "folder")

@@ -24,7 +24,7 @@ from samestep_check.calls import Call
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
 RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
-ENTRY_LIMIT = 1_000_000  # most files, folders and links in all states together
+ENTRY_LIMIT = 1_000_000  # maximum number of files, folders and links in all states together
 
 
 class Entry(NamedTuple):
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: ``file``, ``folder`` or ``link``.
-        source: the copy of a file's content, or a link's target.
+        source: path of a file's copy, or target of a link; empty for a folder.
         mode: permissions.
         time: last modification, in nanoseconds since 1970 (UTC).
     """
@@ -64,10 +64,10 @@ class State(NamedTuple):
 
 
 class Store:
-    """Take snapshots of a folder. Only changed files are copied.
+    """Take snapshots of a folder, and copy only its changed files.
 
     Args:
-        folder: the folder of the snapshots.
+        folder: the folder to record.
         copies: a new folder for the copies of files.
     """
 
@@ -153,7 +153,7 @@ class StateRecorder:
         self._lock = threading.Lock()
 
     def __call__(self, call: Call) -> int:
-        """Record a call, and let it continue."""
+        """Record a call, and return 0, so that the call continues."""
         with self._lock:
             recorded = self._relative(call)
             if self._is_wanted(recorded):
@@ -183,7 +183,7 @@ class StateRecorder:
 
     def _is_wanted(self, call: Recorded) -> bool:
         if call.kind in ("fsync", "sync"):
-            return False  # a sync does not change what a killed process leaves
+            return False  # a sync does not change the files that a killed process leaves
         if call.kind != "write" or call.path != self._written:
             self._writes = 0
         self._written = call.path
@@ -508,7 +508,7 @@ class FullDisk:
         self._done = done
         self._first_step = save.done
         self._left = sum(calls[number].kind == "write" for number in save.calls) // 2  # writes that succeed
-        # The names of temporary files may be random, so a file belongs to the save unless only other calls write it.
+        # The names of temporary files may be random, so a file with an unknown name belongs to the save.
         self._others = {_without_digits(path) for is_own, path in writes if not is_own}
         self._others -= {_without_digits(path) for is_own, path in writes if is_own}
 

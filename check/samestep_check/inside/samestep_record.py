@@ -86,7 +86,7 @@ def _plain(indices: Iterable[Any]) -> list[Any]:
 
 
 def record(event: str, **values: Any) -> None:
-    """Append an event of this process to the process's file."""
+    """Append an event, as a JSON line, to the file of this process."""
     if not config:
         return
     line = json.dumps({"event": event, "time": time.time(), "rank": _rank(), **values}) + "\n"
@@ -243,7 +243,8 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    # mnist_elastic stores the rank only in this variable. The script's interpreter may lack `samestep.job_info`.
+    # mnist_elastic stores the rank only in this variable. This function parses the variable's JSON, because the
+    # script's interpreter may lack `samestep.job_info`.
     rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
     return rank
 

@@ -84,7 +84,7 @@ def _own_path(path: str) -> str:
 
 
 def _inside(path: Any, follow: bool = True) -> str | None:
-    """Return the real path that a call writes to, or None for a record or a file descriptor.
+    """Return the real path that a call writes to, or None for a file of the recorder or a file descriptor.
 
     Raises:
         PermissionError: the path is outside of the copy and of the allowed folders.
@@ -145,7 +145,7 @@ def _kill_in_save(path: str, kind: str, flags: int) -> None:
     if _saves != config.get("kill_save") or os.path.exists(marker):
         return
     os.close(os.open(marker, os.O_CREAT))
-    if kind == "open":  # complete the open: it creates or empties the file
+    if kind == "open":  # create or empty the file first, as the open would
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | (flags & os.O_TRUNC)))
     os.kill(os.getpid(), signal.SIGKILL)
 

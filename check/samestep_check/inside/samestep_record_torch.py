@@ -1,4 +1,4 @@
-"""Record the batches of DataLoaders, and the steps of torch's optimizers with their state."""
+"""Record the batches of DataLoaders, and the steps and state of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from samestep_record import generators, guarded, line, on_import, pause, record, watch
 
-MOST_ELEMENTS = 1 << 20  # most elements that one call of _norms reads
+MOST_ELEMENTS = 1 << 20  # approximate maximum of elements that one call of _norms reads
 _optimizers: dict[int, int] = {}  # by id: number of the optimizer in the order of creation
 _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
@@ -27,7 +27,7 @@ _scale: float | None = None  # newest scale of a GradScaler
 
 
 def start() -> None:
-    """Register hooks on torch, Accelerate and samestep.torch, which run when the script imports these modules."""
+    """Register hooks that run when the script imports modules of torch, Accelerate or samestep.torch."""
     on_import("torch.utils.data.dataloader", _watch_loaders)
     on_import("torch.optim.optimizer", _watch_optimizers)
     on_import("torch._dynamo.eval_frame", _watch_compiler)
@@ -125,8 +125,8 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the whole dataset, or None and why they have no keys."""
-    if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
+    """Return the keys of a batch's examples in the innermost dataset, or None, and the reason if there are no keys."""
+    if hasattr(batch, "tolist"):  # some samplers yield a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
     while _is_subset(dataset):
@@ -192,8 +192,8 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
     frame: FrameType | None = caller
     while frame is not None and frame is not _stepping:
         frame = frame.f_back
-    # Horovod's step() calls another step(), which must not count. If a step() raises, _step_ends does not run, so
-    # _stepping may be a frame that has ended.
+    # Horovod's step() calls another step(), which must not count as a step. If a step() raises an exception, _step_ends
+    # does not run, so _stepping may be a frame that has ended.
     if frame is None:
         _stepping = caller
         _before.clear()
@@ -259,7 +259,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return the `summary` of the weights, and of all tensors with the same name in optimizer state or in buffers."""
+    """Return, by name, the `summary` of the weights, and of all state tensors or buffers that have the same name."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
@@ -296,7 +296,7 @@ def summary(values: Iterable[Any]) -> list[float]:
 
 
 def _norms(values: Iterable[Any]) -> list[float]:
-    """Return the norm of each tensor, or of evenly spaced elements if the tensors are large."""
+    """Return the norm of each tensor, or of evenly spaced elements of each tensor if the tensors are large."""
     torch = sys.modules["torch"]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
     flat = [each.detach().reshape(-1) for each in local]
@@ -328,7 +328,7 @@ def _digest(optimizer: Any) -> int | None:
         return None
     for state in optimizer.state.values():
         values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
-    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because _modules has no order
+    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because the order of _modules varies
     return zlib.crc32(repr(norms).encode())
 
 
