@@ -4,9 +4,10 @@ The program also draws docs/first_picture.zh.svg, the same picture for README.zh
 
     .venvs/mnist_ddp/bin/python docs/first_picture.py FOLDER
 
-Both loops train in float64 at 1, 2 and 4 ranks. In a fourth run at 4 ranks, rank 1 is killed at step 70, and the same
-command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that FOLDER already
-contains. All runs take four minutes on 2 cores. If the losses with Samestep differ, the picture shows NOT EQUAL.
+Both loops train in float64 at 1, 2 and 4 ranks. Each loop also has a run with a kill: rank 1 of 4 is killed at step 70,
+and the same command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that
+FOLDER already contains. All runs together need four minutes on 2 cores. If the losses with Samestep differ, the picture
+shows NOT EQUAL.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
     Args:
         program: path of the training script.
         count: number of ranks.
-        folder: folder for the output. If it contains a complete run, its losses are returned without training.
+        folder: folder for the output. If it contains a complete run, the function returns its losses.
         kill: send SIGKILL to rank 1 at step KILL_AT, and start the job again by the same command.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,9 @@
 Messages are the arguments of exceptions in `ERRORS`, of `log.error`, and of `parser.error`. Arguments of `print_stderr`
 and of the launcher's `Decision` are messages if they begin with "error: ".
 
-The program finds the possible strings of an argument without running the code. A name can be each string that is
-assigned to the name. A parameter can be each argument of the function's calls, and an item of a dict can be each of the
-dict's values. A call can be each value that the function returns, if the same file defines the function. An ellipsis
-replaces any other value.
+The program finds the possible strings of an argument without running the code. It follows a name to all assignments, a
+parameter to all calls of the function, and an item of a dict to all values of the dict. It follows a call to all return
+values, if the same file defines the function. An ellipsis replaces any other value.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
     "ConfigError": "2",
     "EnvError": "2",  # a subclass of ConfigError
-    "ArgumentTypeError": "2",  # argparse converts it to a ConfigError that begins with the option's name
+    "ArgumentTypeError": "2",  # argparse converts this error to a ConfigError that begins with the option's name
     "NonRetryableError": "1",
     "RetryableError": "again",
 }
@@ -149,7 +148,7 @@ class Source:
         return list(dict.fromkeys(found)) or [ELLIPSIS]
 
     def _caught(self, name: ast.Name) -> list[ast.Call]:
-        """Return the calls that create the exception ``name`` of an `except` clause that names a private class."""
+        """Return the calls that create the exception ``name`` of an `except` clause, if its class is private."""
         node: ast.AST = name
         while node in self._parents:
             node = self._parents[node]

@@ -170,7 +170,8 @@ def targets(markdown: str) -> Iterator[str]:
 def resolved(origin: str, target: str) -> str | None:
     """Return the path of the target of a link in the file ``origin``, relative to the repository's root.
 
-    For a folder with a README.md, return the path of that README.md. For a target outside the repository, return None.
+    Return the path of the folder's README.md if the target is a folder with a README.md. Return None if the target is
+    outside the repository.
     """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):

@@ -36,7 +36,7 @@ OUT = Path(__file__).resolve().parent.parent / "apps" / "llm_finetune" / "text" 
 
 
 def counts_of(text: str) -> dict[str, tuple[int, int]]:
-    """Return (sense number, number of uses) of each noun's sense in cntlist.rev, by its key ``word%1:kind:id``."""
+    """Return (sense number, number of uses) of each sense in cntlist.rev, by key (``word%1:kind:id`` for a noun)."""
     counts = {}
     for line in text.splitlines():
         key, sense, uses = line.split()

@@ -31,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tools" / "prose_limits.json"
 GENERATED = ("docs/messages.md", "docs/devices.md", "docs/options.md", "docs/scoreboard.md")
-LONG = 30  # limit of the words of a sentence
+LONG = 30  # maximum number of words in a sentence
 PATTERNS = {
     "what": r"^(?:What|Who)\b(?!.*\?)|\b(?:of|from|by|with|for|and|or|but|than|if) what\b|\bof whom\b"
     r"|\bof which\b|\b(?:W|w)hoever\b",
@@ -62,7 +62,7 @@ Limits = dict[str, dict[str, int]]
 
 
 def tracked(*patterns: str) -> list[str]:
-    """Return the paths of the tracked files that are counted."""
+    """Return the paths of the tracked files whose sentences are counted."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     return [name for name in names if name not in GENERATED and not name.endswith(".zh.md")]
@@ -165,7 +165,7 @@ def read(kind: str, below: Sequence[str] = ("",)) -> Iterator[Sentence]:
 
 
 def hits(sentence: str) -> list[str]:
-    """Return the name of each fault's pattern in a sentence. A pattern that matches twice occurs twice."""
+    """Return the names of the faults in a sentence. A pattern that matches twice occurs twice."""
     faults = [name for name, pattern in PATTERNS.items() for _ in re.finditer(pattern, sentence)]
     faults += ["long"] if len(sentence.split()) > LONG else []
     return faults + (["colons"] if len(re.findall(r"[;:](?= )", sentence)) > 1 else [])

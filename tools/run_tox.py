@@ -36,7 +36,7 @@ class Words:
     Attributes:
         own: arguments of tox, before `--`.
         selected: arguments of pytest, after `--`.
-        names: environments that `-e` names.
+        names: environments in the arguments `-e`.
         whole: whether all environments run.
         parallel: whether tox's arguments include `-p`.
         installs_only: whether tox only installs environments, and runs no test.
@@ -115,7 +115,7 @@ class Interrupt:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.processes |= descendants(os.getpid())
-        if number == signal.SIGTERM:  # unlike TERM, Ctrl-C reaches the whole process group by itself
+        if number == signal.SIGTERM:  # unlike TERM, Ctrl-C already reaches the process group
             self._send(signal.SIGINT, os.getpgrp())
         raise KeyboardInterrupt
 

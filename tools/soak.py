@@ -68,7 +68,7 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
 
 
 def counterparts() -> list[str]:
-    """Return a table row for each slow test for which a comment names a counterpart among the default tests."""
+    """Return a table row for each slow test whose comment mentions a counterpart among the default tests."""
     pattern = re.compile(r"^@pytest\.mark\.soak +# in the matrix (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [(path.relative_to(ROOT), match) for path in paths for match in pattern.finditer(path.read_text())]

@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach its weights, or its losses without known weights."""
+    """Check that N ranks train on the samples of one rank, and reach its weights (its losses if none are known)."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps

@@ -55,7 +55,7 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank, if all ranks run on this machine."""
+    """Return the environment variables of each rank of a job on this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

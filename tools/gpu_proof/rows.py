@@ -20,7 +20,7 @@ class Entry(NamedTuple):
         alone: whether the row runs alone, because it measures time.
         quick: whether --quick includes the row.
         first: whether all other rows wait for this row.
-        patience: multiplies --job-limit.
+        patience: factor of --job-limit.
     """
 
     name: str
