@@ -5,9 +5,9 @@
     python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
 Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
-the Trainer's defaults. Its first columns have the relative differences from one rank. They compare the mean losses per
-target token (largest over the steps), the norms of the gradients (likewise), and the final weights. The other columns
-have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
+the Trainer's defaults. The first three columns have the relative differences from one rank: the largest difference of a
+step's mean loss per target token, the largest difference of a gradient norm, and the difference of the final weights.
+The other columns have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
 
 The model's own loss and RMSNorm round to float32, which changes each number by about 1e-7. So the program replaces
 both.
@@ -52,7 +52,7 @@ class Case:
         test_samples: size of the test set.
         dropout: LoRA's dropout, with LoRA of rank 4; None trains all weights.
         averages: value of the Trainer's setting ``average_tokens_across_devices``.
-        takes_count: whether the model's loss takes the number of targets of the global batch.
+        takes_count: whether the model's loss accepts the number of targets of the global batch.
     """
 
     name: str
@@ -169,7 +169,7 @@ def settings(case: Case, steps: int, folder: Path) -> Any:
 
 
 def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
-    """Return a list, to which each training micro-batch will append (step, summed loss, number of targets).
+    """Wrap the Trainer's step, and return a list of (step, summed loss, number of targets) for each later micro-batch.
 
     The loss uses the weights before the step, and no dropout. The Trainer's own log rounds the loss to float32.
     """
@@ -222,7 +222,7 @@ def train(case: Case, steps: int, folder: Path) -> Results:
         data_collator=collate,
     )
     if not case.takes_count:
-        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward takes no further keyword arguments
+        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward accepts no further keyword arguments
     losses = record_losses(trainer)
     trainer.train()
     measured = trainer.evaluate()["eval_loss"]

@@ -7,8 +7,9 @@ Two variants take turns on all ranks, on the same disk (--dir; by default a temp
 
 - save: Each rank does the work of `Shards.save` between two steps. It copies its parts of the model and the optimizer,
   and exchanges the lists of their contents with the other ranks. A thread of each rank then hashes, writes and syncs
-  the rank's files. Rank 0's thread waits for all ranks, writes the manifest, renames the folder and deletes the oldest
-  of two checkpoints. Training continues meanwhile. *whole* is the time until the thread has finished.
+  the rank's files. Rank 0's thread waits for all ranks, writes the manifest, renames the folder and deletes the older
+  of the two earlier checkpoints. In the app, training continues meanwhile. The column *whole* has the time until the
+  thread has finished.
 
 - plain: Each rank writes and syncs the same number of files of the same sizes, without an exchange.
 

@@ -1,4 +1,4 @@
-"""Measure the seconds and the memory of a whole short run, started by fork, by exec or by bare torchrun.
+"""Measure the seconds and the memory of a short run, from its start by fork, exec or bare torchrun to its end.
 
     python benchmarks/start_methods.py [--app mnist_ddp] [--ranks 1 2 4] [--rounds 5] [--steps 30] [--json FILE]
 
@@ -77,7 +77,7 @@ def run(app: str, way: str, ranks: int, steps: int, folder: Path, peaks: list[in
         ranks: number of ranks.
         steps: number of steps.
         folder: folder for the run.
-        peaks: list that gets the largest PSS, or None to measure no memory.
+        peaks: list for the PSS of all processes together, in KiB, measured every 0.1 s; None to measure no memory.
     """
     run_dir = folder / way
     options = [*OPTIONS[app], f"--max-steps={steps}", f"--run-dir={run_dir}", "--device=cpu"]

@@ -1,4 +1,4 @@
-"""Compare the apps' samples per second with tutorials' loops, with other libraries, and with the compute limit.
+"""Compare the samples per second of the apps, of tutorials' loops, of other libraries, and of the compute limit.
 
     python3.11 benchmarks/throughput.py                        # measure all; takes hours on 2 cores
     python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
@@ -124,7 +124,7 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """Return the folder of torchvision. It is LOOPS, which is on the path anyway, if ``python`` has torchvision."""
+    """Return the folder of torchvision, or LOOPS, which is always on the path, if ``python`` has torchvision."""
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"

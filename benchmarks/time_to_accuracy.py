@@ -47,7 +47,7 @@ RECIPE += [f"--global-batch-size={BATCH}"]
 PLAIN = ["--no-augment", "--epochs=1"]
 AUGMENTED = ["--augment", "--epochs=2"]
 # Each setting, and the options that turn it off. loops/time_to_accuracy.py defines the names without options.
-# Without a setting in SAME, each step equals the recipe's step up to rounding, and reaches the target at the same step.
+# Variants in SAME differ from the recipe only by rounding errors, so these variants reach the target at the same step.
 SHARES = {
     "the recipe": [],
     "contiguous": [],
@@ -225,7 +225,7 @@ def compare(bench: Bench) -> None:
 
 
 def shares(bench: Bench) -> None:
-    """Turn off each setting alone, at one rank, and print the times of a step and to the target."""
+    """Turn off each setting alone, at one rank, and print the time of a step and the time until the target."""
     variants = {name: [*RECIPE, *PLAIN, *words] for name, words in SHARES.items()}
     together = {
         name: words for name, words in variants.items() if "loader" not in name
@@ -313,7 +313,7 @@ def main() -> None:
         options.evaluate_every = 2
         options.target = 0.05
     python = environment()
-    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # raises, so that `run` stops its job
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # SystemExit makes `run` stop its job
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         unpack(options.data_dir, Path(name), python)

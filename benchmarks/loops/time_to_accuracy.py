@@ -67,7 +67,7 @@ def until_accurate(
         step(done - 1)
         if done % options.evaluate_every and done % steps_per_epoch and done != options.max_steps:
             continue
-        # Ranks have the same accuracy, but different clocks, so the slowest clock decides when all ranks stop.
+        # Ranks have the same accuracy, but different clocks, so the largest elapsed time decides when all ranks stop.
         seconds = torch.tensor([0.0, time.perf_counter() - begun])
         seconds[0] = accuracy()
         seconds[1] = time.perf_counter() - begun
@@ -107,7 +107,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
     loader = DataLoader(training, size, sampler=sampler, num_workers=options.workers)
     test_sampler: DistributedSampler[object] = DistributedSampler(
         test, shuffle=False
-    )  # repeats samples, except if 1, 2 or 4 ranks share 10,000 samples
+    )  # repeats samples if the number of ranks does not divide 10,000
     test_loader = DataLoader(test, 1000, sampler=test_sampler, num_workers=options.workers)
     model = DistributedDataParallel(TextbookVGG())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -200,7 +200,7 @@ class AppLoop:
 
 
 def changed(model: Any, name: str) -> nn.Module:
-    """Return the app's model `small`, to which the change "contiguous" or "pool last" is applied if it is ``name``."""
+    """Return the app's model `small`, changed if ``name`` is "contiguous" or "pool last"."""
     if name == "contiguous":
         nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     if name == "pool last":
@@ -211,14 +211,14 @@ def changed(model: Any, name: str) -> nn.Module:
 
 
 def use_own_statistics(model: nn.Module) -> None:
-    """Replace the batch norms of `exact` by torch's, which use the statistics of a rank's own samples."""
+    """Replace the batch norms of `exact` by torch's batch norms, which use the statistics of a rank's own samples."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = nn.BatchNorm2d
 
 
 def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Train each variant until the target accuracy, and return its evaluations by its name."""
+    """Train each variant until the target accuracy, and return the evaluations of the variants by name."""
     found = {}
     for name, words in json.loads(options.variants).items():
         loop = AppLoop(options, name, words)

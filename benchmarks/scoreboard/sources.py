@@ -1,6 +1,6 @@
 """Download the authors' examples once, verify their SHA-256, and apply our changes.
 
-The examples' code is not in this repository. ``<name>/origin.json`` has a file's address and SHA-256.
+The examples' code is not in this repository. ``<name>/origin.json`` has each file's address and SHA-256.
 ``<name>/samestep.ed`` has our changes as an ed script of ``diff -e``: line numbers of the original, and replacements of
 these lines. The line numbers always fit, because the SHA-256 identifies every byte of the original. ``<name>/kit.ed``
 adds `samestep.torch` to the result of samestep.ed.
@@ -50,7 +50,7 @@ class File:
 
 
 def origin(name: str) -> list[File]:
-    """Return the files of an example. The first is the program."""
+    """Return the files of an example. The first file is the program."""
     stored = json.loads((HERE / name / "origin.json").read_text())
     shared = {key: stored[key] for key in ("repository", "commit", "package") if key in stored}
     return [File(**shared, **each) for each in stored["files"]]
@@ -68,7 +68,7 @@ def _of_package(file: File) -> Path:
 def fetch(file: File, given: Path | None = None) -> str:
     """Return the text of a file from its package, or from ``given``/<owner>/<name>/<path>, the cache or GitHub.
 
-    A downloaded file is stored in the cache.
+    The function stores a downloaded file in the cache.
 
     Raises:
         SourceError: the file cannot be found, or its SHA-256 differs.
@@ -108,7 +108,7 @@ def apply(text: str, script: str) -> str:
     """Apply an ed script to a text, and return the result. The script may append (a), change (c) and delete (d) lines.
 
     Raises:
-        ValueError: the script has another command, names a line outside the text, or does not proceed from the last
+        ValueError: the script has another command, refers to a line outside the text, or does not proceed from the last
             line to the first.
     """
     lines = text.splitlines()
