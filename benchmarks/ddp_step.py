@@ -107,9 +107,9 @@ def variant(
     Args:
         shards: the batches of this rank, which repeat.
         weights: memory format of the convolutions' weights; None keeps the app's format.
-        wrap: returns the model that exchanges gradients.
-        inner: returns the model that ``wrap`` gets.
-        sgd: further arguments of torch's SGD.
+        wrap: function that wraps the model so that ranks exchange gradients; DDP by default.
+        inner: function that changes the model before ``wrap``, such as torch.compile.
+        sgd: further keyword arguments of torch.optim.SGD, such as ``fused``.
     """
     model = build_model("net", 0.5, torch.float32, 1)
     if weights is not None:

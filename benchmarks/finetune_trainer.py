@@ -46,10 +46,10 @@ class Case:
 
     Attributes:
         name: the text of the table's row.
-        ranks: number of ranks.
+        ranks: number of ranks, which share each global batch.
         accumulate: micro-batches per step and rank.
-        samples: size of the training set.
-        test_samples: size of the test set.
+        samples: number of samples in the training set.
+        test_samples: number of samples in the test set.
         dropout: LoRA's dropout, with LoRA of rank 4; None trains all weights.
         averages: value of the Trainer's setting ``average_tokens_across_devices``.
         takes_count: whether the model's loss accepts the number of targets of the global batch.
@@ -241,10 +241,10 @@ def run_rank(case: Case, steps: int, rank: int, port: int, folder: Path) -> None
     """Train as one rank of a case, and write its results and its output to files.
 
     Args:
-        case: the case.
-        steps: number of steps.
-        rank: this rank.
-        port: port of the rendezvous.
+        case: settings of the training.
+        steps: number of optimizer steps.
+        rank: number of this rank, from 0.
+        port: TCP port of the rendezvous on 127.0.0.1.
         folder: folder for the files of all ranks.
     """
     import torch

@@ -116,10 +116,10 @@ def measure(fault: str, method: str, options: argparse.Namespace, folder: Path, 
     """Kill one job ``options.kills`` times, and return its row of results.
 
     Args:
-        fault: "rank", "ranks" or "save".
-        method: value of --start-method.
-        options: the options of this script.
-        folder: folder for the job.
+        fault: the fault, a key of FAULTS.
+        method: value of --start-method, one of METHODS.
+        options: options of this script, such as the number of ranks.
+        folder: folder for the job's run directory.
         length: the app's option for the length of the training.
     """
     chance = random.Random(f"{fault} {method}")

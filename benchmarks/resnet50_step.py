@@ -46,12 +46,12 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     """Measure the app's training step in one process.
 
     Args:
-        depth: depth of the ResNet.
-        batch: images per step.
+        depth: number of layers of the ResNet, such as 50.
+        batch: number of images per step.
         size: side of an image, in pixels.
         steps: number of timed steps.
-        weights: file of the initial weights.
-        mode: "graph" or "pynative".
+        weights: path of the initial weights, which the function writes if the file is missing.
+        mode: execution mode of MindSpore, "graph" or "pynative".
     """
     sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
     import mindspore as ms

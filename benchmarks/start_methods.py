@@ -72,11 +72,11 @@ def run(app: str, way: str, ranks: int, steps: int, folder: Path, peaks: list[in
     """Return a run's seconds and its weights_sha256.
 
     Args:
-        app: name of the app.
-        way: how the run starts.
+        app: name of the app, a key of OPTIONS.
+        way: how the run starts, one of WAYS.
         ranks: number of ranks.
-        steps: number of steps.
-        folder: folder for the run.
+        steps: number of training steps.
+        folder: folder for the run directory and the log.
         peaks: list for the PSS of all processes together, in KiB, measured every 0.1 s; None to measure no memory.
     """
     run_dir = folder / way

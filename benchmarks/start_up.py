@@ -53,10 +53,10 @@ def seconds_until(done: Callable[[], bool], command: list[str], environ: dict[st
     """Run a job to its end, and return the seconds from the job's start until ``done`` returns True.
 
     Args:
-        done: returns True after the first step.
-        command: command line of the job.
-        environ: environment of the job.
-        log: file for the job's output.
+        done: function that returns True after the first step.
+        command: words of the job's command line.
+        environ: environment variables of the job.
+        log: file for the job's stdout and stderr.
     """
     with log.open("wb") as output:
         begun = time.perf_counter()

@@ -67,9 +67,9 @@ def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Ite
     """Yield a rank's shards of shuffled batches endlessly, as a loop without the kit would.
 
     Args:
-        dataset: the dataset.
-        batch: samples of a global batch.
-        rank: this rank.
+        dataset: the training set.
+        batch: number of samples in a global batch.
+        rank: number of this rank, from 0.
         world_size: number of ranks.
     """
     while True:
@@ -100,7 +100,7 @@ class Variant:
         phases: whether the phases of a step are timed.
         lightning: whether rank 0's flag is broadcast, as PyTorch Lightning does.
         kit_stops: whether the kit's `StopRequests` handles stop requests.
-        virtual_ranks: number of virtual ranks, or None.
+        virtual_ranks: number V of virtual ranks; None for no virtual ranks.
         threads: number of threads per rank; None for torch's default.
     """
 
@@ -221,7 +221,7 @@ def start(steps: int) -> tuple[Run, Split]:
     """Join the other ranks, and return a run of mnist_ddp in a temporary folder and its training set.
 
     Args:
-        steps: largest number of steps.
+        steps: maximum number of steps of the run.
     """
     device = torch.device("cpu")
     world = env.detect(os.environ)

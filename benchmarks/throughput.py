@@ -195,12 +195,12 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
     """Run a contestant once, and return the samples per second of the timed steps.
 
     Args:
-        app: name of the app.
-        contestant: name of the variant.
+        app: name of the app, a key of APPS.
+        contestant: name of the variant, one of CONTESTANTS.
         n: number of ranks.
-        workers: number of DataLoader workers.
-        data: folder with the images.
-        options: the options of this script.
+        workers: number of workers of the variant's DataLoader.
+        data: folder with the images that `write_data` writes.
+        options: options of this script, such as the number of steps.
     """
     row = APPS[app]
     python = environment(app)
@@ -247,10 +247,10 @@ def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[s
     """Measure one app at one number of ranks, and return the attempt of the least spread.
 
     Args:
-        app: name of the app.
+        app: name of the app, a key of APPS.
         n: number of ranks.
-        data: folder with the images.
-        options: the options of this script.
+        data: folder with the images that `write_data` writes.
+        options: options of this script, such as the number of rounds.
     """
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
     workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}

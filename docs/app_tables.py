@@ -47,9 +47,9 @@ def with_table(name: str, page: str, first_cell: str, made: str) -> str:
 
     Args:
         name: file name of the page, for the error message.
-        page: text of the page.
+        page: Markdown text of the page.
         first_cell: first cell of the old table's head.
-        made: the new table.
+        made: the new table, as Markdown.
 
     Raises:
         SystemExit: the page has no table with this first cell.

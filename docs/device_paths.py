@@ -176,7 +176,7 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
     """Return the outcome of an app's rows of the given kinds.
 
     Args:
-        app: name of the app.
+        app: name of the app, such as mnist_ddp.
         kinds: kinds of rows, such as "bits; killed".
         results: content of benchmarks/gpu_proof.json.
 

@@ -89,7 +89,7 @@ def changed(program: str, diff: Sequence[str]) -> str:
     """Apply a diff without line numbers, and return the new program.
 
     Args:
-        program: text of the program.
+        program: text of the program before the change.
         diff: lines that begin with a space, ``-`` or ``+``, in the order of the program. ``@@`` marks omitted lines.
     """
     lines = program.splitlines()
@@ -213,8 +213,8 @@ def panel(x0: int, title: str, claim: str, style: str, runs: Mapping[str, Losses
 
     Args:
         x0: left edge, in pixels.
-        title: first line.
-        claim: second line, the result.
+        title: text of the first line.
+        claim: text of the second line, which shows the result.
         style: CSS class of the claim, "good" or "bad"; "good" dashes the curves.
         runs: losses by name of the run.
     """

@@ -104,7 +104,7 @@ class Source:
         """Return the possible strings of an expression, with ELLIPSIS for values that are known only at run time.
 
         Args:
-            node: the expression.
+            node: the expression to follow.
             bound: possible strings of the parameters of the function around the expression.
             depth: number of names and calls that led to this expression.
         """

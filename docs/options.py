@@ -174,7 +174,7 @@ def row(action: argparse.Action, differs: bool = False, star: bool = False) -> s
     """Return a row of the table, with an option's names, its help without the default, and its default.
 
     Args:
-        action: the option.
+        action: the option, as argparse stores it.
         differs: show "see below" as the default, and omit the choices.
         star: mark the option as changeable at a resume.
     """

@@ -66,8 +66,8 @@ class Copy:
     """A copy of an app, with its origin, its name and its files.
 
     Args:
-        origin: the app to copy.
-        name: the copy's name.
+        origin: name of the app to copy.
+        name: name of the copy.
         wheel: the file name of core's wheel in a separate project; None for a copy in the repository.
     """
 

@@ -198,8 +198,8 @@ def sample(count: int, seed: str, kind: str = "markdown") -> list[Sentence]:
     """Draw sentences of the pages that readers see, or of the docstrings and comments of all code.
 
     Args:
-        count: number of sentences.
-        seed: the same seed draws the same sentences.
+        count: maximum number of sentences.
+        seed: seed of the random generator; equal seeds draw equal sentences.
         kind: "markdown" for pages, "python" for docstrings and comments.
     """
     below = r"README|docs/|apps/|deploy/|CONTRIBUTING" if kind == "markdown" else ""

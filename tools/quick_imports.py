@@ -35,7 +35,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
     Args:
         store: folder of bytecode for all environments.
         folder: site-packages of an environment.
-        modules: names of packages.
+        modules: import names of the packages to compile.
     """
     sources = {module: folder / module.replace(".", "/") / "__init__.py" for module in modules}
     sources = {module: source for module, source in sources.items() if source.is_file()}

@@ -89,8 +89,8 @@ class Record:
 
         Args:
             update: number of the update, from 0.
-            indices: the samples' indices [m].
-            loss: the samples' mean loss.
+            indices: indices [m] of the samples in the dataset, int64.
+            loss: mean loss of the samples, a scalar.
             lr: learning rate of the update.
         """
         assert math.isfinite(loss.item())
@@ -101,7 +101,7 @@ class Record:
 
         Args:
             folder: existing folder for the file rank-``rank``.json.
-            rank: the rank.
+            rank: number of the rank, from 0.
             accuracy: the test accuracy that the program reports.
             examples: number of test examples that the accuracy counts, over all ranks.
         """

@@ -18,7 +18,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     """Time the app's model, optimizer and step on its first batches in memory, without sampling or logs.
 
     Args:
-        options: the options of throughput.py.
+        options: options that throughput.py passes, such as the batch size.
         plain: use contiguous tensors and DDP's own all-reduce.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"

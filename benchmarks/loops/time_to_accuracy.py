@@ -56,10 +56,10 @@ def until_accurate(
     The seconds count from the start of the first step, and include evaluations and the start of a loader's workers.
 
     Args:
-        options: the options of this program.
-        steps_per_epoch: number of steps of an epoch.
-        step: takes the step with this number.
-        accuracy: evaluates, and returns the test accuracy.
+        options: options of this program, such as the target.
+        steps_per_epoch: number of steps before each evaluation at an epoch's end.
+        step: function that takes the step with the given number, from 0.
+        accuracy: function that evaluates the model, and returns the test accuracy from 0 to 1.
     """
     found: list[dict[str, float]] = []
     begun = time.perf_counter()

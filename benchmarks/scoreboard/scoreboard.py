@@ -46,8 +46,8 @@ def measure(
     """Return the verdict and the message of each row.
 
     Args:
-        subject: the program.
-        rows: names of rows.
+        subject: the program to check.
+        rows: names of the rows to run.
         given: folder of the originals, or None to download them.
         limits: options of the check that limit its time.
         keep: folder for the copies of the program and their output, or None.

@@ -148,10 +148,10 @@ def as_run(name: str, file: File, given: Path | None = None, kit: bool = False) 
     """Return the text of an example's file with our edits.
 
     Args:
-        name: name of the example.
-        file: a file of the example.
-        given: as in `fetch`.
-        kit: whether to apply also the edits that add the kit.
+        name: name of the example's folder.
+        file: the file to fetch and edit.
+        given: folder of the originals, or None, as in `fetch`.
+        kit: whether to apply the edits that add the kit, too.
     """
     text = fetch(file, given)
     for script in (file.edits, file.kit if kit else ""):
@@ -164,10 +164,10 @@ def put(name: str, folder: Path, given: Path | None = None, kit: bool = False) -
     """Write an example, with our edits, into a folder, and return the path of the program.
 
     Args:
-        name: name of the example.
+        name: name of the example's folder.
         folder: existing folder for the files.
-        given: as in `fetch`.
-        kit: whether to apply also the edits that add the kit.
+        given: folder of the originals, or None, as in `fetch`.
+        kit: whether to apply the edits that add the kit, too.
     """
     files = origin(name)
     for file in files:

@@ -277,7 +277,7 @@ class AnnouncedCalls:
     """Report the opens, renames, links and deletions that a job's Python processes announce on a Unix socket.
 
     Args:
-        path: path of the new socket.
+        path: path of the Unix socket, which the constructor creates.
         handler: function that a thread calls with each call, while the calling process waits.
     """
 

@@ -127,9 +127,9 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
     """Write the files of --html, --junit and --json.
 
     Args:
-        options: the parsed options.
-        results: the results of the rows.
-        command: the checked command.
+        options: options of the command, with the paths of the files.
+        results: results of the rows, in order.
+        command: words of the checked command.
         notes: lines about limits of the check, and about parts of samestep.torch that the script uses.
     """
     if options.html:
@@ -144,7 +144,7 @@ def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
     """Return the exit code.
 
     Args:
-        results: the results of the rows.
+        results: results of the rows that ran.
         required: names of the rows that must pass.
 
     Returns:
@@ -216,9 +216,9 @@ def check(
     """Run the command without faults in a copy of the current folder, then run the rows, and return their results.
 
     Args:
-        options: the parsed options.
-        command: the checked command.
-        rows: the names of the rows.
+        options: options of the command ``samestep check``.
+        command: words of the checked command.
+        rows: names of the rows to run.
         progress: function that the check calls with each row's name before the row runs; first called with
             ``undisturbed``, and last with an empty string.
         notes: list to which the check appends lines about its limits, and about parts of samestep.torch in use.

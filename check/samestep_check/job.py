@@ -24,7 +24,7 @@ from samestep_check.records import Records
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
 MOST_CHARACTERS = 120  # maximum length of an error line
-KILL_SECONDS = 5.0  # for which `stop` repeats its kills, and then waits for the launcher
+KILL_SECONDS = 5.0  # time limit of `stop` for its repeated kills, and for the launcher's end, in seconds
 # The pattern excludes torchrun's ChildFailedError, which only repeats the error of a rank.
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
 
@@ -56,7 +56,7 @@ class Job:
         # The file sitecustomize.py in INSIDE starts the recorder in each Python process.
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_INSIDE": json.dumps(shared)}
-        environ["TMPDIR"] = str(own_temporary)  # deleted with the records, whatever the script leaves there
+        environ["TMPDIR"] = str(own_temporary)  # without --keep, the check deletes this folder and all files in it
         try:
             with self.output_path.open("wb") as file:
                 self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ class Job:
         return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
-        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, False at the limit."""
+        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, else False."""
         end = time.monotonic() + limit
         while not until():
             self.raise_recorded_errors()
@@ -189,7 +189,7 @@ def started(
     """Start a job, and kill its processes at the end of the block.
 
     Args:
-        command: the command of the script.
+        command: words of the script's command.
         work: the copied folder in which the script runs.
         records: new folder for the records of the script's processes.
         config: settings for the recorder in each process.

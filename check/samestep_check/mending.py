@@ -127,7 +127,7 @@ def markdown(titles: dict[str, str]) -> str:
     """Return the sections of docs/mend_a_row.md, one for each change: the rows that need the change, and its code.
 
     Args:
-        titles: the title of each row.
+        titles: title of each row, by the name of the row.
     """
     rows: dict[Mending, list[str]] = {}
     for name, mending in MENDING.items():

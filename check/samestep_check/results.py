@@ -115,8 +115,8 @@ def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[s
     """Return the results as JSON.
 
     Args:
-        results: the results of the rows.
-        command: the checked command.
+        results: results of the rows, in order.
+        command: words of the checked command.
         notes: lines about limits of the check, and about parts of samestep.torch that the script uses.
     """
     rows = []

@@ -162,8 +162,8 @@ def hangs(records: Records, seconds: float, limit: float) -> Verdict:
     ``limit``.
 
     Args:
-        records: the records of the job.
-        seconds: how long the check has waited.
+        records: records of the job's processes.
+        seconds: duration of the wait after the fault, in seconds.
         limit: longest acceptable timeout of collectives, in seconds.
     """
     timeouts = [notes.timeout for notes in records.notes() if notes.timeout is not None]

@@ -179,9 +179,9 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
 
     Args:
         runner: the runner of the script, which has the undisturbed run.
-        again: the steps after the resume.
+        again: steps of the resumed run, in order.
         at: number of the first step after the resume, from 0.
-        bound: largest relative difference of norms.
+        bound: largest relative difference of norms that counts as equal.
     """
     compared: set[str] = set()
     for k, found in enumerate(again, at):
@@ -249,7 +249,7 @@ class Comparison(NamedTuple):
     Attributes:
         k: number of the step, from 0.
         name: name of the optimizer.
-        bound: largest relative difference of norms.
+        bound: largest relative difference of norms that counts as equal.
         draws_others: whether the step draws other random numbers than in the undisturbed run, which changes buffers.
     """
 
@@ -271,8 +271,8 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
     Args:
         wanted: the step of the undisturbed run.
         twin: the step of the undisturbed run's repetition.
-        found: the step after the resume.
-        comparison: the settings of the comparison.
+        found: the same step of the resumed run.
+        comparison: step number, optimizer name and bound of the comparison.
 
     Raises:
         CannotTell: another optimizer takes this step than in the undisturbed run.
@@ -302,7 +302,7 @@ def compare_settings(wanted: Step, found: Step, name: str, place: str) -> None:
 
     Args:
         wanted: the step of the undisturbed run.
-        found: the step after the resume.
+        found: the same step of the resumed run.
         name: name of the optimizer.
         place: the place of the step, in words.
     """
@@ -322,9 +322,9 @@ def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str)
 
     Args:
         wanted: the step of the undisturbed run.
-        found: the step after the resume.
-        part: name of the part.
-        bound: largest relative difference of norms.
+        found: the same step of the resumed run.
+        part: name of the part, a key of the step's state.
+        bound: largest relative difference of norms that counts as equal.
         words: the part and its place, for the message.
     """
     count, norm, zeros = (wanted.state or {})[part]

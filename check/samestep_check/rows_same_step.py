@@ -44,7 +44,7 @@ def _first_odd(steps: Sequence[Step]) -> int:
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
-    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen without their norms."""
+    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen if they are unknown."""
     if several.weights is None or alone.weights is None:
         raise NotSeen("the weights")
     return relative(several.weights, alone.weights) > bound

@@ -172,8 +172,8 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
     """Return whether two steps agree in samples, learning rates, optimizer, and recorded losses and weights.
 
     Args:
-        one: a step.
-        other: another step.
+        one: a step of the undisturbed run.
+        other: the first step of a restart.
         bound: largest relative difference of losses, and of norms of weights.
     """
     if one.indices != other.indices or one.lr != other.lr or one.optimizer != other.optimizer:
@@ -188,8 +188,8 @@ def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] 
     """Restart the script in a recorded state until the first step. Return the undisturbed steps that equal this step.
 
     Args:
-        runner: runs the script.
-        state: the recorded state.
+        runner: runner that restarts the script.
+        state: recorded state of the folder to restore.
         lost: files of the state that are restored empty.
     """
     work = runner.recording.work  # reuse the recorded folder, because files in it may contain its path
@@ -324,9 +324,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
     """Run the script, and fail its writes with ENOSPC after the middle of a save.
 
     Args:
-        runner: runs the script.
+        runner: runner that starts the script.
         recording: the calls of an earlier run, and the save.
-        work: the copied folder.
+        work: copied folder in which the script runs.
 
     Raises:
         CannotTell: no write of the job has failed, or the row has no time to wait for the job's end.
@@ -353,9 +353,9 @@ def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path)
     This limit needs no seccomp filter.
 
     Args:
-        runner: runs the script.
+        runner: runner that starts the script.
         recording: the calls of an earlier run, and the save.
-        work: the copied folder.
+        work: copied folder in which the script runs.
 
     Raises:
         OutOfTime: the row has no time to wait for the job's end.

@@ -149,9 +149,9 @@ class ScriptRunner:
     """Run the script, each time in a copy of its folder, and cache the runs that several rows share.
 
     Attributes:
-        results: the results of cached runs.
+        results: results of cached runs, by the name of the run.
         left_behind: number of processes that outlived their launchers.
-        ranks: number of ranks of the command.
+        ranks: number of ranks that the command starts.
         other: number of ranks for the rows that start the script at another world size.
     """
 
@@ -189,7 +189,7 @@ class ScriptRunner:
         return self._temporary / f"{kind}-{self._count}"
 
     def copy(self, source: Path | None = None) -> Path:
-        """Copy a folder, by default the script's, and return the path of the copy."""
+        """Copy a folder, by default the script's folder, and return the path of the copy."""
         work = self.new_path("work")
         if source is None:
             self.source.copy(work)
@@ -209,9 +209,9 @@ class ScriptRunner:
         """Start the script in a copied folder.
 
         Args:
-            work: the copied folder.
+            work: copied folder in which the script runs.
             ranks: number of ranks, by default the command's.
-            is_restart: run the command that resumes.
+            is_restart: whether to run the command that resumes the script.
             calls: pauses the job before its file system calls.
             config: settings for the recorder in each process.
 
@@ -294,7 +294,7 @@ class ScriptRunner:
 
     @property
     def total(self) -> int:
-        """Return the undisturbed run's number of steps or, without recorded steps, of losses in its output."""
+        """Return the number of steps of the undisturbed run, or of losses in its output if no step is recorded."""
         return len(self.steps) or int(self.reference.losses)
 
     def notes(self) -> list[str]:
@@ -376,8 +376,8 @@ class ScriptRunner:
     def goal(self) -> int:
         """Return the step of a fault.
 
-        This is the first step after the checkpoint nearest to the middle of the run. Without a checkpoint, this is the
-        middle.
+        The fault happens at the first step after the checkpoint nearest to the middle of the run. If the run has no
+        checkpoint, the fault happens at the middle step.
         """
         total = self.total
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
@@ -391,7 +391,7 @@ class ScriptRunner:
 
         Raises:
             NotSeen: the undisturbed run shows neither steps nor losses.
-            CannotTell: the job has ended, or the time is over, before this step.
+            CannotTell: the job has ended before this step, or the row's time limit is reached.
         """
         if not self.total:
             raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
@@ -442,9 +442,9 @@ class ScriptRunner:
         """Restore the folder of a run to its content before the first restart, and restart the script again.
 
         Args:
-            run: the run with a fault.
-            ranks: number of ranks of the restart.
-            change: called with the folder before the restart, to change its content.
+            run: run with a fault, whose folder is restored.
+            ranks: number of ranks for the restart.
+            change: function that changes the content of the folder before the restart.
         """
         shutil.rmtree(run.work)
         shutil.copytree(run.snapshot, run.work, symlinks=True)

@@ -47,8 +47,8 @@ class Source:
     """The folder of a script. Copies keep times, modes and links.
 
     Args:
-        folder: path of the folder.
-        links: subfolders to which copies link.
+        folder: resolved path of the folder.
+        links: paths in the folder to which copies link.
         fresh: patterns of files that copies leave out, and of folders that are empty in copies.
         is_covered: whether a copy is mounted over the folder while a command runs.
 
@@ -77,7 +77,7 @@ class Source:
 
         Args:
             limit: largest size of all files together, in MB.
-            temporary: the folder of the copies.
+            temporary: folder in which the check creates the copies.
         """
         if temporary.is_relative_to(self.folder):
             raise ConfigError(f"copies in {temporary} would contain themselves: choose TMPDIR and --keep elsewhere")

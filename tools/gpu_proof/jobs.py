@@ -76,7 +76,7 @@ class Proof:
     """The settings of a proof, and the results that its rows share.
 
     Attributes:
-        folder: a temporary folder.
+        folder: temporary folder for the runs and the compiler's cache.
         device: "cuda" or "cpu".
         quick: whether the rows take fewer steps.
         mnist: a folder of MNIST's files, or None.
@@ -192,9 +192,9 @@ class Row:
         """Start an app's launch script, and yield the job. When the context ends, end the script and all its processes.
 
         Args:
-            app: name of the app.
+            app: name of the app, such as mnist_ddp.
             ranks: number of ranks.
-            options: the app's options.
+            options: further options of the app.
             run_dir: run directory; by default a new folder.
             faults: faults of faults/sitecustomize.py, by default with ``start`` 0 and a new file as ``path``.
             share: whether the ranks share the GPU by --share-gpu.
@@ -330,11 +330,11 @@ def start_process(
     """Start a program with the environment variables of jobs (this interpreter, one thread, the caller's PYTHONPATH).
 
     Args:
-        words: the command.
+        words: words of the command line.
         folder: working directory of the program, which also contains the compiler's cache.
         device: "cpu" or "cuda".
         faults: faults of faults/sitecustomize.py.
-        variables: further environment variables.
+        variables: environment variables to add or replace.
     """
     path = [str(FAULTS)] if faults else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []

@@ -20,7 +20,7 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
     """Run a Python program as the ranks of one job, and return each rank's stdout and stderr.
 
     Args:
-        row: the row that runs.
+        row: row that starts the ranks.
         words: the program and its arguments.
         ranks: number of ranks.
         killed: a rank that kills itself. The function then kills the other ranks, as a launcher would.

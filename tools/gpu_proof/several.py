@@ -209,10 +209,10 @@ def stop(
     is given, the job restarts before this step.
 
     Args:
-        row: the row that runs.
-        app: name of the app.
+        row: row that starts the job.
+        app: name of the app, such as mnist_ddp.
         ranks: number of ranks.
-        options: the app's options.
+        options: further options of the app.
         step: number of the update, from 1.
         before: a fault that happens first, or None.
         others: further arguments of `Row.start`.

@@ -137,7 +137,7 @@ def generators() -> dict[str, int]:
     """Return a checksum of each random number generator's state, keyed ``random``, ``torch`` and ``numpy``."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):  # missing while torch is being imported
+    if torch is not None and hasattr(torch, "get_rng_state"):  # the function is missing while torch is being imported
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "get_state"):
@@ -193,7 +193,7 @@ def start() -> None:
     """Install the hooks, and run the adapter."""
     if not config:
         return
-    # Imported here and not above, because both modules import this module.
+    # These imports are not at the top of the file, because both modules import this module.
     import samestep_record_files
     import samestep_record_torch
 

@@ -73,7 +73,7 @@ def is_covered() -> bool:
 
 
 def _own_path(path: str) -> str:
-    """Translate a path below the folder or its copy: kept paths to the folder, all others to the copy."""
+    """Return where a path leads while the copy is mounted: kept paths to the folder, other paths to the copy."""
     for folder in (config["source"], config["work"]):
         if _is_below(path, folder):
             name = path.removeprefix(folder)

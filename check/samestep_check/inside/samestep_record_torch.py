@@ -14,7 +14,7 @@ from typing import Any
 
 from samestep_record import generators, guarded, line, on_import, pause, record, watch
 
-MOST_ELEMENTS = 1 << 20  # approximate maximum of elements that one call of _norms reads
+MOST_ELEMENTS = 1 << 20  # approximate maximum number of elements that one call of _norms reads
 _optimizers: dict[int, int] = {}  # by id: number of the optimizer in the order of creation
 _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def _watch_compiler(module: ModuleType) -> None:
-    import samestep_record_batches  # late, because samestep_record_batches imports torch
+    import samestep_record_batches  # a late import, because samestep_record_batches imports torch
 
     samestep_record_batches.watch_compiler(module)
 
@@ -78,7 +78,7 @@ def _asked(indices: Any, iterator: Any) -> None:
 
 
 def _follow(_: Any) -> None:
-    import samestep_record_batches  # late, because samestep_record_batches imports torch
+    import samestep_record_batches  # a late import, because samestep_record_batches imports torch
 
     samestep_record_batches.follow()
 
@@ -366,7 +366,7 @@ def _watch_accelerator(module: ModuleType) -> None:
         local = size(data) or 0
         total = size(found) or 0
         dropped = local - min(local, max(0, total - accelerator.process_index * local))
-        if dropped and _dropped_in != _newest_loader:  # once per loader, although a script may gather several tensors
+        if dropped and _dropped_in != _newest_loader:  # a script may gather several tensors per loader
             _dropped_in = _newest_loader
             record("dropped", count=dropped)
 
