@@ -5,12 +5,13 @@
     python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
 Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
-the Trainer's defaults. The first three columns have the relative differences from one rank: the largest difference of a
-step's mean loss per target token, the largest difference of a gradient norm, and the difference of the final weights.
-The other columns have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
+the Trainer's defaults. The first three columns have relative differences from the run on one rank. The columns *loss*
+and *gradient norm* have the largest difference of a step, in the mean loss per target token and in the norm of the
+gradient. The column *weights* has the difference of the final weights. The other columns have the relative errors of
+``eval_loss``, whose true value is the mean over all test target tokens.
 
 The model's own loss and RMSNorm round to float32, which changes each number by about 1e-7. So the program replaces
-both.
+both functions.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/recovery_time.py [--faults rank ranks save] [--methods fork exec] [--kills 10] [--json FILE]
 
-Each row is one job of mnist_ddp, which is killed repeatedly and then runs to its end. The faults are a SIGKILL to a
-random rank, to all ranks, and to rank 0 while it writes a checkpoint. The measured time ends when rank 0 has logged a
-step after the restart. Each job must end with the weights of an undisturbed job. All jobs use this Python, which needs
-the app's packages. ``--json`` replaces only the measured rows of its file.
+Each row is one job of mnist_ddp, whose ranks are killed repeatedly before the job trains to its end. The faults are a
+SIGKILL to a random rank, to all ranks, and to rank 0 while it writes a checkpoint. The measured time ends when rank 0
+has logged a step after the restart. Each job must end with the weights of an undisturbed job. All jobs use this Python,
+which needs the app's packages. ``--json`` replaces only the measured rows of its file.
 """
 
 from __future__ import annotations

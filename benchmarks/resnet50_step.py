@@ -1,4 +1,4 @@
-"""Time ResNet-50's training step on CPU, with several settings of MindSpore and with torchvision.
+"""Measure the time of ResNet-50's training step on CPU, with several settings of MindSpore and with torchvision.
 
 The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. All steps start from the same
 weights. MindSpore and torch need separate environments:
@@ -8,7 +8,7 @@ weights. MindSpore and torch need separate environments:
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
 Each setting runs in its own process. The settings take turns in `--rounds` rounds, which spreads the machine's other
-load over all settings. The table shows the elapsed time, and the processor time of all threads, which varies less.
+load over all settings. The table includes the elapsed time, and the processor time of all threads, which varies less.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
-All programs, except the rows with "plain", train the same network from the same initial weights. They train on 1,024
+All programs, except in rows with "plain", train the same network from the same initial weights. They train on 1,024
 images of synthetic-cifar10, with 256 images as the test set. The programs have the same seed, global batch and number
 of updates, with two micro-batches per update. The training has batch normalization, dropout, crops and flips, label
 smoothing, clipping, SGD and a cosine schedule. The libraries' programs divide the batch by the number of ranks, as
@@ -47,7 +47,7 @@ MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of 
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its options, which make one row. The picture has a panel of losses for each row with ``drawn``."""
+    """A program and its options, which make one row. The picture has a panel of losses if ``drawn``."""
 
     name: str
     kind: str
@@ -164,7 +164,7 @@ def ours(program: Program, n: int, folder: Path) -> Training:
 
 
 def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
-    """Train by a program at each number of ranks in ``ranks``, and return the runs by number of ranks."""
+    """Run a program at each world size in ``ranks``, and return the runs by world size."""
     found = {}
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +260,7 @@ def machine() -> str:
 
 
 def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
-    """Draw the losses of each program with ``drawn``, and each program's differences between the most ranks and 1."""
+    """Draw the losses of programs with ``drawn``, and all programs' loss differences between the most ranks and 1."""
     import matplotlib.pyplot as plt
 
     panels = [program for program in PROGRAMS if program.drawn]

@@ -3,7 +3,7 @@
     python benchmarks/sharding.py [--rounds 3] [--quick] [--json FILE]
 
 On every rank, DistributedSampler makes a list of all indices of the epoch before it returns the first index. sharding
-computes only the requested indices, and stores no list. Both shuffle the samples of a job with one rank. Each
+computes only the requested indices, and stores no list. Both methods shuffle the samples of a job with one rank. Each
 measurement runs in a new process, and counts time and memory after the imports. DistributedSampler runs with up to
 10,000,000 samples. Its bytes per sample show whether more samples would fit into this machine's memory. The memory of
 sharding is measured with batches of 128. A block of 2^20 indices needs some arrays of this size at any number of

@@ -26,11 +26,11 @@ start-up, the first steps, evaluation and checkpoints.
 
 - *fused-limit* (mnist_horovod): the limit with hvd.DistributedOptimizer and Horovod's own tensor fusion.
 
-If a variant's fastest round is over 1.3 times as fast as its slowest round, the script measures the row again. It makes
-up to --attempts attempts. The table shows the attempt with the least spread, and the number of attempts.
+If a variant's fastest round is more than 1.3 times as fast as its slowest round, the script measures the row again. It
+makes up to --attempts attempts. The table shows the attempt with the least spread, and the number of attempts.
 
-The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which needs
-matplotlib for --png, and the packages of accelerate and lightning. The script installs torchvision in a separate
+The first run creates the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which
+needs matplotlib for --png, and the packages of accelerate and lightning. The script installs torchvision in a separate
 folder, which only the loops use, because torchvision's import needs a fix beside a CPU torch.
 """
 
@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl (the apps' default)
 LIMIT = 900  # timeout of each run, in seconds
-SPREAD = 1.3  # if a variant's fastest round / slowest round is larger, the row is measured again
+SPREAD = 1.3  # if a variant's fastest round is more times as fast as its slowest, the row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
 # Never use pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
@@ -69,7 +69,7 @@ LOADERS = ("textbook", *PEERS)  # variants that have a DataLoader
 class Row:
     """An app, and the programs of loops/ that the script compares with the app."""
 
-    launcher: tuple[str, ...]  # {n} becomes the number of ranks, {folder} a temporary folder
+    launcher: tuple[str, ...]  # words of the command; {n} is the number of ranks, {folder} a temporary folder
     batch: int  # samples of a global batch
     textbook: str  # name of the textbook loop
     limit: str  # name of the program for the compute limit

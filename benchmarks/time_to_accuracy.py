@@ -174,7 +174,7 @@ class Bench:
         return self.reached(self.loop(n, *words, *(["--augment"] if self.options.augment else [])))
 
     def loop(self, n: int, *words: str) -> Any:
-        """Return the results of loops/time_to_accuracy.py."""
+        """Run loops/time_to_accuracy.py, and return its results."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             out = Path(name) / "found.json"

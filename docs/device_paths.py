@@ -5,7 +5,7 @@
 
 Each app lists its paths in tests/<app>/device_paths.py. The list must have every device that the app's --device
 accepts, except auto. Each path with the status "run" or "simulated" must name an existing test. A path with the status
-"proof" must list rows of tools/gpu_proof.sh, and the page shows the outcome of these rows in
+"proof" must list rows of tools/gpu_proof.sh, and the page shows the outcome of these rows from
 benchmarks/gpu_proof.json. The program uses only the standard library.
 """
 
@@ -37,8 +37,8 @@ ENGLISH_STATUS = (
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
     "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",
 )
-# For each page: the phrases before and after the status, the status if no row with several ranks has passed, and the
-# status if such a row has passed.
+# For each page: the phrases before and after the status, and two texts of the status. The second text applies if a row
+# with several ranks has passed.
 STATUS = {
     "README.md": ENGLISH_STATUS,
     "docs/which_app.md": ENGLISH_STATUS,

@@ -4,7 +4,7 @@
     python3.11 docs/messages.py --check    # only compares
 
 Messages are the arguments of exceptions in `ERRORS`, of `log.error`, and of `parser.error`. Arguments of `print_stderr`
-and of the launcher's `Decision` are messages if they begin with "error: ".
+and of the launcher's `Decision` are messages if they begin with ``error:`` and a space.
 
 The program finds the possible strings of an argument without running the code. It follows a name to all assignments, a
 parameter to all calls of the function, and an item of a dict to all values of the dict. It follows a call to all return

@@ -26,7 +26,7 @@ from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa
 from samestep_check import command as check_command  # noqa: E402
 from samestep_launch import run_command  # noqa: E402
 
-PROGRAMS = {  # command of each program that shows runs, and its module
+PROGRAMS = {  # module of each program that shows runs, by command
     "report": "report",
     "watch": "watch",
     "track": "track",

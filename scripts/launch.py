@@ -1,4 +1,7 @@
-"""Start an app: ``python scripts/launch.py <app> <template of its launcher> -- N [options]``. launch.sh runs this."""
+"""Start an app. scripts/launch.sh runs this program.
+
+    python scripts/launch.py <app> <template of the launcher> -- N [options]
+"""
 
 import importlib.util
 import os

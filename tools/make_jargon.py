@@ -2,7 +2,7 @@
 
     python tools/make_jargon.py [--deb jargon-text_4.4.7-4.1_all.deb] [--out FILE]
 
-The script downloads Debian's package jargon-text 4.4.7-4.1 with apt-get (unless --deb names it), checks the SHA-256 of
+The script downloads Debian's package jargon-text 4.4.7-4.1 with apt-get (unless --deb is given), checks the SHA-256 of
 its text, and writes the file. A second run writes the same bytes. The script needs Debian's dpkg-deb.
 """
 

@@ -69,7 +69,7 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
-    """Split the paragraph at a place (FILE:LINE). Code becomes the word CODE, and a quotation the word QUOTE."""
+    """Yield the sentences of the paragraph at a place (FILE:LINE), with CODE for code and QUOTE for quotations."""
 
     def word(text: str, match: re.Match[str]) -> str:
         return text + "\n" * (match[0].count("\n") - text.count("\n"))  # keeps the number of lines
@@ -182,7 +182,7 @@ def faults(below: Sequence[str] = ("",)) -> Faults:
 
 
 def check(found: Limits, limits: Limits) -> list[str]:
-    """Return an error for each total that is above its limit or below it."""
+    """Return an error message for each total that is above or below its limit."""
     errors = []
     for kind, totals in found.items():
         for name, total in totals.items():

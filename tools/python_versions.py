@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def requirements() -> list[Path]:
-    """Return the requirements.in of each app, and of --track."""
+    """Return the paths of the requirements.in of each app and of --track."""
     return sorted([*ROOT.glob("apps/*/requirements.in"), TRACKERS / "requirements.in"])
 
 

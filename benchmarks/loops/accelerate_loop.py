@@ -1,4 +1,4 @@
-"""Time the loop of Hugging Face Accelerate's quick tour. torchrun starts this program."""
+"""Measure samples per second of the loop in Hugging Face Accelerate's quick tour. torchrun starts this program."""
 
 from __future__ import annotations
 

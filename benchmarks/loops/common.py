@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESIDENT = 32  # number of batches of a compute limit; they are loaded before the clock starts, and repeat
+RESIDENT = 32  # number of batches of a compute limit, which are loaded before the clock starts, and repeat
 
 
 def arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Train on Fashion-MNIST by PyTorch DDP until a target accuracy, by a baseline loop or by variants of the app's step.
+"""Train on Fashion-MNIST with DDP until a target accuracy, in a baseline loop or with variants of the app's step.
 
 torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
 dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
@@ -236,7 +236,7 @@ def steps(options: argparse.Namespace) -> dict[str, list[float]]:
             begun = time.perf_counter()
             for k in range(AT_ONCE):
                 loop.step(i * AT_ONCE + k)
-            if i:  # the first is a warm-up
+            if i:  # the first round is a warm-up
                 found[name].append((time.perf_counter() - begun) / AT_ONCE * 1e3)
     print({name: statistics.median(times) for name, times in found.items()})
     return found

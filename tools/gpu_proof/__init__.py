@@ -8,7 +8,7 @@ The interpreter needs the packages that the apps pin; other versions cause a war
 outcome of a row is `passed`, `failed` with the reason, or `not run` with the reason. In rows with several ranks, the
 ranks share the GPU (--share-gpu), so the times of these rows do not apply to several GPUs.
 
-- all-reduce: An all-reduce over several ranks has the right sum. These rows run first.
+- all-reduce: The result of an all-reduce over several ranks is the right sum. These rows run first.
 - bits: With --virtual-ranks 4, the weights have the same bits at 1, 2, 3 and 4 ranks, and after a kill at 3 ranks.
 - killed: A rank gets SIGKILL while the other ranks wait in an all-reduce. The other ranks end, and the job resumes. The
   final weights are bitwise equal to the weights of an undisturbed run.

@@ -95,7 +95,7 @@ def bits(row: Row, app: str) -> dict[str, Any]:
 
 
 def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compare losses in float64 at 1, 2 and 3 ranks, with all random operations. ``faults`` happen at 2 ranks."""
+    """Compare losses in float64 at 1, 2 and 3 ranks, with dropout and augmentation. ``faults`` happen at 2 ranks."""
     steps = 5 if row.proof.quick else SAME_STEPS[app]
     options = [*OPTIONS[app], "--dtype=float64", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     counts = (1, 2) if row.proof.quick else (1, 2, 3)
