@@ -1,6 +1,6 @@
 """Draw docs/same_step.svg, with the losses of one training at 1, 2, 3 and 4 ranks, and of a run with two kills.
 
-    python3.11 docs/same_step.py
+The command is ``python3.11 docs/same_step.py``.
 """
 
 from __future__ import annotations

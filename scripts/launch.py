@@ -1,6 +1,6 @@
-"""Start an app. scripts/launch.sh runs this program.
+"""Start an app by its launcher. scripts/launch.sh runs this program.
 
-    python scripts/launch.py <app> <template of the launcher> -- N [options]
+The command is ``python scripts/launch.py <app> <template of the launcher> -- N [options]``.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Write the initial weights of the loops in this folder to a file for cifar_ddp's --init-from.
 
-    python benchmarks/elsewhere/initial_weights.py SEED DTYPE FILE.safetensors
+The command is ``python benchmarks/elsewhere/initial_weights.py SEED DTYPE FILE.safetensors``.
 """
 
 from __future__ import annotations
