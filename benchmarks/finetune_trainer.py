@@ -223,7 +223,7 @@ def train(case: Case, steps: int, folder: Path) -> Results:
         data_collator=collate,
     )
     if not case.takes_count:
-        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward accepts no further keyword arguments
+        trainer.model_accepts_loss_kwargs = False  # as if the model's forward accepted no further keyword arguments
     losses = record_losses(trainer)
     trainer.train()
     measured = trainer.evaluate()["eval_loss"]

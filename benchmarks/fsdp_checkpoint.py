@@ -62,7 +62,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
     optimizer = train.build_optimizer(asked, model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # creates the optimizer's state
+    optimizer.step()  # this step creates the optimizer's state
     saved = [checkpoint.folder_of(folder, 0)]
 
     def save() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
                 made = stack.enter_context(tempfile.TemporaryDirectory(dir=above, prefix="benchmark-"))
             folder = Path(distributed.broadcast(made.encode()).decode())
             size, taken = measure(options, 1 if given.quick else given.rounds, folder)
-            dist.barrier()  # then rank 0 deletes the folder
+            dist.barrier()  # after the barrier, rank 0 deletes the folder
         if dist.get_rank() == 0:
             cells = [" ".join(options), f"{size:,.0f}", *(shown(taken[name], 1) for name in ("save", "whole", "plain"))]
             cells.append(shown([ours / theirs for ours, theirs in zip(taken["save"], taken["plain"])], 2))

@@ -155,7 +155,7 @@ def main() -> None:
         options.faults = ["save"]
         options.kills = 1
 
-    steps_per_kill = 50  # because the fault "save" waits for the next save
+    steps_per_kill = 50  # the fault "save" waits for the next save
     length = f"--epochs={1 + options.kills * steps_per_kill // 32}"  # an epoch has 32 steps
     machine = {"arch": platform.machine(), "cores": len(os.sched_getaffinity(0)), "ranks": options.ranks}
     are_equal = True

@@ -93,7 +93,7 @@ def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> 
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
-    model.load_state_dict(safetensors.torch.load_file(weights))  # raises if a name or a shape differs
+    model.load_state_dict(safetensors.torch.load_file(weights))  # this call checks names and shapes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images, labels = (torch.from_numpy(array) for array in data(batch, size))
 

@@ -233,7 +233,7 @@ def modules() -> list[str]:
 
 
 def kit_modules() -> list[str]:
-    """Return the names of the modules that define the names of samestep.torch."""
+    """Return the names of the modules that define the public objects of samestep.torch."""
     text = (PACKAGE / "torch" / "__init__.py").read_text()
     return sorted({f"{KIT}.{name}" for name in KIT_MODULE.findall(text)})
 

@@ -31,7 +31,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_APP = "mnist_ddp"  # the app that common tests and their options use as the example
-MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characters
+MAX_NAME_LENGTH = 18  # lines of a copy with a longer name exceed 120 characters
 TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # these parts of an environment's name select lines of tox.ini
 PACKAGES = ("core", "launch", "observe", "check")
 TOP_FOLDERS = ("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools")
@@ -83,7 +83,7 @@ class Copy:
         self.paths += [f"scripts/run_{origin}.sh", *self._test_files()]
         self.left_behind += measuring
         self.paths += [path for path in files_under("deploy/slurm") if path.endswith(f"/{origin}.sbatch")]
-        if wheel:  # also other scripts of this app
+        if wheel:  # a project also contains the app's other scripts
             scripts = [path for path in files_under("scripts") if not path.startswith("scripts/run_")]
             self.paths += [path for path in scripts if re.search(name_pattern(origin), read(path))]
 
@@ -331,7 +331,7 @@ def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
 def build_wheel(folder: Path) -> Path:
     """Build core's wheel in ``folder`` by pip, which downloads the build backend."""
     print("building core's wheel", flush=True)
-    venv = folder / "venv"  # because a system's Python may lack pip
+    venv = folder / "venv"  # the system's Python may lack pip
     run([sys.executable, "-m", "venv", str(venv)], f"{sys.executable} cannot make an environment to build in", folder)
     command = [str(venv / "bin/python"), *"-m pip wheel --quiet --disable-pip-version-check --no-deps".split()]
     run([*command, f"--wheel-dir={folder}", str(ROOT)], "pip cannot build the wheel of samestep", folder)

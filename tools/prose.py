@@ -72,7 +72,7 @@ def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
     """Yield the sentences of the paragraph at a place (FILE:LINE), with CODE for code and QUOTE for quotations."""
 
     def word(text: str, match: re.Match[str]) -> str:
-        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # keeps the number of lines
+        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # the result keeps the number of lines
 
     text = re.sub(r"``.+?``|`[^`]+`", lambda match: word("CODE", match), paragraph, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", lambda match: word(match[1], match), text)

@@ -109,7 +109,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.processes: dict[int, str] = {}
-        for each in (signal.SIGINT, signal.SIGTERM):  # because a shell makes background processes ignore INT
+        for each in (signal.SIGINT, signal.SIGTERM):  # a shell makes background processes ignore INT
             signal.signal(each, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -107,7 +107,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
     loader = DataLoader(training, size, sampler=sampler, num_workers=options.workers)
     test_sampler: DistributedSampler[object] = DistributedSampler(
         test, shuffle=False
-    )  # repeats samples if the number of ranks does not divide 10,000
+    )  # the sampler repeats samples if the number of ranks does not divide 10,000
     test_loader = DataLoader(test, 1000, sampler=test_sampler, num_workers=options.workers)
     model = DistributedDataParallel(TextbookVGG())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -142,7 +142,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
 
 # --- the app's step --------------------------------------------------------------------------------------------------
 
-OTHERS = "contiguous", "torch's norm", "pool last"  # changes without an option of the app
+OTHERS = "contiguous", "torch's norm", "pool last"  # changes for which the app has no option
 
 
 class AppLoop:

@@ -14,7 +14,7 @@ from samestep_record import after_import
 
 def declare(torch: Any) -> None:
     torch.samestep_library = library = torch.library.Library("torchvision", "DEF")  # keeps the operators declared
-    with contextlib.suppress(RuntimeError):  # fails if the operators are already declared
+    with contextlib.suppress(RuntimeError):  # the call fails if the operators are already declared
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

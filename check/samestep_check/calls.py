@@ -135,7 +135,7 @@ class FilteredCalls:
 
     def wrapped(self, command: Sequence[str]) -> list[str]:
         """Return a command that installs the filter and then executes ``command``."""
-        # Without -I and -S the job's own sitecustomize would run twice.
+        # The options -I and -S prevent a second run of the job's sitecustomize.
         return [sys.executable, "-I", "-S", str(_FILTER), str(self._far_end.fileno()), *command]
 
     @property

@@ -34,7 +34,7 @@ class Step(NamedTuple):
     weights_before: float | None  # norm of the weights before the step
     weights: float | None  # norm of the weights after the step
     random: dict[str, int] | None  # checksum of each random number generator's state before the step
-    random_before: list[dict[str, int]]  # the same checksums at loader starts and saves since the previous step
+    random_before: list[dict[str, int]]  # these checksums at each loader start and save since the previous step
     line: str | None  # place of the step in the script, as ``file:line``
     called: list[Called]  # modules called without gradients since the previous step
 

@@ -368,7 +368,7 @@ def compare_generators(
         k: number of this step, from 0.
 
     Returns:
-        Names of shifted generators, which are restored but differ at the step itself; names of lost generators.
+        Names of shifted generators (restored, but in another state at the step), and names of lost generators.
     """
     shifted = []
     lost = []

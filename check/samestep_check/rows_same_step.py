@@ -174,7 +174,7 @@ def _compare_samples(runner: ScriptRunner) -> None:
 
 
 def _gaps(single: Sequence[float | None], several: Sequence[float | None]) -> dict[int, float]:
-    """Return the relative difference of two values for each step, from 1, that has both values."""
+    """Return the relative difference of a step's two values, by step from 1, without steps that lack a value."""
     pairs = enumerate(zip(single, several), 1)
     return {k: relative(a, b) for k, (a, b) in pairs if a is not None and b is not None}
 

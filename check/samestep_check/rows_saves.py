@@ -185,7 +185,7 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
 
 
 def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
-    """Restart the script in a recorded state until the first step. Return the undisturbed steps that equal this step.
+    """Restart the script from a recorded state until the first step. Return the undisturbed steps that equal this step.
 
     Args:
         runner: runner that restarts the script.

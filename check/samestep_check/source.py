@@ -39,7 +39,7 @@ def can_mount() -> bool:
 
 
 def _mounted(copy: str, folder: str, kept: Sequence[str]) -> list[str]:
-    # Without -I and -S the job's own sitecustomize would run twice.
+    # The options -I and -S prevent a second run of the job's sitecustomize.
     return [sys.executable, "-I", "-S", str(_MOUNT), copy, folder, json.dumps(kept)]
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # makes this folder importable as the package gpu_proof
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder becomes importable as the package gpu_proof
 
 import gpu_proof  # noqa: E402
 from gpu_proof.jobs import NotRunError, Proof, Row, Slots  # noqa: E402

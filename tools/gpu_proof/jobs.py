@@ -33,7 +33,7 @@ FAULTS = Path(__file__).resolve().parent / "faults"  # folder of the faults' sit
 ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
 END_SECONDS = 10.0  # time for a launch script to end its processes after a second signal, in seconds
 MAX_REASON = 1500  # characters
-MAX_LOG = 2**18  # limit of the copied end of a log, in bytes
+MAX_LOG = 2**18  # maximum size of the copied end of a log, in bytes
 Value = TypeVar("Value")
 Fault = Mapping[str, Any]
 

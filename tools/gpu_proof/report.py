@@ -23,7 +23,7 @@ class Results:
     """The results of the rows so far. `note` writes the results to a file after each row."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], date: str, keep: bool) -> None:
-        """Read the file if ``keep``. Exit with 2 if the file is from another machine."""
+        """Read the file if ``keep`` is true. Exit with 2 if the file is from another machine."""
         self._path = path
         self._lock = threading.Lock()
         self.values: dict[str, Any] = {"machine": dict(machine), "date": date, "rows": []}

@@ -99,7 +99,7 @@ def _inside(path: Any, follow: bool = True) -> str | None:
         full = _own_path(full)
     if _is_below(full, config["records"]):
         return None
-    # Folders may contain each other, so the innermost folder that contains the path decides.
+    # One of these folders may contain another, so the innermost folder that contains the path decides.
     allowed = [each for each in (*config["allowed"], config["work"]) if _is_below(full, each)]
     longest = max(map(len, allowed), default=0)
     in_source = _is_below(full, config["source"]) and longest < len(config["source"])
