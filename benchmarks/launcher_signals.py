@@ -5,7 +5,7 @@
 
 Each launcher starts two ranks of the app, and gets TERM, INT or USR1 as soon as they train. The table shows the
 launcher's exit code, the seconds until the last rank had ended, and whether the ranks saved their last step. The script
-uses .venvs/<app>, which the app's launch script makes; PYTHON selects another Python. The script omits launchers that
+uses .venvs/<app>, which the app's launch script creates; PYTHON selects another Python. The script omits launchers that
 are not installed.
 """
 

@@ -5,9 +5,9 @@
 On every rank, DistributedSampler makes a list of all indices of the epoch before it returns the first index. sharding
 computes only the requested indices, and stores no list. Both methods shuffle the samples of a job with one rank. Each
 measurement runs in a new process, and counts time and memory after the imports. DistributedSampler runs with up to
-10,000,000 samples. Its bytes per sample show whether more samples would fit into this machine's memory. The memory of
-sharding is measured with batches of 128. A block of 2^20 indices needs some arrays of this size at any number of
-samples. If this Python lacks torch, the columns of DistributedSampler are empty.
+10,000,000 samples. The sampler's bytes per sample show whether more samples would fit into this machine's memory. The
+memory of sharding is measured with batches of 128. A block of 2^20 indices needs some arrays of this size at any number
+of samples. If this Python lacks torch, the columns of DistributedSampler are empty.
 """
 
 from __future__ import annotations

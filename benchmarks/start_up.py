@@ -6,7 +6,7 @@ The launch script forks its ranks from a process that has imported the program, 
 --start-method is exec. The script checks its options, finds and verifies the data, locks the run directory, looks for a
 checkpoint, and monitors the job. Bare torchrun starts a minimal script, which joins the ranks and takes one step of a
 DDP model of the same size. Both jobs use this Python (with --venv, the Python in .venvs/mnist_ddp) and the same number
-of threads. Rank 0 writes a file after the first step. The starts take turns. An uncounted first round makes the
+of threads. Rank 0 writes a file after the first step. The starts take turns. An uncounted first round creates the
 environment and the data, and fills the system's file cache.
 """
 

@@ -12,10 +12,10 @@
   torchvision's dataset with per-sample transforms, a DataLoader with --workers, DistributedSampler, BatchNorm2d, and
   Adam at 1e-3 without a schedule. It computes in float32 with contiguous tensors.
 
-The two loops take turns, with the same threads per rank. Both evaluate the whole test set every 100 steps, and at each
-epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the target.
-They include all earlier evaluations, but exclude start-up. The script stops the textbook loop after --cap times the
-app's seconds, and then reports "> x".
+The two loops take turns, with the same threads per rank. Both loops evaluate on the full test set every 100 steps, and
+at each epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the
+target. They include all earlier evaluations, but exclude start-up. The script stops the textbook loop after --cap times
+the app's seconds, and then reports "> x".
 
 Fashion-MNIST comes from Debian's package dataset-fashion-mnist, or from --data-dir/fashion-mnist. The script uses the
 Python of .venvs/cifar_ddp, or PYTHON=/path/to/python.
@@ -77,7 +77,7 @@ def environment() -> str:
 
 
 def unpack(data_dir: Path, folder: Path, python: str) -> None:
-    """Write Fashion-MNIST uncompressed into FashionMNIST/raw, where torchvision and the app look for it."""
+    """Write Fashion-MNIST uncompressed into FashionMNIST/raw, in which torchvision and the app look for it."""
     code = (
         "import sys; from pathlib import Path; from samestep import ConfigError; from samestep.data import datasets\n"
     )

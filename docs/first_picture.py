@@ -120,7 +120,7 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
     Args:
         program: path of the training script.
         count: number of ranks.
-        folder: folder for the output. If it contains a complete run, the function returns its losses.
+        folder: folder for the output. If the folder contains a complete run, the function returns the run's losses.
         kill: send SIGKILL to rank 1 at step KILL_AT, and start the job again by the same command.
     """
     folder.mkdir(parents=True, exist_ok=True)

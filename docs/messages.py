@@ -6,9 +6,9 @@
 Messages are the arguments of exceptions in `ERRORS`, of `log.error`, and of `parser.error`. Arguments of `print_stderr`
 and of the launcher's `Decision` are messages if they begin with ``error:`` and a space.
 
-The program finds the possible strings of an argument without running the code. It follows a name to all assignments, a
-parameter to all calls of the function, and an item of a dict to all values of the dict. It follows a call to all return
-values, if the same file defines the function. An ellipsis replaces any other value.
+The program finds the possible strings of an argument without running the code. The program follows a name to all
+assignments, a parameter to all calls of the function, and an item of a dict to all values of the dict. It follows a
+call to all return values, if the same file defines the function. An ellipsis replaces any other value.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Source:
     def _scopes(self, call: ast.Call, message: ast.expr, others: Sequence[Source]) -> list[Scope]:
         """Return a scope for each call of the function around ``call``, or one empty scope if there are no such calls.
 
-        If the message uses several names that one returned tuple assigns, each possible tuple makes its own scope.
+        If the message uses several names that one returned tuple assigns, there is a scope for each possible tuple.
         """
         function = self._around(call)
         if not function:

@@ -144,7 +144,7 @@ def default_revision() -> tuple[str, str]:
 
 
 def chosen_revision(name: str) -> tuple[str, str]:
-    """Return a revision and its commit, or the default revision if ``name`` is empty."""
+    """Return the revision ``name`` and its commit, or the default revision and its commit if ``name`` is empty."""
     if not name:
         return default_revision()
     if name.startswith("-"):

@@ -54,7 +54,7 @@ BESIDE_OTHER_APPS = "# --- several apps"  # the code of tests/conftest.py from t
 
 
 class UsageError(Exception):
-    """The tool cannot make the copy. The message is one line that has the problem and the remedy."""
+    """The tool cannot create the copy. The message is one line that has the problem and the remedy."""
 
 
 def require(condition: object, message: str) -> None:

@@ -24,7 +24,7 @@ AT_A_TIME = "2"
 MATCHED = "MATRIX_MATCHED"
 LEFT_LIMIT = 15.0  # time for pytest to end its own processes, in seconds
 NO_TESTS = 5  # pytest's exit code
-DRIVERS = {  # files that a device's driver makes, by the suffix of an environment's name
+DRIVERS = {  # files that a device's driver creates, by the suffix of an environment's name
     "gpu": ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"),
     "ascend": ("/dev/davinci_manager",),
 }

@@ -1,7 +1,7 @@
 """An adapter of `samestep check` that makes torchvision's wheel importable beside a CPU torch.
 
 The wheel for x86-64 is built for a CUDA torch. Beside a CPU torch, its import fails because operators are missing.
-This adapter declares them; the examples do not call them.
+This adapter declares these operators, which the examples do not call.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 COMMAND = re.compile(r"(\d+)(?:,(\d+))?([acd])")  # command of an ed script
-TIMEOUT = 10.0  # seconds, for the connection and each read
+TIMEOUT = 10.0  # timeout of the connection and of each read, in seconds
 
 
 class SourceError(Exception):

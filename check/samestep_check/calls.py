@@ -234,7 +234,7 @@ def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[
         process: ID of the waiting thread.
         name: the kernel's name of the call.
         arguments: the six arguments of the call, as unsigned 64-bit integers.
-        own: translates a path of the waiting process to this process's path of the same file.
+        own: function that translates a path of the waiting process to this process's path of the same file.
 
     Raises:
         OSError: the process has ended, or its memory is not readable.

@@ -19,8 +19,8 @@ from samestep import ConfigError
 from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
-# Seconds from a launcher's end until its processes must have ended too. Workers of a torch DataLoader notice the end of
-# their rank after up to 5 seconds.
+# Time limit for a job's other processes to end after the launcher, in seconds. Workers of a torch DataLoader notice the
+# end of their rank after up to 5 seconds.
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
 MOST_CHARACTERS = 120  # maximum length of an error line

@@ -156,7 +156,7 @@ def stalled(runner: ScriptRunner) -> str:
 
 
 def hangs(records: Records, seconds: float, limit: float) -> Verdict:
-    """Return the verdict on a job that has not ended after a rank was stopped.
+    """Return the verdict on a job that still runs after a rank was stopped.
 
     The verdict is CannotTell if the timeout of the job's collectives is unknown, or at least ``seconds`` but not above
     ``limit``.

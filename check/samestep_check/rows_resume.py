@@ -289,7 +289,7 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
         words = f"the {part}"
         if part in lost:
             words = f"{part} of {name}"
-        # If the undisturbed repetition has another norm, a difference proves nothing.
+        # If the repetition of the undisturbed run has another norm, a difference after the resume proves nothing.
         is_reproducible = relative(norm_of(twin, part), norm_of(wanted, part)) <= comparison.bound
         is_other = comparison.draws_others and is_buffer(part)
         if is_reproducible and not is_other:

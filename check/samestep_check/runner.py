@@ -54,7 +54,7 @@ class Undisturbed(NamedTuple):
 class Restart(NamedTuple):
     """A restart of a script, after a fault."""
 
-    code: int | None  # exit code; None if the restart had not ended
+    code: int | None  # exit code; None if the restart was still running
     error: str  # the output's line with the error
     steps: list[Step]
     records: Records | None  # None if the launcher restarted the ranks
@@ -66,7 +66,7 @@ class Faulted:
 
     done: int  # number of steps of the ranks' first start; only those before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
-    code: int | None  # exit code; None if the job had not ended
+    code: int | None  # exit code; None if the job was still running
     duration: float  # seconds from the fault to the end
     records: Records
     attempts: list[list[Step]]
@@ -239,7 +239,7 @@ class ScriptRunner:
 
         Raises:
             Failed: the script fails at the command's number of ranks.
-            CannotTell: the script fails at another number of ranks, or has not ended in time.
+            CannotTell: the script fails at another number of ranks, or still runs at the time limit.
         """
         with self.job(self.copy(), ranks) as job:
             has_ended = job.wait_for_end(self.patience())
@@ -522,7 +522,7 @@ class ScriptRunner:
 
         Raises:
             NotSeen: the run has no step, or fewer than two checkpoints.
-            CannotTell: the recorded run fails or has not ended, or the recording is incomplete.
+            CannotTell: the recorded run fails or still runs at the time limit, or the recording is incomplete.
         """
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")

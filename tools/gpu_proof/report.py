@@ -73,7 +73,7 @@ def driver() -> str:
 
 
 def table(results: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return a Markdown table of the results. A row in ``names`` without a result is shown as not run."""
+    """Return a Markdown table of the results. For a row in ``names`` without a result, the table shows "not run"."""
     where = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [f"{where}; {results['date']}", "", "| row | outcome | seconds | figures |", "|---|---|---|---|"]
     found = {row["row"]: row for row in results["rows"]}
