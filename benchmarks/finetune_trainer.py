@@ -4,7 +4,7 @@
     .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --quick     # one case, three steps
     python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
-Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
+Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The first rows use
 the Trainer's defaults. The first three columns have relative differences from the run on one rank. The columns *loss*
 and *gradient norm* have the largest difference of a step, in the mean loss per target token and in the norm of the
 gradient. The column *weights* has the difference of the final weights. The other columns have the relative errors of

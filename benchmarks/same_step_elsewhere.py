@@ -260,7 +260,11 @@ def machine() -> str:
 
 
 def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
-    """Draw the losses of programs with ``drawn``, and all programs' loss differences between the most ranks and 1."""
+    """Draw the picture of the losses.
+
+    Each program with ``drawn`` has a panel with its losses. The last panel has each program's relative differences
+    between the losses at the largest world size and at 1 rank.
+    """
     import matplotlib.pyplot as plt
 
     panels = [program for program in PROGRAMS if program.drawn]

@@ -121,7 +121,7 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
         program: path of the training script.
         count: number of ranks.
         folder: folder for the output. If the folder contains a complete run, the function returns the run's losses.
-        kill: send SIGKILL to rank 1 at step KILL_AT, and start the job again by the same command.
+        kill: whether to send SIGKILL to rank 1 at step KILL_AT, and to start the job again by the same command.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.txt"
@@ -143,7 +143,7 @@ def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False
         count: number of ranks.
         folder: folder of the run. The program writes to its subfolder ``out``.
         log: file to which the output is appended.
-        kill: send SIGKILL to rank 1 at step KILL_AT.
+        kill: whether to send SIGKILL to rank 1 at step KILL_AT.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += [str(program), "--dtype", "float64", "--out", str(folder / "out")]

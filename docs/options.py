@@ -175,8 +175,8 @@ def row(action: argparse.Action, differs: bool = False, star: bool = False) -> s
 
     Args:
         action: the option, as argparse stores it.
-        differs: show "see below" as the default, and omit the choices.
-        star: mark the option as changeable at a resume.
+        differs: whether to show "see below" as the default, and to omit the choices.
+        star: whether to mark the option as changeable at a resume.
     """
     value = "" if action.nargs == 0 else action.metavar or action.dest.upper()
     if action.nargs == "?":

@@ -22,7 +22,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
 
     Args:
         options: options that throughput.py passes, such as the batch size.
-        plain: use contiguous tensors and DDP's own all-reduce.
+        plain: whether to use contiguous tensors and DDP's own all-reduce.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]

@@ -82,7 +82,7 @@ def until_accurate(
 
 
 def textbook_sets(options: argparse.Namespace) -> list[Any]:
-    """Return torchvision's training and test sets. As in the app, images [3, 32, 32] come from gray 28 x 28 images."""
+    """Return torchvision's training and test sets. Images [3, 32, 32] come from gray 28 x 28 images, as in the app."""
     common.torchvision_that_imports()
     from torchvision import datasets, transforms
 

@@ -193,7 +193,7 @@ def started(
         work: the copied folder in which the script runs.
         records: new folder for the records of the script's processes.
         config: settings for the recorder in each process.
-        calls: pauses the job before its file system calls; None for no pauses.
+        calls: object that pauses the job before its file system calls; None for no pauses.
 
     Yields:
         The started job.

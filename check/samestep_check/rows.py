@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     Attributes:
         title: the row's subject in a few words.
-        decide: returns the message of a row that passes, and raises a Verdict otherwise.
+        decide: function that returns the message of a row that passes, and raises a Verdict otherwise.
         starts: usual number of starts of the script, if the rows before this row also run.
         cause: the usual cause of a failure.
         page: path of the documentation page on this fault.

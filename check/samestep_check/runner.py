@@ -212,7 +212,7 @@ class ScriptRunner:
             work: copied folder in which the script runs.
             ranks: number of ranks, by default the command's.
             is_restart: whether to run the command that resumes the script.
-            calls: pauses the job before its file system calls.
+            calls: object that pauses the job before its file system calls; None for no pauses.
             config: settings for the recorder in each process.
 
         Yields:
@@ -413,7 +413,7 @@ class ScriptRunner:
         """Run the script with a fault, then restart it as a user would.
 
         Args:
-            strike: injects the fault in the middle of the run; None if ``config`` sets the fault.
+            strike: function that injects the fault in the middle of the run; None if ``config`` sets the fault.
             config: settings for the recorder in each process.
         """
         work = self.copy()
