@@ -71,7 +71,7 @@ class Row:
 
     launcher: tuple[str, ...]  # words of the command; {n} is the number of ranks, {folder} a temporary folder
     batch: int  # samples of a global batch
-    textbook: str  # name of the textbook loop
+    textbook: str  # name of the baseline loop's program
     limit: str  # name of the program for the compute limit
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"

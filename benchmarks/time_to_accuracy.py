@@ -203,7 +203,7 @@ def load() -> str:
 
 
 def compare(bench: Bench) -> None:
-    """Run the app and the textbook loop in turns, and print a table."""
+    """Run the app and the baseline loop in turns, and print a table."""
     print("| ranks | run | app | textbook | app / textbook | load |\n|---|---|---|---|---|---|")
     for n in map(int, bench.options.ranks.split(",")):
         ratios = []
