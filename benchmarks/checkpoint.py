@@ -7,14 +7,15 @@ Three variants take turns in each round, on the same disk (--dir; by default a t
 - save: This variant does the work of mnist_ddp's rank 0 between two steps, except the gather of all ranks' checksums.
   It converts the model and the optimizer to arrays, computes a checksum of each array, and calls `checkpoint.save`,
   which copies the arrays. A thread then hashes, writes and syncs the files, renames the folder, and deletes the oldest
-  of three checkpoints. Training continues meanwhile. *whole* is the time until the thread has finished.
+  of the three earlier checkpoints. In the app, training continues meanwhile. The column *whole* has the time until the
+  thread has finished.
 
 - plain: This variant writes and syncs the same number of files of the same sizes, without a rename or a checksum.
 
 - torch.save: This variant writes and syncs one file of the same tensors.
 
 The script times two models: mnist_ddp's model with SGD momentum, and a model of 200 MB without optimizer state. A ratio
-divides the time of save by the time of another variant in the same round. Each cell has the median and the quartiles.
+divides the time of save by the time of another variant in the same round. Times and ratios are medians with quartiles.
 Run the script with a Python that has apps/mnist_ddp's requirements. To compare two commits, alternate between the
 scripts of their checkouts.
 """

@@ -1,4 +1,4 @@
-"""Time changes that may make mnist_ddp's training step faster on CPU.
+"""Measure how much each of several changes speeds up mnist_ddp's training step on CPU.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/ddp_step.py [--rounds 25] [--compile]
@@ -107,9 +107,9 @@ def variant(
     Args:
         shards: the batches of this rank, which repeat.
         weights: memory format of the convolutions' weights; None keeps the app's format.
-        wrap: returns the model that exchanges gradients.
-        inner: returns the model that ``wrap`` gets.
-        sgd: further arguments of torch's SGD.
+        wrap: function that wraps the model so that ranks exchange gradients; DDP by default.
+        inner: function that changes the model before ``wrap``, such as torch.compile.
+        sgd: further keyword arguments of torch.optim.SGD, such as ``fused``.
     """
     model = build_model("net", 0.5, torch.float32, 1)
     if weights is not None:
@@ -129,7 +129,7 @@ def variant(
 
 
 def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: int) -> Tensor:
-    """Return all gradients [n] of the last of ``passes`` backward passes. DDP reorders its buckets after the first."""
+    """Return the gradients [n] of the last of ``passes`` backward passes. DDP reorders buckets after the first pass."""
     model = build_model("net", 0.0, torch.float32, 1)
     wrapped = wrap(model)
     for images, labels, size in shards[:1] * passes:
@@ -143,8 +143,8 @@ def check(shards: Shards) -> str:
     """Compare the hooks' gradients, and return the result as text.
 
     Raises:
-        AssertionError: the gradients of a hook differ from DDP's by more than rounding, or from another hook's in a
-            bit.
+        AssertionError: the gradients of a hook differ from the gradients of DDP by more than rounding errors, or in any
+            bit from the gradients of another hook.
     """
     stock = gradients(shards, DistributedDataParallel, 1)
     sizes = (0.001, 0.03, 25)  # MB per bucket: a bucket contains one or two gradients, several, or all

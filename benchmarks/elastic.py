@@ -3,10 +3,10 @@
     PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
 
 The first table has the seconds from a SIGKILL of ranks until the job logs a step that began after the kill. Its rows
-are jobs of mnist_elastic, and of mnist_ddp, which restarts. The second table has the seconds from a SIGKILL of one of
-three ranks of mnist_elastic until its successor has made an update, by --start-method. The third table has the
-images per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of their ratios. Jobs take
-turns in each round.
+are jobs of mnist_elastic, which continue after the kill, and of mnist_ddp, which restart. The second table has the
+seconds from a SIGKILL of one of three ranks of mnist_elastic until its successor has made an update, by --start-method.
+The third table has the images per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of
+their ratios. Jobs take turns in each round.
 """
 
 from __future__ import annotations

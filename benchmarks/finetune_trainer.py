@@ -4,13 +4,14 @@
     .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --quick     # one case, three steps
     python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
-Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The table begins with
-the Trainer's defaults. Its first columns have the relative differences from one rank. They compare the mean losses per
-target token (largest over the steps), the norms of the gradients (likewise), and the final weights. The other columns
-have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
+Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The first rows use
+the Trainer's defaults. The first three columns have relative differences from the run on one rank. The columns *loss*
+and *gradient norm* have the largest difference of a step, in the mean loss per target token and in the norm of the
+gradient. The column *weights* has the difference of the final weights. The other columns have the relative errors of
+``eval_loss``, whose true value is the mean over all test target tokens.
 
 The model's own loss and RMSNorm round to float32, which changes each number by about 1e-7. So the program replaces
-both.
+both functions.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Case:
 
     Attributes:
         name: the text of the table's row.
-        ranks: number of ranks.
+        ranks: number of ranks, which share each global batch.
         accumulate: micro-batches per step and rank.
-        samples: size of the training set.
-        test_samples: size of the test set.
+        samples: number of samples in the training set.
+        test_samples: number of samples in the test set.
         dropout: LoRA's dropout, with LoRA of rank 4; None trains all weights.
         averages: value of the Trainer's setting ``average_tokens_across_devices``.
-        takes_count: whether the model's loss takes the number of targets of the global batch.
+        takes_count: whether the model's loss accepts the number of targets of the global batch.
     """
 
     name: str
@@ -169,7 +170,7 @@ def settings(case: Case, steps: int, folder: Path) -> Any:
 
 
 def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
-    """Return a list, to which each training micro-batch will append (step, summed loss, number of targets).
+    """Wrap the Trainer's step, and return a list of (step, summed loss, number of targets) for each later micro-batch.
 
     The loss uses the weights before the step, and no dropout. The Trainer's own log rounds the loss to float32.
     """
@@ -222,7 +223,7 @@ def train(case: Case, steps: int, folder: Path) -> Results:
         data_collator=collate,
     )
     if not case.takes_count:
-        trainer.model_accepts_loss_kwargs = False  # as for a model whose forward takes no further keyword arguments
+        trainer.model_accepts_loss_kwargs = False  # as if the model's forward accepted no further keyword arguments
     losses = record_losses(trainer)
     trainer.train()
     measured = trainer.evaluate()["eval_loss"]
@@ -241,10 +242,10 @@ def run_rank(case: Case, steps: int, rank: int, port: int, folder: Path) -> None
     """Train as one rank of a case, and write its results and its output to files.
 
     Args:
-        case: the case.
-        steps: number of steps.
-        rank: this rank.
-        port: port of the rendezvous.
+        case: settings of the training.
+        steps: number of optimizer steps.
+        rank: number of this rank, from 0.
+        port: TCP port of the rendezvous on 127.0.0.1.
         folder: folder for the files of all ranks.
     """
     import torch

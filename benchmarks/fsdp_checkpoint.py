@@ -7,8 +7,9 @@ Two variants take turns on all ranks, on the same disk (--dir; by default a temp
 
 - save: Each rank does the work of `Shards.save` between two steps. It copies its parts of the model and the optimizer,
   and exchanges the lists of their contents with the other ranks. A thread of each rank then hashes, writes and syncs
-  the rank's files. Rank 0's thread waits for all ranks, writes the manifest, renames the folder and deletes the oldest
-  of two checkpoints. Training continues meanwhile. *whole* is the time until the thread has finished.
+  the rank's files. Rank 0's thread waits for all ranks, writes the manifest, renames the folder and deletes the older
+  of the two earlier checkpoints. In the app, training continues meanwhile. The column *whole* has the time until the
+  thread has finished.
 
 - plain: Each rank writes and syncs the same number of files of the same sizes, without an exchange.
 
@@ -61,7 +62,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
     optimizer = train.build_optimizer(asked, model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # creates the optimizer's state
+    optimizer.step()  # this step creates the optimizer's state
     saved = [checkpoint.folder_of(folder, 0)]
 
     def save() -> None:
@@ -130,7 +131,7 @@ def main() -> None:
                 made = stack.enter_context(tempfile.TemporaryDirectory(dir=above, prefix="benchmark-"))
             folder = Path(distributed.broadcast(made.encode()).decode())
             size, taken = measure(options, 1 if given.quick else given.rounds, folder)
-            dist.barrier()  # then rank 0 deletes the folder
+            dist.barrier()  # after the barrier, rank 0 deletes the folder
         if dist.get_rank() == 0:
             cells = [" ".join(options), f"{size:,.0f}", *(shown(taken[name], 1) for name in ("save", "whole", "plain"))]
             cells.append(shown([ours / theirs for ours, theirs in zip(taken["save"], taken["plain"])], 2))

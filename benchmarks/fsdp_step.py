@@ -1,4 +1,4 @@
-"""Compare the time of gpt_fsdp's training step with the same model in plain FSDP2 and in DDP.
+"""Compare the time of gpt_fsdp's training step with the time of a step of the same model in plain FSDP2 and in DDP.
 
     OMP_NUM_THREADS=1 .venvs/gpt_fsdp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/fsdp_step.py [--rounds 15] [--keep-memory]

@@ -5,7 +5,7 @@
 
 Each launcher starts two ranks of the app, and gets TERM, INT or USR1 as soon as they train. The table shows the
 launcher's exit code, the seconds until the last rank had ended, and whether the ranks saved their last step. The script
-uses .venvs/<app>, which the app's launch script makes; PYTHON selects another Python. The script omits launchers that
+uses .venvs/<app>, which the app's launch script creates; PYTHON selects another Python. The script omits launchers that
 are not installed.
 """
 
@@ -85,10 +85,10 @@ def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path)
     """Start a job, send its launcher the signal ``number``, and return the outcome as two cells of a table.
 
     Args:
-        app: name of the app.
-        command: command line of the launcher.
-        number: the signal.
-        folder: folder for the job.
+        app: name of the app, such as mnist_ddp.
+        command: words of the launcher's command line, with placeholders such as ``{train}``.
+        number: the signal, which is sent as soon as the ranks train.
+        folder: empty folder for the run directory and the console's output.
     """
     values = {"bin": bin_of(app), "train": ROOT / "apps" / app / "train.py", "port": free_port()}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}

@@ -2,10 +2,10 @@
 
     python benchmarks/recovery_time.py [--faults rank ranks save] [--methods fork exec] [--kills 10] [--json FILE]
 
-Each row is one job of mnist_ddp, which is killed repeatedly and then runs to its end. The faults are a SIGKILL to a
-random rank, to all ranks, and to rank 0 while it writes a checkpoint. The measured time ends when rank 0 has logged a
-step after the restart. Each job must end with the weights of an undisturbed job. All jobs use this Python, which needs
-the app's packages. ``--json`` replaces only the measured rows of its file.
+Each row is one job of mnist_ddp, whose ranks are killed repeatedly before the job trains to its end. The faults are a
+SIGKILL to a random rank, to all ranks, and to rank 0 while it writes a checkpoint. The measured time ends when rank 0
+has logged a step after the restart. Each job must end with the weights of an undisturbed job. All jobs use this Python,
+which needs the app's packages. ``--json`` replaces only the measured rows of its file.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ def measure(fault: str, method: str, options: argparse.Namespace, folder: Path, 
     """Kill one job ``options.kills`` times, and return its row of results.
 
     Args:
-        fault: "rank", "ranks" or "save".
-        method: value of --start-method.
-        options: the options of this script.
-        folder: folder for the job.
+        fault: the fault, a key of FAULTS.
+        method: value of --start-method, one of METHODS.
+        options: options of this script, such as the number of ranks.
+        folder: folder for the job's run directory.
         length: the app's option for the length of the training.
     """
     chance = random.Random(f"{fault} {method}")
@@ -155,7 +155,7 @@ def main() -> None:
         options.faults = ["save"]
         options.kills = 1
 
-    steps_per_kill = 50  # because the fault "save" waits for the next save
+    steps_per_kill = 50  # the fault "save" waits for the next save
     length = f"--epochs={1 + options.kills * steps_per_kill // 32}"  # an epoch has 32 steps
     machine = {"arch": platform.machine(), "cores": len(os.sched_getaffinity(0)), "ranks": options.ranks}
     are_equal = True

@@ -1,4 +1,4 @@
-"""Time ResNet-50's training step on CPU, with several settings of MindSpore and with torchvision.
+"""Measure the time of ResNet-50's training step on CPU, with several settings of MindSpore and with torchvision.
 
 The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. All steps start from the same
 weights. MindSpore and torch need separate environments:
@@ -8,7 +8,7 @@ weights. MindSpore and torch need separate environments:
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
 Each setting runs in its own process. The settings take turns in `--rounds` rounds, which spreads the machine's other
-load over all settings. The table shows the elapsed time, and the processor time of all threads, which varies less.
+load over all settings. The table includes the elapsed time, and the processor time of all threads, which varies less.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     """Measure the app's training step in one process.
 
     Args:
-        depth: depth of the ResNet.
-        batch: images per step.
+        depth: number of layers of the ResNet, such as 50.
+        batch: number of images per step.
         size: side of an image, in pixels.
         steps: number of timed steps.
-        weights: file of the initial weights.
-        mode: "graph" or "pynative".
+        weights: path of the initial weights, which the function writes if the file is missing.
+        mode: execution mode of MindSpore, "graph" or "pynative".
     """
     sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
     import mindspore as ms
@@ -93,7 +93,7 @@ def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> 
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
-    model.load_state_dict(safetensors.torch.load_file(weights))  # raises if a name or a shape differs
+    model.load_state_dict(safetensors.torch.load_file(weights))  # this call checks names and shapes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images, labels = (torch.from_numpy(array) for array in data(batch, size))
 

@@ -2,17 +2,18 @@
 
     bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
-Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024 for
-training, 256 for the test). The programs have the same seed, global batch and number of updates, with two micro-batches
-per update. The training has batch normalization, dropout, crops and flips, label smoothing, clipping, SGD and a cosine
-schedule. The libraries' programs divide the batch by the number of ranks, as their guides recommend. The script then
-compares each program with itself at 1 rank. It compares the losses of the updates (the mean over the samples of all
-ranks, before the update), the samples of each update, the learning rates, and the reported accuracy.
+All programs, except in rows with "plain", train the same network from the same initial weights. They train on 1,024
+images of synthetic-cifar10, with 256 images as the test set. The programs have the same seed, global batch and number
+of updates, with two micro-batches per update. The training has batch normalization, dropout, crops and flips, label
+smoothing, clipping, SGD and a cosine schedule. The libraries' programs divide the batch by the number of ranks, as
+their guides recommend. The script then compares each program with itself at 1 rank. It compares the loss of each update
+(the mean over the samples of all ranks), the samples of each update, the learning rates, and the reported accuracy.
 
 The libraries' programs are elsewhere/*_loop.py, which follow the libraries' guides. They compute in float64, so that
-rounding causes no difference. Rows with "switches" set the library's options that make several ranks more similar to
-one rank. Rows with "plain" train without batch normalization, dropout and augmentation, so that the model causes no
-difference. ``--output NAME`` writes the table between the two marks of NAME.md, and draws NAME.png.
+rounding causes no difference. The programs of rows with "switches" set the library's options that make several ranks
+more similar to one rank. The programs of rows with "plain" train without batch normalization, dropout and augmentation,
+so that the model causes no difference. ``--output NAME`` writes the table between the two marks of NAME.md, and draws
+NAME.png.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of 
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its options, which make one row. The picture has a panel of losses for each row with ``drawn``."""
+    """A program and its options, which make one row. The picture has a panel of losses if ``drawn``."""
 
     name: str
     kind: str
@@ -85,7 +86,7 @@ class Training:
 
 
 def start(command: list[str], folder: Path, n: int) -> None:
-    """Run a command to its end. If it fails, exit with its output; after an exception, stop the command first."""
+    """Run a command to its end. If it fails, exit with its output. After an exception, stop the command first."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # the default of the launch scripts
@@ -163,7 +164,7 @@ def ours(program: Program, n: int, folder: Path) -> Training:
 
 
 def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
-    """Train by a program at each number of ranks in ``ranks``, and return the runs by number of ranks."""
+    """Run a program at each world size in ``ranks``, and return the runs by world size."""
     found = {}
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +196,7 @@ def differences(one: Training, other: Training) -> list[float]:
 
 
 def alike(one: Training, other: Training) -> int:
-    """Return how many updates precede the first one whose loss differs from 1 rank's by more than a millionth."""
+    """Return the number of updates before the first update whose loss differs by more than a millionth from 1 rank."""
     found = differences(one, other)
     return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
 
@@ -259,7 +260,11 @@ def machine() -> str:
 
 
 def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
-    """Draw the losses of each program with ``drawn``, and how the losses at most ranks differ from 1 rank's."""
+    """Draw the picture of the losses.
+
+    Each program with ``drawn`` has a panel with its losses. The last panel has each program's relative differences
+    between the losses at the largest world size and at 1 rank.
+    """
     import matplotlib.pyplot as plt
 
     panels = [program for program in PROGRAMS if program.drawn]
@@ -308,7 +313,7 @@ def main() -> None:
     if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
         sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
     begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raises, so that `start` stops the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SystemExit makes `start` stop the ranks
     if options.from_json and not options.from_json.is_file():
         sys.exit(
             f"error: --from-json {options.from_json}: no such file; leave it out to measure, or name one of --json"

@@ -2,12 +2,12 @@
 
     python benchmarks/sharding.py [--rounds 3] [--quick] [--json FILE]
 
-On every rank, DistributedSampler makes a list of the whole epoch's order before it returns the first index. sharding
-computes only the requested indices, and stores no list. Both shuffle, for a job of one rank. Each measurement runs in a
-new process, and counts time and memory after the imports. DistributedSampler runs with up to 10,000,000 samples. Its
-bytes per sample show whether more samples would fit into this machine's memory. The memory of sharding is
-measured with batches of 128. A block of 2^20 indices needs some arrays of this size, whatever the number of samples. If
-this Python lacks torch, the columns of DistributedSampler are empty.
+On every rank, DistributedSampler makes a list of all indices of the epoch before it returns the first index. sharding
+computes only the requested indices, and stores no list. Both methods shuffle the samples of a job with one rank. Each
+measurement runs in a new process, and counts time and memory after the imports. DistributedSampler runs with up to
+10,000,000 samples. The sampler's bytes per sample show whether more samples would fit into this machine's memory. The
+memory of sharding is measured with batches of 128. A block of 2^20 indices needs some arrays of this size at any number
+of samples. If this Python lacks torch, the columns of DistributedSampler are empty.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure_sharding(n: int, seconds: float) -> Figures:
 
 
 def measure_sampler(n: int) -> Figures:
-    """Measure torch's sampler in the same way. The speed covers a whole epoch, including the time to make the list."""
+    """Measure torch's sampler in the same way. The speed covers an epoch, including the time to make the list."""
     from torch.utils.data import Dataset, DistributedSampler
 
     class Samples(Dataset[int]):

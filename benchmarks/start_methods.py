@@ -1,4 +1,4 @@
-"""Measure the seconds and the memory of a whole short run, started by fork, by exec or by bare torchrun.
+"""Measure the seconds and the memory of a short run, from its start by fork, exec or bare torchrun to its end.
 
     python benchmarks/start_methods.py [--app mnist_ddp] [--ranks 1 2 4] [--rounds 5] [--steps 30] [--json FILE]
 
@@ -72,12 +72,12 @@ def run(app: str, way: str, ranks: int, steps: int, folder: Path, peaks: list[in
     """Return a run's seconds and its weights_sha256.
 
     Args:
-        app: name of the app.
-        way: how the run starts.
+        app: name of the app, a key of OPTIONS.
+        way: how the run starts, one of WAYS.
         ranks: number of ranks.
-        steps: number of steps.
-        folder: folder for the run.
-        peaks: list that gets the largest PSS, or None to measure no memory.
+        steps: number of training steps.
+        folder: folder for the run directory and the log.
+        peaks: list for the PSS of all processes together, in KiB, measured every 0.1 s; None to measure no memory.
     """
     run_dir = folder / way
     options = [*OPTIONS[app], f"--max-steps={steps}", f"--run-dir={run_dir}", "--device=cpu"]

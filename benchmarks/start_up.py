@@ -2,11 +2,11 @@
 
     python benchmarks/start_up.py [--rounds 7] [--ranks 2] [--venv] [--quick] [--json FILE]
 
-The launch script forks its ranks from a process that has imported the program, or with --start-method exec starts a
-Python per rank. The script checks its options, finds and verifies the data, locks the run directory, looks for a
+The launch script forks its ranks from a process that has imported the program, or starts a Python process per rank if
+--start-method is exec. The script checks its options, finds and verifies the data, locks the run directory, looks for a
 checkpoint, and monitors the job. Bare torchrun starts a minimal script, which joins the ranks and takes one step of a
-DDP model of the same size. Both use this Python (with --venv, the Python in .venvs/mnist_ddp) and the same number of
-threads. Rank 0 writes a file after the first step. The starts take turns. An uncounted first round makes the
+DDP model of the same size. Both jobs use this Python (with --venv, the Python in .venvs/mnist_ddp) and the same number
+of threads. Rank 0 writes a file after the first step. The starts take turns. An uncounted first round creates the
 environment and the data, and fills the system's file cache.
 """
 
@@ -53,10 +53,10 @@ def seconds_until(done: Callable[[], bool], command: list[str], environ: dict[st
     """Run a job to its end, and return the seconds from the job's start until ``done`` returns True.
 
     Args:
-        done: returns True after the first step.
-        command: command line of the job.
-        environ: environment of the job.
-        log: file for the job's output.
+        done: function that returns True after the first step.
+        command: words of the job's command line.
+        environ: environment variables of the job.
+        log: file for the job's stdout and stderr.
     """
     with log.open("wb") as output:
         begun = time.perf_counter()

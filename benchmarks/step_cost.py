@@ -12,9 +12,9 @@ medians, in milliseconds. Differences and ratios compare a variant with the firs
 quartiles. The variant with Lightning's broadcast sends rank 0's flag to all ranks in each step. PyTorch Lightning 2.6
 does the same to handle stop requests.
 
-With --virtual-ranks, the first two variants have no virtual ranks, at one thread and at this job's share of the
-processors. Each other variant has V virtual ranks at one thread. Its row shows the number of gradients that a rank
-exchanges, and the kB that a rank sends per step.
+With --virtual-ranks, the first two variants have no virtual ranks, and use one thread or a rank's share of the
+processors. Each other variant has V virtual ranks and one thread. The variant's row shows the number of partial sums
+that a rank exchanges, and the kB that a rank sends per step.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Ite
     """Yield a rank's shards of shuffled batches endlessly, as a loop without the kit would.
 
     Args:
-        dataset: the dataset.
-        batch: samples of a global batch.
-        rank: this rank.
+        dataset: the training set.
+        batch: number of samples in a global batch.
+        rank: number of this rank, from 0.
         world_size: number of ranks.
     """
     while True:
@@ -95,12 +95,12 @@ class Variant:
 
     Attributes:
         name: the text of the table's row.
-        kit: whether the kit makes the batches, dropout and gradients.
-        stops: whether a `Run` counts the step and agrees on stops.
+        kit: whether the step uses the kit's batches, dropout and gradients.
+        stops: whether a `Run` counts the step and handles stop requests.
         phases: whether the phases of a step are timed.
         lightning: whether rank 0's flag is broadcast, as PyTorch Lightning does.
-        kit_stops: whether the kit's `StopRequests` agree on stops.
-        virtual_ranks: number of virtual ranks, or None.
+        kit_stops: whether the kit's `StopRequests` handles stop requests.
+        virtual_ranks: number V of virtual ranks; None for no virtual ranks.
         threads: number of threads per rank; None for torch's default.
     """
 
@@ -150,7 +150,7 @@ class Loop:
             reduction.time_phases(model, self.optimizer, run.timer)
 
     def ten_steps(self) -> None:
-        """Take ten steps, and sum the losses over ranks after the tenth."""
+        """Take ten steps, and sum the losses over ranks after the tenth step."""
         distributed.set_threads(self.variant.threads)
         running_loss = torch.zeros((), dtype=torch.float64)
         for _ in range(AT_ONCE):
@@ -177,7 +177,7 @@ class Loop:
 
 
 def variants_of(virtual_ranks: list[int], world_size: int) -> list[Variant]:
-    """Return the variants of --virtual-ranks. Their names include the amount of data that a rank exchanges."""
+    """Return the variants of --virtual-ranks. Their names include the amount of data that a rank sends."""
     share = max(1, len(os.sched_getaffinity(0)) // world_size)
     variants = [
         Variant("no virtual ranks, 1 thread", threads=1),
@@ -221,7 +221,7 @@ def start(steps: int) -> tuple[Run, Split]:
     """Join the other ranks, and return a run of mnist_ddp in a temporary folder and its training set.
 
     Args:
-        steps: largest number of steps.
+        steps: maximum number of steps of the run.
     """
     device = torch.device("cpu")
     world = env.detect(os.environ)
@@ -240,7 +240,7 @@ def start(steps: int) -> tuple[Run, Split]:
 def end(run: Run) -> NoReturn:
     """Delete the run's folder, and end this process."""
     run.monitor.stop()
-    dist.barrier()  # then no rank writes heartbeats any more
+    dist.barrier()  # after the barrier, no rank writes heartbeats
     if run.world.rank == 0:
         shutil.rmtree(run.options.run_dir, ignore_errors=True)
     os._exit(0)  # gloo's threads may abort a normal exit

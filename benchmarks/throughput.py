@@ -1,4 +1,4 @@
-"""Compare the apps' samples per second with tutorials' loops, with other libraries, and with the compute limit.
+"""Compare the samples per second of the apps, of tutorials' loops, of other libraries, and of the compute limit.
 
     python3.11 benchmarks/throughput.py                        # measure all; takes hours on 2 cores
     python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
@@ -26,11 +26,11 @@ start-up, the first steps, evaluation and checkpoints.
 
 - *fused-limit* (mnist_horovod): the limit with hvd.DistributedOptimizer and Horovod's own tensor fusion.
 
-If a variant's fastest round is over 1.3 times as fast as its slowest round, the script measures the row again. It makes
-up to --attempts attempts. The table shows the attempt with the least spread, and the number of attempts.
+If a variant's fastest round is more than 1.3 times as fast as its slowest round, the script measures the row again. It
+makes up to --attempts attempts. The table shows the attempt with the least spread, and the number of attempts.
 
-The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which needs
-matplotlib for --png, and the packages of accelerate and lightning. The script installs torchvision in a separate
+The first run creates the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another Python, which
+needs matplotlib for --png, and the packages of accelerate and lightning. The script installs torchvision in a separate
 folder, which only the loops use, because torchvision's import needs a fix beside a CPU torch.
 """
 
@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl (the apps' default)
 LIMIT = 900  # timeout of each run, in seconds
-SPREAD = 1.3  # if a variant's fastest round / slowest round is larger, the row is measured again
+SPREAD = 1.3  # if a variant's fastest round is more times as fast as its slowest, the row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
 # Never use pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
@@ -69,9 +69,9 @@ LOADERS = ("textbook", *PEERS)  # variants that have a DataLoader
 class Row:
     """An app, and the programs of loops/ that the script compares with the app."""
 
-    launcher: tuple[str, ...]  # {n} becomes the number of ranks, {folder} a temporary folder
+    launcher: tuple[str, ...]  # words of the command; {n} is the number of ranks, {folder} a temporary folder
     batch: int  # samples of a global batch
-    textbook: str  # name of the textbook loop
+    textbook: str  # name of the baseline loop's program
     limit: str  # name of the program for the compute limit
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
@@ -124,7 +124,7 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """Return the folder of torchvision. It is LOOPS, which is on the path anyway, if ``python`` has torchvision."""
+    """Return the folder of torchvision, or LOOPS, which is always on the path, if ``python`` has torchvision."""
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"
@@ -195,12 +195,12 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
     """Run a contestant once, and return the samples per second of the timed steps.
 
     Args:
-        app: name of the app.
-        contestant: name of the variant.
+        app: name of the app, a key of APPS.
+        contestant: name of the variant, one of CONTESTANTS.
         n: number of ranks.
-        workers: number of DataLoader workers.
-        data: folder with the images.
-        options: the options of this script.
+        workers: number of workers of the variant's DataLoader.
+        data: folder with the images that `write_data` writes.
+        options: options of this script, such as the number of steps.
     """
     row = APPS[app]
     python = environment(app)
@@ -247,10 +247,10 @@ def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[s
     """Measure one app at one number of ranks, and return the attempt of the least spread.
 
     Args:
-        app: name of the app.
+        app: name of the app, a key of APPS.
         n: number of ranks.
-        data: folder with the images.
-        options: the options of this script.
+        data: folder with the images that `write_data` writes.
+        options: options of this script, such as the number of rounds.
     """
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
     workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}

@@ -12,10 +12,10 @@
   torchvision's dataset with per-sample transforms, a DataLoader with --workers, DistributedSampler, BatchNorm2d, and
   Adam at 1e-3 without a schedule. It computes in float32 with contiguous tensors.
 
-The two loops take turns, with the same threads per rank. Both evaluate the whole test set every 100 steps, and at each
-epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the target.
-They include all earlier evaluations, but exclude start-up. The script stops the textbook loop after --cap times the
-app's seconds, and then reports "> x".
+The two loops take turns, with the same threads per rank. Both loops evaluate on the full test set every 100 steps, and
+at each epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the
+target. They include all earlier evaluations, but exclude start-up. The script stops the textbook loop after --cap times
+the app's seconds, and then reports "> x".
 
 Fashion-MNIST comes from Debian's package dataset-fashion-mnist, or from --data-dir/fashion-mnist. The script uses the
 Python of .venvs/cifar_ddp, or PYTHON=/path/to/python.
@@ -47,7 +47,7 @@ RECIPE += [f"--global-batch-size={BATCH}"]
 PLAIN = ["--no-augment", "--epochs=1"]
 AUGMENTED = ["--augment", "--epochs=2"]
 # Each setting, and the options that turn it off. loops/time_to_accuracy.py defines the names without options.
-# Without a setting in SAME, each step equals the recipe's step up to rounding, and reaches the target at the same step.
+# Variants in SAME differ from the recipe only by rounding errors, so these variants reach the target at the same step.
 SHARES = {
     "the recipe": [],
     "contiguous": [],
@@ -77,7 +77,7 @@ def environment() -> str:
 
 
 def unpack(data_dir: Path, folder: Path, python: str) -> None:
-    """Write Fashion-MNIST uncompressed into FashionMNIST/raw, where torchvision and the app look for it."""
+    """Write Fashion-MNIST uncompressed into FashionMNIST/raw, in which torchvision and the app look for it."""
     code = (
         "import sys; from pathlib import Path; from samestep import ConfigError; from samestep.data import datasets\n"
     )
@@ -174,7 +174,7 @@ class Bench:
         return self.reached(self.loop(n, *words, *(["--augment"] if self.options.augment else [])))
 
     def loop(self, n: int, *words: str) -> Any:
-        """Return the results of loops/time_to_accuracy.py."""
+        """Run loops/time_to_accuracy.py, and return its results."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             out = Path(name) / "found.json"
@@ -203,7 +203,7 @@ def load() -> str:
 
 
 def compare(bench: Bench) -> None:
-    """Run the app and the textbook loop in turns, and print a table."""
+    """Run the app and the baseline loop in turns, and print a table."""
     print("| ranks | run | app | textbook | app / textbook | load |\n|---|---|---|---|---|---|")
     for n in map(int, bench.options.ranks.split(",")):
         ratios = []
@@ -225,7 +225,7 @@ def compare(bench: Bench) -> None:
 
 
 def shares(bench: Bench) -> None:
-    """Turn off each setting alone, at one rank, and print the times of a step and to the target."""
+    """Turn off each setting alone, at one rank, and print the time of a step and the time until the target."""
     variants = {name: [*RECIPE, *PLAIN, *words] for name, words in SHARES.items()}
     together = {
         name: words for name, words in variants.items() if "loader" not in name
@@ -313,7 +313,7 @@ def main() -> None:
         options.evaluate_every = 2
         options.target = 0.05
     python = environment()
-    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # raises, so that `run` stops its job
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # SystemExit makes `run` stop its job
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         unpack(options.data_dir, Path(name), python)

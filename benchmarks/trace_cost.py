@@ -47,8 +47,8 @@ class Variant:
 
     Attributes:
         name: the text of the table's row.
-        losses: whether each step's loss is written.
-        trace_every: value of the option --trace-every.
+        losses: whether the run writes the loss of each step.
+        trace_every: value of --trace-every; 0 disables the digests.
     """
 
     name: str

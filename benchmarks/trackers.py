@@ -54,10 +54,10 @@ def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable
     """Train once, and return the milliseconds per step. Call ``halfway`` after half of the steps.
 
     Args:
-        folder: folder for the run.
+        folder: folder for the run directory and the log.
         ranks: number of ranks.
-        steps: number of steps.
-        options: further options of the app.
+        steps: number of training steps.
+        options: further options of the app, such as ``--track=mlflow``.
         halfway: function to call after half of the steps.
     """
     run_dir = folder / "run"

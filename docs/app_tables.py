@@ -47,9 +47,9 @@ def with_table(name: str, page: str, first_cell: str, made: str) -> str:
 
     Args:
         name: file name of the page, for the error message.
-        page: text of the page.
+        page: Markdown text of the page.
         first_cell: first cell of the old table's head.
-        made: the new table.
+        made: the new table, as Markdown.
 
     Raises:
         SystemExit: the page has no table with this first cell.
@@ -77,7 +77,7 @@ def row(app: str, about: dict[str, Any], language: str) -> str:
 
 
 def pin(app: str, package: str) -> str:
-    """Return the version of a package that an app pins. A pin in a comment counts; setup.sh builds that package."""
+    """Return the version of a package that an app pins. The pin is a comment if setup.sh builds the package."""
     requirements = (ROOT / "apps" / app / "requirements.in").read_text()
     pins = re.findall(rf"(?m)^(?:# )?{re.escape(package)}==(\S+)", requirements)
     if not pins:

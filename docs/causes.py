@@ -1,9 +1,9 @@
-"""Draw docs/causes.svg, which shows the relative difference between losses at 1 and 2 ranks for each cause.
+"""Draw docs/causes.svg, which shows how much each cause makes the losses at 1 and 2 ranks differ.
 
     .venvs/mnist_ddp/bin/python docs/causes.py FOLDER
 
 The program saves the output of docs/causes_loop.py at 1 and 2 ranks in FOLDER. It skips a run if FOLDER already
-contains the run's output. The two runs take one minute on 2 cores.
+contains the run's output. The two runs need one minute on 2 cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "docs" / "causes_loop.py"
 PICTURE = ROOT / "docs" / "causes.svg"
 LIMIT = 300.0  # timeout of a run, in seconds
-# Label of each cause, and its colors for light and dark pages, in the order of the page. Keys are names in PROGRAM.
+# Label of each cause, and its colors for light and dark pages, in the order of the page. The keys are the names of the
+# causes in PROGRAM.
 CAUSES = {
     "batch": ("1 a batch per rank", "#cf222e", "#ff7b72"),
     "mean": ("2 mean of means", "#0969da", "#58a6ff"),

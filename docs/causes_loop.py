@@ -46,9 +46,9 @@ def make_loader(cause, train_set, rank, size):
     """Return the loader and its GlobalBatchSampler; the sampler is None if the cause replaces it.
 
     Args:
-        cause: name of the cause.
-        train_set: the training set.
-        rank: this rank.
+        cause: name of the cause, one of CAUSES.
+        train_set: the training set, as `read_digits` returns it.
+        rank: number of this rank, from 0.
         size: number of ranks.
     """
     if cause == "padding":

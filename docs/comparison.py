@@ -75,7 +75,7 @@ def short(seen: str, language: str) -> str:
 
 
 def seconds(cells: dict[str, Any], program: str, language: str) -> str:
-    """Return as text how many seconds a program needs to recover; "" if a user must start the job again."""
+    """Return a program's seconds to recover, as text; "" if a user must start the job again."""
     seen = cells["recovery-time"][program]["seen"]
     if "without a new start" not in seen:
         return ""

@@ -5,8 +5,8 @@
 
 Each app lists its paths in tests/<app>/device_paths.py. The list must have every device that the app's --device
 accepts, except auto. Each path with the status "run" or "simulated" must name an existing test. A path with the status
-"proof" names rows of tools/gpu_proof.sh, and gets their outcome in benchmarks/gpu_proof.json. The program uses only
-the standard library.
+"proof" must list rows of tools/gpu_proof.sh, and the page shows the outcome of these rows from
+benchmarks/gpu_proof.json. The program uses only the standard library.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ENGLISH_STATUS = (
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
     "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",
 )
-# For each page, the phrases before and after the status, and two texts of the status: without and with passed rows of
-# several ranks.
+# For each page: the phrases before and after the status, and two texts of the status. The second text applies if a row
+# with several ranks has passed.
 STATUS = {
     "README.md": ENGLISH_STATUS,
     "docs/which_app.md": ENGLISH_STATUS,
@@ -178,7 +178,7 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
     """Return the outcome of an app's rows of the given kinds.
 
     Args:
-        app: name of the app.
+        app: name of the app, such as mnist_ddp.
         kinds: kinds of rows, such as "bits; killed".
         results: content of benchmarks/gpu_proof.json.
 

@@ -4,9 +4,10 @@ The program also draws docs/first_picture.zh.svg, the same picture for README.zh
 
     .venvs/mnist_ddp/bin/python docs/first_picture.py FOLDER
 
-Both loops train in float64 at 1, 2 and 4 ranks. In a fourth run at 4 ranks, rank 1 is killed at step 70, and the same
-command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that FOLDER already
-contains. All runs take four minutes on 2 cores. If the losses with Samestep differ, the picture shows NOT EQUAL.
+Both loops train in float64 at 1, 2 and 4 ranks. Each loop also has a run with a kill: rank 1 of 4 is killed at step 70,
+and the same command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that
+FOLDER already contains. All runs together need four minutes on 2 cores. If the losses with Samestep differ, the picture
+shows NOT EQUAL.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def changed(program: str, diff: Sequence[str]) -> str:
     """Apply a diff without line numbers, and return the new program.
 
     Args:
-        program: text of the program.
+        program: text of the program before the change.
         diff: lines that begin with a space, ``-`` or ``+``, in the order of the program. ``@@`` marks omitted lines.
     """
     lines = program.splitlines()
@@ -119,8 +120,8 @@ def train(program: Path, count: int, folder: Path, kill: bool = False) -> Losses
     Args:
         program: path of the training script.
         count: number of ranks.
-        folder: folder for the output. If it contains a complete run, its losses are returned without training.
-        kill: send SIGKILL to rank 1 at step KILL_AT, and start the job again by the same command.
+        folder: folder for the output. If the folder contains a complete run, the function returns the run's losses.
+        kill: whether to send SIGKILL to rank 1 at step KILL_AT, and to start the job again by the same command.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.txt"
@@ -142,7 +143,7 @@ def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False
         count: number of ranks.
         folder: folder of the run. The program writes to its subfolder ``out``.
         log: file to which the output is appended.
-        kill: send SIGKILL to rank 1 at step KILL_AT.
+        kill: whether to send SIGKILL to rank 1 at step KILL_AT.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += [str(program), "--dtype", "float64", "--out", str(folder / "out")]
@@ -212,8 +213,8 @@ def panel(x0: int, title: str, claim: str, style: str, runs: Mapping[str, Losses
 
     Args:
         x0: left edge, in pixels.
-        title: first line.
-        claim: second line, the result.
+        title: text of the first line.
+        claim: text of the second line, which shows the result.
         style: CSS class of the claim, "good" or "bad"; "good" dashes the curves.
         runs: losses by name of the run.
     """

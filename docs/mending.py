@@ -1,4 +1,6 @@
-"""Write docs/mend_a_row.md from check/samestep_check/mending.py: python docs/mending.py.
+"""Write docs/mend_a_row.md from check/samestep_check/mending.py.
+
+    python docs/mending.py
 
 The page keeps its paragraphs before the first heading of level 2.
 """

@@ -4,12 +4,11 @@
     python3.11 docs/messages.py --check    # only compares
 
 Messages are the arguments of exceptions in `ERRORS`, of `log.error`, and of `parser.error`. Arguments of `print_stderr`
-and of the launcher's `Decision` are messages if they begin with "error: ".
+and of the launcher's `Decision` are messages if they begin with ``error:`` and a space.
 
-The program finds the possible strings of an argument without running the code. A name can be each string that is
-assigned to the name. A parameter can be each argument of the function's calls, and an item of a dict can be each of the
-dict's values. A call can be each value that the function returns, if the same file defines the function. An ellipsis
-replaces any other value.
+The program finds the possible strings of an argument without running the code. The program follows a name to all
+assignments, a parameter to all calls of the function, and an item of a dict to all values of the dict. It follows a
+call to all return values, if the same file defines the function. An ellipsis replaces any other value.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
     "ConfigError": "2",
     "EnvError": "2",  # a subclass of ConfigError
-    "ArgumentTypeError": "2",  # argparse converts it to a ConfigError that begins with the option's name
+    "ArgumentTypeError": "2",  # argparse converts this error to a ConfigError that begins with the option's name
     "NonRetryableError": "1",
     "RetryableError": "again",
 }
@@ -105,7 +104,7 @@ class Source:
         """Return the possible strings of an expression, with ELLIPSIS for values that are known only at run time.
 
         Args:
-            node: the expression.
+            node: the expression to follow.
             bound: possible strings of the parameters of the function around the expression.
             depth: number of names and calls that led to this expression.
         """
@@ -149,7 +148,7 @@ class Source:
         return list(dict.fromkeys(found)) or [ELLIPSIS]
 
     def _caught(self, name: ast.Name) -> list[ast.Call]:
-        """Return the calls that create the exception ``name`` of an `except` clause that names a private class."""
+        """Return the calls that create the exception ``name`` of an `except` clause, if its class is private."""
         node: ast.AST = name
         while node in self._parents:
             node = self._parents[node]
@@ -161,7 +160,7 @@ class Source:
     def _scopes(self, call: ast.Call, message: ast.expr, others: Sequence[Source]) -> list[Scope]:
         """Return a scope for each call of the function around ``call``, or one empty scope if there are no such calls.
 
-        If the message uses several names that one returned tuple assigns, each possible tuple makes its own scope.
+        If the message uses several names that one returned tuple assigns, there is a scope for each possible tuple.
         """
         function = self._around(call)
         if not function:

@@ -26,7 +26,7 @@ from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa
 from samestep_check import command as check_command  # noqa: E402
 from samestep_launch import run_command  # noqa: E402
 
-PROGRAMS = {  # command of each program that shows runs, and its module
+PROGRAMS = {  # module of each program that shows runs, by command
     "report": "report",
     "watch": "watch",
     "track": "track",
@@ -174,9 +174,9 @@ def row(action: argparse.Action, differs: bool = False, star: bool = False) -> s
     """Return a row of the table, with an option's names, its help without the default, and its default.
 
     Args:
-        action: the option.
-        differs: show "see below" as the default, and omit the choices.
-        star: mark the option as changeable at a resume.
+        action: the option, as argparse stores it.
+        differs: whether to show "see below" as the default, and to omit the choices.
+        star: whether to mark the option as changeable at a resume.
     """
     value = "" if action.nargs == 0 else action.metavar or action.dest.upper()
     if action.nargs == "?":

@@ -49,7 +49,7 @@ def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[i
     """Train at ``n`` ranks, unless the run already exists.
 
     Args:
-        framework: key of OF.
+        framework: key of OF, such as "torch".
         n: number of ranks.
         run_dir: folder of the run.
         options: more options of the app.

@@ -1,6 +1,6 @@
 """Draw docs/same_step.svg, with the losses of one training at 1, 2, 3 and 4 ranks, and of a run with two kills.
 
-python3.11 docs/same_step.py
+The command is ``python3.11 docs/same_step.py``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def plot(
 
 
 def largest_so_far(reference: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return log10 of the largest relative difference up to each step, or -17 if all losses up to it are equal."""
+    """Return log10 of the largest relative difference up to each step, or -17 if all losses until then are equal."""
     differences = (math.log10(max(abs(a - b) / a, 1e-17)) for a, b in zip(reference, other))
     return [*itertools.accumulate(differences, max)]
 

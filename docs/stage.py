@@ -170,7 +170,8 @@ def targets(markdown: str) -> Iterator[str]:
 def resolved(origin: str, target: str) -> str | None:
     """Return the path of the target of a link in the file ``origin``, relative to the repository's root.
 
-    For a folder with a README.md, return the path of that README.md. For a target outside the repository, return None.
+    Return the path of the folder's README.md if the target is a folder with a README.md. Return None if the target is
+    outside the repository.
     """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):
@@ -232,7 +233,7 @@ def modules() -> list[str]:
 
 
 def kit_modules() -> list[str]:
-    """Return the names of the modules that define the names of samestep.torch."""
+    """Return the names of the modules that define the public objects of samestep.torch."""
     text = (PACKAGE / "torch" / "__init__.py").read_text()
     return sorted({f"{KIT}.{name}" for name in KIT_MODULE.findall(text)})
 

@@ -1,4 +1,7 @@
-"""Start an app: ``python scripts/launch.py <app> <template of its launcher> -- N [options]``. launch.sh calls this."""
+"""Start an app by its launcher. scripts/launch.sh runs this program.
+
+The command is ``python scripts/launch.py <app> <template of the launcher> -- N [options]``.
+"""
 
 import importlib.util
 import os
@@ -6,7 +9,7 @@ import sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-os.environ.pop("PYTHONSAFEPATH", None)  # apps import files of their own folder
+os.environ.pop("PYTHONSAFEPATH", None)  # apps import files from their own folder
 # A project that new_app.py made has a wheel instead of the four folders below. The first stage imports from the wheel.
 # The second stage needs an environment in which the wheel is installed, because samestep reads data files.
 wheel = next(root.glob("vendor/samestep-*.whl"), None)

@@ -1,8 +1,9 @@
 """Print the tox environments that a change needs. `bash scripts/test.sh --changed [REVISION]` runs these environments.
 
 A change consists of all files that differ from REVISION, committed or not, and of new files that git does not ignore.
-The default REVISION is the merge base with the main branch, which is the first of MAIN_BRANCHES that exists. RULES maps
-a path's pattern to the environments that a change of the path needs. A path without a rule needs all environments.
+The default REVISION is the merge base with the main branch, the first existing branch of MAIN_BRANCHES that is not the
+current branch. RULES maps a path's pattern to the environments that a change of the path needs. A path without a rule
+needs all environments.
 """
 
 from __future__ import annotations
@@ -126,12 +127,12 @@ def changed_paths(revision: str) -> list[str]:
 
 
 def commit_of(revision: str) -> str:
-    """Return a revision's commit, or an empty string if it does not exist."""
+    """Return a revision's commit, or an empty string if the revision does not exist."""
     return (git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{revision}^{{commit}}") or "").strip()
 
 
 def default_revision() -> tuple[str, str]:
-    """Return the name of the main branch, and the commit of the merge base with it."""
+    """Return the name of the main branch, and the merge base of this branch and HEAD."""
     current = (git("symbolic-ref", "--quiet", "HEAD") or "").strip()
     for branch in MAIN_BRANCHES:
         if f"refs/heads/{branch}" == current:  # the merge base of a branch with itself hides its new commits
@@ -143,7 +144,7 @@ def default_revision() -> tuple[str, str]:
 
 
 def chosen_revision(name: str) -> tuple[str, str]:
-    """Return a revision and its commit, or the default revision if ``name`` is empty."""
+    """Return the revision ``name`` and its commit, or the default revision and its commit if ``name`` is empty."""
     if not name:
         return default_revision()
     if name.startswith("-"):
@@ -155,7 +156,7 @@ def chosen_revision(name: str) -> tuple[str, str]:
 
 
 def needed(paths: Iterable[str]) -> list[str]:
-    """Return the environments that changes of these files need, sorted; [ALL] if one file needs all."""
+    """Return the environments that changes of these files need, sorted; [ALL] if a file needs all environments."""
     found = {environment for path in paths for environment in environments_of(path)}
     if ALL in found:
         return [ALL]
@@ -163,7 +164,7 @@ def needed(paths: Iterable[str]) -> list[str]:
 
 
 def main(revision: str) -> None:
-    """Print the environments to stdout, and the reason to stderr."""
+    """Print the needed environments to stdout, and the compared revision and number of files to stderr."""
     name, commit = chosen_revision(revision)
     paths = changed_paths(commit)
     print(f"compared with {name} ({commit[:12]}): changed files: {len(paths)}", file=sys.stderr)

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def checked_files() -> list[Path]:
-    """Return the files of CHECKED, relative to the working directory if they are below it."""
+    """Return the absolute paths of the Python files in CHECKED, without files in UNCHECKED and without steps."""
     found = []
     for folder in CHECKED:
         for path in sorted(Path(ROOT, folder).rglob("*.py")):

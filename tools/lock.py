@@ -118,7 +118,8 @@ def core_requirements() -> str:
 def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ()) -> list[Entry]:
     """Resolve a file of requirements with uv, and keep the versions in ``locked`` that still fit.
 
-    uv does not get the hashes in ``locked``, because it would treat them as PyPI's. Exit with an error if uv fails.
+    The function does not pass the hashes in ``locked`` to uv, because uv would treat them as hashes of PyPI. If uv
+    fails, the program exits with an error.
 
     Args:
         source: path of the file of requirements.

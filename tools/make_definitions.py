@@ -2,7 +2,7 @@
 
     python tools/make_definitions.py [--deb wordnet-base_3.0-37_all.deb] [--out FILE]
 
-The script downloads Debian's package wordnet-base 1:3.0-37 with apt-get (unless --deb names it), checks its
+The script downloads Debian's package wordnet-base 1:3.0-37 with apt-get (unless --deb is given), checks its
 SHA-256, and writes the file. A second run writes the same bytes. The script needs Debian's dpkg-deb. WordNet's
 license allows copies and changes with its notice, which is in LICENSE.txt beside the file.
 """
@@ -36,7 +36,7 @@ OUT = Path(__file__).resolve().parent.parent / "apps" / "llm_finetune" / "text" 
 
 
 def counts_of(text: str) -> dict[str, tuple[int, int]]:
-    """Return (sense number, number of uses) of each noun's sense in cntlist.rev, by its key ``word%1:kind:id``."""
+    """Return (sense number, number of uses) of each sense in cntlist.rev, by key (``word%1:kind:id`` for a noun)."""
     counts = {}
     for line in text.splitlines():
         key, sense, uses = line.split()

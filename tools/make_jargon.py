@@ -2,7 +2,7 @@
 
     python tools/make_jargon.py [--deb jargon-text_4.4.7-4.1_all.deb] [--out FILE]
 
-The script downloads Debian's package jargon-text 4.4.7-4.1 with apt-get (unless --deb names it), checks the SHA-256 of
+The script downloads Debian's package jargon-text 4.4.7-4.1 with apt-get (unless --deb is given), checks the SHA-256 of
 its text, and writes the file. A second run writes the same bytes. The script needs Debian's dpkg-deb.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 PACKAGE = "jargon-text=4.4.7-4.1"
 MEMBER = "usr/share/doc/jargon-text/jargon.txt.gz"
 SHA256 = "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"  # of MEMBER's uncompressed content
-SIZE = 1_000_000  # limit in bytes; the text ends with a whole paragraph
+SIZE = 1_000_000  # limit in bytes; the text ends with a complete paragraph
 OUT = Path(__file__).resolve().parent.parent / "apps" / "gpt_fsdp" / "text" / "jargon.txt"
 
 

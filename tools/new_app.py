@@ -5,9 +5,9 @@
 
 The tool renames the app in files, paths and commands, except in paths to files that the tool does not copy. The tool
 writes READMEs from templates. It omits programs that measure figures of the app's README, and their tests. It also
-omits each test file that names another app, `stored` runs of an earlier version, or a folder that only the repository
-has (benchmarks, deploy, docs). The copy runs the tests that the app leaves to other apps. So `skipped_marks` in the
-copy's app_spec.py keeps only marks that depend on the framework.
+omits each test file that mentions another app, `stored` runs of an earlier version, or a folder that only the
+repository has (benchmarks, deploy, docs). The copy runs the tests that the app leaves to other apps. `skipped_marks` in
+the copy's app_spec.py therefore keeps only the marks `core_only` and `slow`.
 
 The tool runs on the system's Python, and needs only the standard library. pip builds the wheel.
 """
@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_APP = "mnist_ddp"  # the app that common tests and their options name as an example of any app
-MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characters
+DEFAULT_APP = "mnist_ddp"  # the app that common tests and their options use as the example
+MAX_NAME_LENGTH = 18  # lines of a copy with a longer name exceed 120 characters
 TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # these parts of an environment's name select lines of tox.ini
 PACKAGES = ("core", "launch", "observe", "check")
 TOP_FOLDERS = ("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools")
-USE = {"en": "want your copy of", "zh": "复制自"}  # a copy's purpose, in README.md's table and README.zh.md's
+USE = {"en": "want your copy of", "zh": "复制自"}  # a copy's purpose, in the tables of README.md and README.zh.md
 GENERATED_PAGES = {
     "README.md": "docs/app_tables.py",
     "README.zh.md": "docs/app_tables.py",
@@ -54,7 +54,7 @@ BESIDE_OTHER_APPS = "# --- several apps"  # the code of tests/conftest.py from t
 
 
 class UsageError(Exception):
-    """The tool cannot make the copy. The message is one line that has the problem and the remedy."""
+    """The tool cannot create the copy. The message is one line that has the problem and the remedy."""
 
 
 def require(condition: object, message: str) -> None:
@@ -66,8 +66,8 @@ class Copy:
     """A copy of an app, with its origin, its name and its files.
 
     Args:
-        origin: the app to copy.
-        name: the copy's name.
+        origin: name of the app to copy.
+        name: name of the copy.
         wheel: the file name of core's wheel in a separate project; None for a copy in the repository.
     """
 
@@ -83,7 +83,7 @@ class Copy:
         self.paths += [f"scripts/run_{origin}.sh", *self._test_files()]
         self.left_behind += measuring
         self.paths += [path for path in files_under("deploy/slurm") if path.endswith(f"/{origin}.sbatch")]
-        if wheel:  # also other scripts of this app
+        if wheel:  # a project also contains the app's other scripts
             scripts = [path for path in files_under("scripts") if not path.startswith("scripts/run_")]
             self.paths += [path for path in scripts if re.search(name_pattern(origin), read(path))]
 
@@ -225,7 +225,7 @@ def files_under(folder: str) -> Iterator[str]:
 
 
 def used_helpers(helpers: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Return the helpers that ``texts`` import or name, and the helpers that these helpers use."""
+    """Return the helpers that ``texts`` import or mention, and the helpers that these helpers use."""
 
     def is_used(helper: str) -> bool:
         name = re.findall(r"^tests/(?:\w+/)?(\w+)", helper)[0]
@@ -269,7 +269,7 @@ def run(command: Sequence[str], problem: str, folder: Path) -> str:
 
 
 def decode(path: Path) -> str:
-    """Return a file as text. From the text of a binary file, `write` writes the same bytes."""
+    """Return a file as text, from which `write` restores the same bytes, even for a binary file."""
     return path.read_bytes().decode(errors="surrogateescape")
 
 
@@ -331,7 +331,7 @@ def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
 def build_wheel(folder: Path) -> Path:
     """Build core's wheel in ``folder`` by pip, which downloads the build backend."""
     print("building core's wheel", flush=True)
-    venv = folder / "venv"  # because a system's Python may lack pip
+    venv = folder / "venv"  # the system's Python may lack pip
     run([sys.executable, "-m", "venv", str(venv)], f"{sys.executable} cannot make an environment to build in", folder)
     command = [str(venv / "bin/python"), *"-m pip wheel --quiet --disable-pip-version-check --no-deps".split()]
     run([*command, f"--wheel-dir={folder}", str(ROOT)], "pip cannot build the wheel of samestep", folder)
@@ -412,7 +412,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raises, to remove a partial copy
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SystemExit removes a partial copy
     try:
         options = parse(argv)
         check(options)

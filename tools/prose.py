@@ -31,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tools" / "prose_limits.json"
 GENERATED = ("docs/messages.md", "docs/devices.md", "docs/options.md", "docs/scoreboard.md")
-LONG = 30  # limit of the words of a sentence
+LONG = 30  # maximum number of words in a sentence
 PATTERNS = {
     "what": r"^(?:What|Who)\b(?!.*\?)|\b(?:of|from|by|with|for|and|or|but|than|if) what\b|\bof whom\b"
     r"|\bof which\b|\b(?:W|w)hoever\b",
@@ -62,17 +62,17 @@ Limits = dict[str, dict[str, int]]
 
 
 def tracked(*patterns: str) -> list[str]:
-    """Return the paths of the tracked files that are counted."""
+    """Return the paths of the tracked files whose sentences are counted."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     return [name for name in names if name not in GENERATED and not name.endswith(".zh.md")]
 
 
 def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
-    """Split the paragraph at a place (FILE:LINE). Code becomes the word CODE, and a quotation the word QUOTE."""
+    """Yield the sentences of the paragraph at a place (FILE:LINE), with CODE for code and QUOTE for quotations."""
 
     def word(text: str, match: re.Match[str]) -> str:
-        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # keeps the number of lines
+        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # the result keeps the number of lines
 
     text = re.sub(r"``.+?``|`[^`]+`", lambda match: word("CODE", match), paragraph, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", lambda match: word(match[1], match), text)
@@ -165,7 +165,7 @@ def read(kind: str, below: Sequence[str] = ("",)) -> Iterator[Sentence]:
 
 
 def hits(sentence: str) -> list[str]:
-    """Return the name of each fault's pattern in a sentence. A pattern that matches twice occurs twice."""
+    """Return the names of the faults in a sentence. A pattern that matches twice occurs twice."""
     faults = [name for name, pattern in PATTERNS.items() for _ in re.finditer(pattern, sentence)]
     faults += ["long"] if len(sentence.split()) > LONG else []
     return faults + (["colons"] if len(re.findall(r"[;:](?= )", sentence)) > 1 else [])
@@ -182,7 +182,7 @@ def faults(below: Sequence[str] = ("",)) -> Faults:
 
 
 def check(found: Limits, limits: Limits) -> list[str]:
-    """Return an error for each total that is above its limit or below it."""
+    """Return an error message for each total that is above or below its limit."""
     errors = []
     for kind, totals in found.items():
         for name, total in totals.items():
@@ -195,11 +195,11 @@ def check(found: Limits, limits: Limits) -> list[str]:
 
 
 def sample(count: int, seed: str, kind: str = "markdown") -> list[Sentence]:
-    """Draw sentences of the pages that readers see, or of the docstrings and comments of all code.
+    """Draw sentences of the pages for readers, or of the docstrings and comments of all code.
 
     Args:
-        count: number of sentences.
-        seed: the same seed draws the same sentences.
+        count: maximum number of sentences.
+        seed: seed of the random generator; equal seeds draw equal sentences.
         kind: "markdown" for pages, "python" for docstrings and comments.
     """
     below = r"README|docs/|apps/|deploy/|CONTRIBUTING" if kind == "markdown" else ""

@@ -4,7 +4,7 @@
     bash scripts/test.sh -e pythons -- --check      # only compares
 
 uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. uv
-takes a minute for all apps, and downloads 20 MB. uv resolves for Linux on x86-64 with glibc 2.28 or newer.
+needs a minute for all apps, and downloads 20 MB. uv resolves for Linux on x86-64 with glibc 2.28 or newer.
 
 The program records the versions in python_versions.json beside this file, and writes them to the line
 ``# python: 3.11 3.12`` of each requirements.in. The launch script looks for Pythons in the order of this line. If
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def requirements() -> list[Path]:
-    """Return the requirements.in of each app, and of --track."""
+    """Return the paths of the requirements.in of each app and of --track."""
     return sorted([*ROOT.glob("apps/*/requirements.in"), TRACKERS / "requirements.in"])
 
 
@@ -72,7 +72,7 @@ def app_of(path: Path) -> str:
 
 
 def resolve(path: Path) -> dict[str, Any]:
-    """Return an app's pins, the Pythons for which uv finds all wheels, and for each other Python the reason.
+    """Return an app's pins, the Pythons for which uv finds all wheels, and the reason for each other Python.
 
     Exit with an error if uv fails for a reason other than missing wheels.
     """

@@ -5,10 +5,10 @@
 tox runs this program after it has installed an environment. The tests start hundreds of ranks, and each rank imports a
 framework. The program saves time in two ways:
 
-* It compiles the modules once for all environments and clones of a user. Compiling torch takes 6 processor seconds. uv
+* It compiles the modules once for all environments and clones of a user. Compiling torch needs 6 processor seconds. uv
   hard-links the files of all environments to its cache, so environments with equal packages share inodes.
-* It makes Python collect almost no garbage during imports, and none of the modules at exit. Otherwise, these
-  collections take a third of the processor time of a process that imports torch.
+* It prevents most garbage collections during imports, and excludes existing objects from the collection at exit.
+  Otherwise, these collections use a third of the processor time of a process that imports torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
     Args:
         store: folder of bytecode for all environments.
         folder: site-packages of an environment.
-        modules: names of packages.
+        modules: import names of the packages to compile.
     """
     sources = {module: folder / module.replace(".", "/") / "__init__.py" for module in modules}
     sources = {module: source for module, source in sources.items() if source.is_file()}
@@ -45,7 +45,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
             if copy.exists() and not bytecode.exists():
                 bytecode.parent.mkdir(exist_ok=True)
                 os.link(copy, bytecode)
-    for module, source in sources.items():  # an import in its own process compiles the module
+    for module, source in sources.items():  # an import in a separate process compiles the module
         if not Path(importlib.util.cache_from_source(source)).exists():
             subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
     for bytecode, copy in files:
@@ -57,7 +57,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
 
 
 def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the paths of each hard-linked module's bytecode in ``folder`` and in ``store``. Both may be missing."""
+    """Yield the paths of each hard-linked module's bytecode in ``folder`` and in ``store``. Each may be missing."""
     for path in folder.rglob("*.py"):
         file = path.lstat()
         if file.st_nlink > 1:

@@ -24,7 +24,7 @@ AT_A_TIME = "2"
 MATCHED = "MATRIX_MATCHED"
 LEFT_LIMIT = 15.0  # time for pytest to end its own processes, in seconds
 NO_TESTS = 5  # pytest's exit code
-DRIVERS = {  # files that a device's driver makes, by the suffix of an environment's name
+DRIVERS = {  # files that a device's driver creates, by the suffix of an environment's name
     "gpu": ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"),
     "ascend": ("/dev/davinci_manager",),
 }
@@ -36,7 +36,7 @@ class Words:
     Attributes:
         own: arguments of tox, before `--`.
         selected: arguments of pytest, after `--`.
-        names: environments that `-e` names.
+        names: environments in the arguments `-e`.
         whole: whether all environments run.
         parallel: whether tox's arguments include `-p`.
         installs_only: whether tox only installs environments, and runs no test.
@@ -109,13 +109,13 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.processes: dict[int, str] = {}
-        for each in (signal.SIGINT, signal.SIGTERM):  # because a shell makes background processes ignore INT
+        for each in (signal.SIGINT, signal.SIGTERM):  # a shell makes background processes ignore INT
             signal.signal(each, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.processes |= descendants(os.getpid())
-        if number == signal.SIGTERM:  # unlike TERM, Ctrl-C reaches the whole process group by itself
+        if number == signal.SIGTERM:  # unlike TERM, Ctrl-C already reaches the process group
             self._send(signal.SIGINT, os.getpgrp())
         raise KeyboardInterrupt
 

@@ -1,8 +1,8 @@
 """Train with Hugging Face Accelerate, as its guides recommend. torchrun starts this program.
 
-The loop comes from Accelerate's guide "Performing gradient accumulation", and the length of the schedule from its
-examples/by_feature/gradient_accumulation.py. The evaluation comes from examples/cv_example.py. The batch size of a rank
-follows the guide "Comparing performance between different device setups".
+The loop comes from Accelerate's guide "Performing gradient accumulation". The length of the schedule comes from
+Accelerate's examples/by_feature/gradient_accumulation.py, and the evaluation comes from examples/cv_example.py. The
+batch size of a rank follows the guide "Comparing performance between different device setups".
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def main() -> None:
     loading = DataLoaderConfiguration(split_batches=options.switches, use_seedable_sampler=options.switches)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(options.seed)
-    # With split_batches, a loader's batch is split over the ranks; without it, each rank gets a batch of this size.
+    # If split_batches is set, Accelerate splits a loader's batch over the ranks. Otherwise, each rank gets a batch of
+    # this size.
     batch_size = options.batch // options.accumulate // (1 if options.switches else accelerator.num_processes)
     train_dataloader = DataLoader(Cifar(True, not options.plain), batch_size, shuffle=True)
     eval_dataloader = DataLoader(Cifar(False, False), batch_size)
@@ -60,7 +61,7 @@ def main() -> None:
         correct += int((predictions == references).sum())
         examples += len(references)
     record.write(options.out, accelerator.process_index, correct / examples, examples)
-    accelerator.wait_for_everyone()  # a rank that exits early fails the ranks that still communicate
+    accelerator.wait_for_everyone()  # an early exit of one rank would cause errors on the ranks that still communicate
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Train with PyTorch Lightning, as its guides recommend. This process is rank 0; Lightning starts the others.
+"""Train with PyTorch Lightning, as its guides recommend. The first process is rank 0; Lightning starts all other ranks.
 
 The module comes from the tutorial "PyTorch Lightning CIFAR10". The Trainer accumulates and clips gradients. The length
-of the schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows "GPU training
-(FAQ)", "if you want distributed training to work exactly the same as single GPU training".
+of the schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows the
+page "GPU training (FAQ)", which describes how distributed training can "work exactly the same as single GPU training".
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Net(nn.Module):
-    """A copy of cifar_ddp's small VGG that needs no samestep. cifar_ddp can load its weights by their names."""
+    """A copy of cifar_ddp's small VGG that does not need samestep. cifar_ddp can load the copy's weights by name."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Cifar(Dataset[tuple[Tensor, int, int]]):
 
 
 class Record:
-    """Record the samples and the loss of each of one rank's micro-batches."""
+    """Record the samples and the loss of each micro-batch of one rank."""
 
     def __init__(self) -> None:
         self._trained: list[dict[str, Any]] = []
@@ -89,8 +89,8 @@ class Record:
 
         Args:
             update: number of the update, from 0.
-            indices: the samples' indices [m].
-            loss: the samples' mean loss.
+            indices: indices [m] of the samples in the dataset, int64.
+            loss: mean loss of the samples, a scalar.
             lr: learning rate of the update.
         """
         assert math.isfinite(loss.item())
@@ -101,7 +101,7 @@ class Record:
 
         Args:
             folder: existing folder for the file rank-``rank``.json.
-            rank: the rank.
+            rank: number of the rank, from 0.
             accuracy: the test accuracy that the program reports.
             examples: number of test examples that the accuracy counts, over all ranks.
         """

@@ -1,4 +1,4 @@
-"""Time the loop of Hugging Face Accelerate's quick tour. torchrun starts this program."""
+"""Measure samples per second of the loop in Hugging Face Accelerate's quick tour. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
             optimizer.step()
             if clock.step():
                 break
-    accelerator.wait_for_everyone()  # a rank that exits early fails the ranks that still communicate
+    accelerator.wait_for_everyone()  # an early exit of one rank would cause errors on the ranks that still communicate
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time the compute limit of cifar_ddp. torchrun starts this program."""
+"""Measure the compute limit of cifar_ddp, in samples per second. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def limit(options: argparse.Namespace) -> None:
-    """Time the app's model, optimizer and step on the app's first batches, which are cropped and flipped in advance."""
+    """Time training steps of the app on its first batches, which are cropped and flipped in advance."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESIDENT = 32  # number of batches of a compute limit; they are loaded before the clock starts, and repeat
+RESIDENT = 32  # number of batches of a compute limit, which are loaded before the clock starts, and repeat
 
 
 def arguments() -> argparse.Namespace:
@@ -61,7 +61,7 @@ class Clock:
 
 
 def _synchronize() -> None:
-    """Wait until the GPU has finished all its work."""
+    """Wait until the GPU has finished all queued work."""
     import torch
 
     torch.cuda.synchronize()
@@ -71,8 +71,11 @@ def _synchronize() -> None:
 def torchvision_that_imports() -> object:
     """Import torchvision, even if it is built for a CUDA torch and installed beside a CPU torch.
 
-    The import of such a torchvision fails, because its operators are not registered. If two operators are declared, its
-    models and datasets work. Returns an object that keeps the operators declared, or None without torchvision.
+    The import of such a torchvision fails, because its operators are not registered. Its models and datasets work if
+    two of the operators are declared.
+
+    Returns:
+        An object that keeps the operators declared, or None if torchvision is not installed.
     """
     import torch
 

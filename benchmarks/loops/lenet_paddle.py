@@ -1,4 +1,7 @@
-"""Time PaddlePaddle's tutorial program or the compute limit. paddle.distributed.launch starts this program."""
+"""Measure samples per second of PaddlePaddle's tutorial program, or the compute limit of lenet_paddle.
+
+paddle.distributed.launch starts this program.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """Time the app's model, optimizer and step on its first batches in memory, without sampling or logs."""
+    """Time training steps of the app on its first batches in memory, without sampling or logs."""
     app = Path(__file__).resolve().parents[2] / "apps" / "lenet_paddle"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
     from data import load

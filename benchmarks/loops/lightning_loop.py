@@ -1,4 +1,4 @@
-"""Time a program from PyTorch Lightning's documentation. torchrun starts this program."""
+"""Measure samples per second of a program from PyTorch Lightning's documentation. torchrun starts this program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Time the compute limit of mnist_ddp and mnist_lightning, which take the same step. torchrun starts this program."""
+"""Measure the compute limit of mnist_ddp and mnist_lightning, which have the same training step.
+
+torchrun starts this program.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def limit(options: argparse.Namespace, plain: bool) -> None:
-    """Time the app's model, optimizer and step on its first batches in memory, without sampling or logs.
+    """Time training steps of the app on its first batches in memory, without sampling or logs.
 
     Args:
-        options: the options of throughput.py.
-        plain: use contiguous tensors and DDP's own all-reduce.
+        options: options that throughput.py passes, such as the batch size.
+        plain: whether to use contiguous tensors and DDP's own all-reduce.
     """
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]

@@ -1,4 +1,7 @@
-"""Time the loop of Horovod's PyTorch MNIST example, or a compute limit. horovodrun starts this program."""
+"""Measure samples per second of Horovod's PyTorch MNIST example, or a compute limit of mnist_horovod.
+
+horovodrun starts this program.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """Time the app's model and step on its first batches in memory, without sampling or logs.
+    """Time training steps of the app on its first batches in memory, without sampling or logs.
 
     The kind "fused-limit" uses hvd.DistributedOptimizer. Horovod then reduces several ready gradients at once (tensor
     fusion), while the rank computes the other gradients.

@@ -1,4 +1,4 @@
-"""Time the loop of PyTorch DDP's tutorials and examples. torchrun starts this program."""
+"""Measure samples per second of the loop in PyTorch's tutorials on DDP. torchrun starts this program."""
 
 from __future__ import annotations
 

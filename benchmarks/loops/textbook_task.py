@@ -28,10 +28,10 @@ class Task:
     """A training task.
 
     Attributes:
-        images: returns the training set in a data folder.
-        model: returns a new model.
-        optimizer: returns an optimizer of the given parameters.
-        loss: returns the mean loss of a model's outputs and the labels.
+        images: function that returns the training set in a data folder.
+        model: function that returns a new model.
+        optimizer: function that returns an optimizer of the given parameters.
+        loss: function that returns the mean loss of a model's outputs and the labels.
     """
 
     images: Callable[[Path], Dataset[Any]]

@@ -1,4 +1,4 @@
-"""Train on Fashion-MNIST by PyTorch DDP until a target accuracy, by a baseline loop or by variants of the app's step.
+"""Train on Fashion-MNIST with DDP until a target accuracy, in a baseline loop or with variants of the app's step.
 
 torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
 dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
@@ -56,10 +56,10 @@ def until_accurate(
     The seconds count from the start of the first step, and include evaluations and the start of a loader's workers.
 
     Args:
-        options: the options of this program.
-        steps_per_epoch: number of steps of an epoch.
-        step: takes the step with this number.
-        accuracy: evaluates, and returns the test accuracy.
+        options: options of this program, such as the target.
+        steps_per_epoch: number of steps before each evaluation at an epoch's end.
+        step: function that takes the step with the given number, from 0.
+        accuracy: function that evaluates the model, and returns the test accuracy from 0 to 1.
     """
     found: list[dict[str, float]] = []
     begun = time.perf_counter()
@@ -67,7 +67,7 @@ def until_accurate(
         step(done - 1)
         if done % options.evaluate_every and done % steps_per_epoch and done != options.max_steps:
             continue
-        # Ranks have the same accuracy, but different clocks, so the slowest clock decides when all ranks stop.
+        # Ranks have the same accuracy, but different clocks, so the largest elapsed time decides when all ranks stop.
         seconds = torch.tensor([0.0, time.perf_counter() - begun])
         seconds[0] = accuracy()
         seconds[1] = time.perf_counter() - begun
@@ -82,7 +82,7 @@ def until_accurate(
 
 
 def textbook_sets(options: argparse.Namespace) -> list[Any]:
-    """Return torchvision's training and test sets. As in the app, images [3, 32, 32] come from gray 28 x 28 images."""
+    """Return torchvision's training and test sets. Images [3, 32, 32] come from gray 28 x 28 images, as in the app."""
     common.torchvision_that_imports()
     from torchvision import datasets, transforms
 
@@ -107,7 +107,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
     loader = DataLoader(training, size, sampler=sampler, num_workers=options.workers)
     test_sampler: DistributedSampler[object] = DistributedSampler(
         test, shuffle=False
-    )  # repeats samples, except if 1, 2 or 4 ranks share 10,000 samples
+    )  # the sampler repeats samples if the number of ranks does not divide 10,000
     test_loader = DataLoader(test, 1000, sampler=test_sampler, num_workers=options.workers)
     model = DistributedDataParallel(TextbookVGG())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -142,7 +142,7 @@ def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
 
 # --- the app's step --------------------------------------------------------------------------------------------------
 
-OTHERS = "contiguous", "torch's norm", "pool last"  # changes without an option of the app
+OTHERS = "contiguous", "torch's norm", "pool last"  # changes for which the app has no option
 
 
 class AppLoop:
@@ -200,7 +200,7 @@ class AppLoop:
 
 
 def changed(model: Any, name: str) -> nn.Module:
-    """Return the app's model `small`, to which the change "contiguous" or "pool last" is applied if it is ``name``."""
+    """Return the app's model `small`, changed if ``name`` is "contiguous" or "pool last"."""
     if name == "contiguous":
         nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     if name == "pool last":
@@ -211,14 +211,14 @@ def changed(model: Any, name: str) -> nn.Module:
 
 
 def use_own_statistics(model: nn.Module) -> None:
-    """Replace the batch norms of `exact` by torch's, which use the statistics of a rank's own samples."""
+    """Replace the batch norms of `exact` by torch's batch norms, which use the statistics of a rank's own samples."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = nn.BatchNorm2d
 
 
 def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Train each variant until the target accuracy, and return its evaluations by its name."""
+    """Train each variant until the target accuracy, and return the evaluations of the variants by name."""
     found = {}
     for name, words in json.loads(options.variants).items():
         loop = AppLoop(options, name, words)
@@ -236,7 +236,7 @@ def steps(options: argparse.Namespace) -> dict[str, list[float]]:
             begun = time.perf_counter()
             for k in range(AT_ONCE):
                 loop.step(i * AT_ONCE + k)
-            if i:  # the first is a warm-up
+            if i:  # the first round is a warm-up
                 found[name].append((time.perf_counter() - begun) / AT_ONCE * 1e3)
     print({name: statistics.median(times) for name, times in found.items()})
     return found

@@ -46,8 +46,8 @@ def measure(
     """Return the verdict and the message of each row.
 
     Args:
-        subject: the program.
-        rows: names of rows.
+        subject: the program to check.
+        rows: names of the rows to run.
         given: folder of the originals, or None to download them.
         limits: options of the check that limit its time.
         keep: folder for the copies of the program and their output, or None.
@@ -131,7 +131,7 @@ def table(cells: Cells) -> str:
 
 
 def kit_table(cells: Cells) -> list[str]:
-    """Return the lines of a table that lists, for each example, the rows whose verdict the kit changes."""
+    """Return the lines of a table with the rows that newly pass, no longer pass or still fail with the kit."""
     lines = []
     for name, subject in SUBJECTS.items():
         if not subject.kit or subject.origin is None:
@@ -166,7 +166,7 @@ def write_page(path: Path, measured: str) -> None:
 
 
 def show(subject: Subject, given: Path | None) -> None:
-    """Print our changes of an example as a diff."""
+    """Print our changes to an example as a diff."""
     for file in sources.origin(subject.origin) if subject.origin else []:
         text = sources.fetch(file, given)
         names = (file.page, f"{file.name}, as it is run")

@@ -1,6 +1,6 @@
 """Download the authors' examples once, verify their SHA-256, and apply our changes.
 
-The examples' code is not in this repository. ``<name>/origin.json`` has a file's address and SHA-256.
+The examples' code is not in this repository. ``<name>/origin.json`` has each file's address and SHA-256.
 ``<name>/samestep.ed`` has our changes as an ed script of ``diff -e``: line numbers of the original, and replacements of
 these lines. The line numbers always fit, because the SHA-256 identifies every byte of the original. ``<name>/kit.ed``
 adds `samestep.torch` to the result of samestep.ed.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 COMMAND = re.compile(r"(\d+)(?:,(\d+))?([acd])")  # command of an ed script
-TIMEOUT = 10.0  # seconds, for the connection and each read
+TIMEOUT = 10.0  # timeout of the connection and of each read, in seconds
 
 
 class SourceError(Exception):
@@ -50,7 +50,7 @@ class File:
 
 
 def origin(name: str) -> list[File]:
-    """Return the files of an example. The first is the program."""
+    """Return the files of an example. The first file is the program."""
     stored = json.loads((HERE / name / "origin.json").read_text())
     shared = {key: stored[key] for key in ("repository", "commit", "package") if key in stored}
     return [File(**shared, **each) for each in stored["files"]]
@@ -68,7 +68,7 @@ def _of_package(file: File) -> Path:
 def fetch(file: File, given: Path | None = None) -> str:
     """Return the text of a file from its package, or from ``given``/<owner>/<name>/<path>, the cache or GitHub.
 
-    A downloaded file is stored in the cache.
+    The function stores a downloaded file in the cache.
 
     Raises:
         SourceError: the file cannot be found, or its SHA-256 differs.
@@ -108,7 +108,7 @@ def apply(text: str, script: str) -> str:
     """Apply an ed script to a text, and return the result. The script may append (a), change (c) and delete (d) lines.
 
     Raises:
-        ValueError: the script has another command, names a line outside the text, or does not proceed from the last
+        ValueError: the script has another command, refers to a line outside the text, or does not proceed from the last
             line to the first.
     """
     lines = text.splitlines()
@@ -148,10 +148,10 @@ def as_run(name: str, file: File, given: Path | None = None, kit: bool = False) 
     """Return the text of an example's file with our edits.
 
     Args:
-        name: name of the example.
-        file: a file of the example.
-        given: as in `fetch`.
-        kit: whether to apply also the edits that add the kit.
+        name: name of the example's folder.
+        file: the file to fetch and edit.
+        given: folder of the originals, or None, as in `fetch`.
+        kit: whether to apply the edits that add the kit, too.
     """
     text = fetch(file, given)
     for script in (file.edits, file.kit if kit else ""):
@@ -164,10 +164,10 @@ def put(name: str, folder: Path, given: Path | None = None, kit: bool = False) -
     """Write an example, with our edits, into a folder, and return the path of the program.
 
     Args:
-        name: name of the example.
+        name: name of the example's folder.
         folder: existing folder for the files.
-        given: as in `fetch`.
-        kit: whether to apply also the edits that add the kit.
+        given: folder of the originals, or None, as in `fetch`.
+        kit: whether to apply the edits that add the kit, too.
     """
     files = origin(name)
     for file in files:

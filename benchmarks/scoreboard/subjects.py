@@ -20,14 +20,15 @@ TORCHRUN = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
 HOROVODRUN = "horovodrun --gloo --disable-cache"
 HOROVOD = "--no-cuda --epochs=3"
 NEWEST = "$(ls -d saved/epoch_* 2>/dev/null | sort -V | tail -n 1)"
-# Starts $1 ranks under two names of this host, because Horovod starts no further rank on a host where a rank failed.
+# This script starts $1 ranks under two names of this host, because Horovod starts no further rank on a host on which a
+# rank has failed.
 ELASTIC = f"""printf '#!/bin/sh\\necho localhost:%d; [ %d = 0 ] || echo 127.0.0.1:%d\\n' \\
   $((($1 + 1) / 2)) $(($1 / 2)) $(($1 / 2)) >discover_hosts.sh
 chmod +x discover_hosts.sh
 exec {HOROVODRUN} -np $1 --min-np 1 --network-interfaces lo --host-discovery-script ./discover_hosts.sh \\
   python pytorch_mnist_elastic.py {HOROVOD} --batch-size=$((480 / $1))
 """
-# Starts the lighthouse, and one torchrun for each of $1 replica groups. TERM also stops these children.
+# This script starts the lighthouse, and one torchrun for each of $1 replica groups. TERM also stops these children.
 TORCHFT = """trap 'trap - TERM; kill 0' TERM
 probe='import socket; probe = socket.socket(); probe.bind(("127.0.0.1", 0)); print(probe.getsockname()[1])'
 export RUST_BACKTRACE=1 NUM_REPLICA_GROUPS=$1 TORCHFT_LIGHTHOUSE=http://127.0.0.1:$(python -c "$probe")

@@ -1,1 +1,1 @@
-"""Check how a training script that this project did not write survives faults: the command ``samestep check``."""
+"""Implement the command ``samestep check``, which tests how a training script of any project survives faults."""

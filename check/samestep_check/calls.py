@@ -1,8 +1,8 @@
 """Pause a job before each system call that changes or syncs files below a folder.
 
 A seccomp filter reports the calls of all processes of the job, in any language (filter_calls.py). If the kernel refuses
-the filter, an audit hook in each Python process reports calls (inside/samestep_record_files.py). The hook sees only the
-opens, renames, links and deletions that Python itself makes.
+the filter, an audit hook in each Python process reports calls (inside/samestep_record_files.py). The hook reports only
+the opens, renames, links and deletions of Python code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KINDS = {
     "sync": "sync",
     "syncfs": "sync",
 }
-HANDSHAKE = 20.0  # seconds in which the filter must be installed, or an announcement must arrive
+HANDSHAKE = 20.0  # time limit in seconds, for the filter's installation and for the arrival of an announcement
 PATH_BYTES = 4096
 
 _FILTER = Path(__file__).with_name("filter_calls.py")
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     """A file system call that the kernel is about to execute.
 
     Attributes:
-        kind: effect of the call, a value of KINDS. The filter reports an ``open`` only if it empties the file.
+        kind: effect of the call, a value of KINDS. The filter reports an ``open`` only if the call empties the file.
         path: absolute path, in which links to folders are resolved; ``/`` for a ``sync``.
         target: new path of a rename or a hard link, else None.
     """
@@ -84,12 +84,13 @@ class Call(NamedTuple):
     target: str | None = None
 
 
-# A handler returns 0 to let the call continue, or the errno with which the call fails. AnnouncedCalls ignores errnos.
+# A handler returns the errno with which the call fails, or 0, so that the call continues. AnnouncedCalls ignores the
+# returned number.
 Handler = Callable[[Call], int]
 
 
 class Refused(NotSeen):
-    """The seccomp filter of calls is not installed: the kernel refuses it, or no descriptor arrives in time."""
+    """The seccomp filter is not in use: the kernel refuses the filter, or the descriptor does not arrive in time."""
 
 
 # Argument positions of each call's (folder descriptor or None, path). A second pair has the positions of the target.
@@ -109,16 +110,16 @@ _PATHS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "unlinkat": ((0, 1),),
     "rmdir": ((None, 0),),
 }
-_DESCRIPTOR_PLACES = {"copy_file_range": 2}  # argument position of the written file; 0 for other calls
+_DESCRIPTOR_PLACES = {"copy_file_range": 2}  # argument position of a written file's descriptor; 0 for other calls
 
 
 class FilteredCalls:
     """Report a job's file system calls to a handler, by a seccomp filter.
 
     Args:
-        folder: the handler gets the calls on paths below this folder, without ``__pycache__``, and each ``sync``.
-        handler: called with each call in a thread, while the calling process waits.
-        covered: the path at which the job sees ``folder``, if ``folder`` is mounted there; else None.
+        folder: the handler receives each ``sync``, and each call on a path below this folder except ``__pycache__``.
+        handler: function that a thread calls with each call, while the calling process waits.
+        covered: the path at which ``folder`` is mounted for the job; None if the folder is not mounted.
     """
 
     def __init__(self, folder: Path, handler: Handler, covered: str | None = None) -> None:
@@ -133,8 +134,8 @@ class FilteredCalls:
         self.error: BaseException | None = None
 
     def wrapped(self, command: Sequence[str]) -> list[str]:
-        """Return the words that install the filter and then execute ``command``."""
-        # Without -I and -S the job's own sitecustomize would run twice.
+        """Return a command that installs the filter and then executes ``command``."""
+        # The options -I and -S prevent a second run of the job's sitecustomize.
         return [sys.executable, "-I", "-S", str(_FILTER), str(self._far_end.fileno()), *command]
 
     @property
@@ -162,7 +163,7 @@ class FilteredCalls:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread that answers calls. Call it after the job's processes have ended."""
+        """Stop the thread that answers calls. Call this method after the job's processes have ended."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -233,7 +234,7 @@ def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[
         process: ID of the waiting thread.
         name: the kernel's name of the call.
         arguments: the six arguments of the call, as unsigned 64-bit integers.
-        own: translates a path of the waiting process to this process's path of the same file.
+        own: function that translates a path of the waiting process to this process's path of the same file.
 
     Raises:
         OSError: the process has ended, or its memory is not readable.
@@ -276,8 +277,8 @@ class AnnouncedCalls:
     """Report the opens, renames, links and deletions that a job's Python processes announce on a Unix socket.
 
     Args:
-        path: path of the new socket.
-        handler: called with each call in a thread, while the calling process waits.
+        path: path of the Unix socket, which the constructor creates.
+        handler: function that a thread calls with each call, while the calling process waits.
     """
 
     def __init__(self, path: Path, handler: Handler) -> None:
@@ -330,7 +331,7 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether the kernel accepts the filter, and Yama lets this process read the paths of calls."""
+    """Return whether the kernel accepts the filter, and Yama allows this process to read the paths of calls."""
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []

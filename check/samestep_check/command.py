@@ -59,7 +59,7 @@ def _stop_on_signals() -> None:
         raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
     for number in (*STOP_SIGNALS, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, HUP must remain ignored
             signal.signal(number, stop)
 
 
@@ -119,7 +119,7 @@ def run(options: Options, command: Sequence[str]) -> int:
 
 
 def row_list() -> str:
-    """Return a line for each row: its name, how often it starts the script, and its title."""
+    """Return a line for each row, with the row's name, its number of starts of the script, and its title."""
     return "\n".join(f"{name:19}{row.starts:2} starts  {row.title}" for name, row in ROWS.items())
 
 
@@ -127,10 +127,10 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
     """Write the files of --html, --junit and --json.
 
     Args:
-        options: the parsed options.
-        results: the results of the rows.
-        command: the checked command.
-        notes: lines on limits of the check, and on parts of samestep.torch in use.
+        options: options of the command, with the paths of the files.
+        results: results of the rows, in order.
+        command: words of the checked command.
+        notes: lines about limits of the check, and about parts of samestep.torch that the script uses.
     """
     if options.html:
         options.html.write_text(page(results, command))
@@ -141,14 +141,22 @@ def write_outputs(options: Options, results: Sequence[Result], command: Sequence
 
 
 def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
-    """Return 1 if a required row did not pass, or 0. Without required rows, return 1 if any row failed."""
+    """Return the exit code.
+
+    Args:
+        results: results of the rows that ran.
+        required: names of the rows that must pass.
+
+    Returns:
+        1 if a required row did not pass, or if no row is required and any row failed; else 0.
+    """
     if not required:
         return int(any(each.has_failed for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))
 
 
 def wanted_rows(options: Options) -> list[str]:
-    """Return the rows that --faults names. The word ``failed`` means the failed rows in the file of --json.
+    """Return the names of the rows in --faults. The word ``failed`` selects the rows that failed in the file of --json.
 
     Raises:
         ConfigError: a row is unknown, or no row failed in the file.
@@ -205,14 +213,15 @@ def check(
     progress: Callable[[str], None] = lambda name: None,
     notes: list[str] | None = None,
 ) -> list[Result]:
-    """Run the command without faults in a copy of the current folder, then decide the rows.
+    """Run the command without faults in a copy of the current folder, then run the rows, and return their results.
 
     Args:
-        options: the parsed options.
-        command: the checked command.
-        rows: the names of the rows.
-        progress: called with the name of each row before it runs.
-        notes: list to which the check appends lines on its limits, and on parts of samestep.torch in use.
+        options: options of the command ``samestep check``.
+        command: words of the checked command.
+        rows: names of the rows to run.
+        progress: function that the check calls with each row's name before the row runs; first called with
+            ``undisturbed``, and last with an empty string.
+        notes: list to which the check appends lines about its limits, and about parts of samestep.torch in use.
 
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.
@@ -238,7 +247,7 @@ def check(
 
 
 def decide(name: str, runner: ScriptRunner) -> Result:
-    """Return the result of a row."""
+    """Run a row, and return its result."""
     begun = time.monotonic()
     verdict = "passed"
     try:
@@ -259,7 +268,7 @@ def make_kept(folder: Path) -> None:
 
 
 class Progress:
-    """Show the current row, the seconds so far, and the rows left, on a terminal."""
+    """Show the current row, the elapsed seconds, and the number of rows left, if stderr is a terminal."""
 
     def __init__(self, count: int) -> None:
         self._left = count

@@ -2,10 +2,10 @@
 
     python -I -S filter_calls.py SOCKET COMMAND [ARGS...]
 
-SOCKET is the descriptor of a Unix socket. The kernel then stops this process and its children before each call in
-CALLS, until the check lets the call continue (seccomp_unotify(2)). An open stops the process only if it empties the
-file. The filter needs no privilege. If the kernel refuses the filter, the exit code is REFUSED, and the command does
-not run.
+SOCKET is the descriptor of a Unix socket. The kernel then pauses this process and its children before each call in
+CALLS, until the check allows or refuses the call (seccomp_unotify(2)). An open pauses the process only if the open
+empties the file. The filter needs no privilege. If the kernel refuses the filter, the exit code is REFUSED, and the
+command does not run.
 """
 
 from __future__ import annotations

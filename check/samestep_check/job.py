@@ -19,13 +19,13 @@ from samestep import ConfigError
 from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
-# Seconds from a launcher's end until its processes must have ended too. Workers of a torch DataLoader notice the end of
-# their rank after up to 5 seconds.
+# Time limit for a job's other processes to end after the launcher, in seconds. Workers of a torch DataLoader notice the
+# end of their rank after up to 5 seconds.
 LEFT_GRACE = 8.0
 INSIDE = Path(__file__).with_name("inside")
 MOST_CHARACTERS = 120  # maximum length of an error line
-KILL_SECONDS = 5.0  # for which `stop` kills the processes of a job again and again
-# Torchrun's ChildFailedError only repeats the error of a rank.
+KILL_SECONDS = 5.0  # time limit of `stop` for its repeated kills, and for the launcher's end, in seconds
+# The pattern excludes torchrun's ChildFailedError, which only repeats the error of a rank.
 ERROR = re.compile(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)")
 
 
@@ -56,7 +56,7 @@ class Job:
         # The file sitecustomize.py in INSIDE starts the recorder in each Python process.
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": path, "SAMESTEP_INSIDE": json.dumps(shared)}
-        environ["TMPDIR"] = str(own_temporary)  # deleted with the records, whatever the script leaves there
+        environ["TMPDIR"] = str(own_temporary)  # without --keep, the check deletes this folder and all files in it
         try:
             with self.output_path.open("wb") as file:
                 self.process = subprocess.Popen(
@@ -82,11 +82,11 @@ class Job:
         return Records(self.records_folder)
 
     def output(self) -> str:
-        """Return the output of all processes."""
+        """Return the stdout and stderr of all processes."""
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the first output line with an error, or else the last output line, cut to `MOST_CHARACTERS`."""
+        """Return the first output line with an error, or else the last line, shortened to `MOST_CHARACTERS`."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
@@ -105,7 +105,7 @@ class Job:
         return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
-        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, False at the limit."""
+        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, else False."""
         end = time.monotonic() + limit
         while not until():
             self.raise_recorded_errors()
@@ -119,7 +119,7 @@ class Job:
         """Raise ConfigError if the script has tried to write outside of its folder, or the adapter has failed."""
         for path in self.records_folder.glob("*.jsonl"):
             for line in path.read_text().split("\n"):
-                if not line.endswith("}"):  # the process is writing the line, or was killed then
+                if not line.endswith("}"):  # the process is still writing the line, or was killed before its end
                     continue
                 if line.startswith('{"event": "outside"'):
                     name = json.loads(line)["path"]
@@ -135,7 +135,7 @@ class Job:
             limit: longest wait for the launcher's end, in seconds.
 
         Returns:
-            Whether the launcher has ended. `left_behind` then has the number of processes that have not.
+            Whether the launcher has ended. If so, `left_behind` is the number of other processes that still run.
         """
         done = self.wait(lambda: self.code is not None, limit)
         self.duration = time.time() - self._begun
@@ -145,11 +145,11 @@ class Job:
         return done
 
     def pids(self) -> list[int]:
-        """Return the PIDs of the job's processes, which have the job's session or its mark in their environment."""
+        """Return the PIDs of all processes that belong to the job's session, or have its mark in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended
-                # After the name in parentheses: state, parent, group, session.
+                # The fields after the name in parentheses are state, parent, group and session.
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
                 if state != "Z" and (int(session) == self.process.pid or self._has_mark(folder)):
                     found.append(int(folder.name))
@@ -174,7 +174,7 @@ class Job:
         end = time.monotonic() + KILL_SECONDS
         while self.kill() and time.monotonic() < end:
             time.sleep(0.05)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible call, such as of a hung disk
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the launcher may wait for a hung disk
             self.process.wait(KILL_SECONDS)
 
 
@@ -189,11 +189,11 @@ def started(
     """Start a job, and kill its processes at the end of the block.
 
     Args:
-        command: the command of the script.
+        command: words of the script's command.
         work: the copied folder in which the script runs.
         records: new folder for the records of the script's processes.
         config: settings for the recorder in each process.
-        calls: pauses the job before its file system calls; None for no pauses.
+        calls: object that pauses the job before its file system calls; None for no pauses.
 
     Yields:
         The started job.

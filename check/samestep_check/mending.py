@@ -1,6 +1,6 @@
 """The changes to a script that make failed rows pass, in 1 to 4 lines, without and with the kit (`samestep.torch`).
 
-A test compares this text with docs/mend_a_row.md.
+A test compares these changes with docs/mend_a_row.md.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ MENDING: dict[str, Mending] = {
 
 
 def markdown(titles: dict[str, str]) -> str:
-    """Return the sections of docs/mend_a_row.md: for each change, the rows that the change makes pass, and its code.
+    """Return the sections of docs/mend_a_row.md, one for each change: the rows that need the change, and its code.
 
     Args:
-        titles: the title of each row.
+        titles: title of each row, by the name of the row.
     """
     rows: dict[Mending, list[str]] = {}
     for name, mending in MENDING.items():

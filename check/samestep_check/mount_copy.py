@@ -55,15 +55,15 @@ def enter() -> None:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{user} {user} 1")
         _write("/proc/self/gid_map", f"{group} {group} 1")
-    _mount(None, "/", _RECURSIVE | _PRIVATE)  # other processes do not see later mounts of this process
+    _mount(None, "/", _RECURSIVE | _PRIVATE)  # later mounts of this process do not propagate to other processes
 
 
 def cover(copy: str, folder: str, kept: Sequence[str]) -> None:
     """Mount the kept paths of a folder into its copy, and the copy over the folder.
 
     Args:
-        copy: path of the copy.
-        folder: path of the original folder.
+        copy: path of the copy to mount.
+        folder: path of the original folder, the mount point.
         kept: relative paths whose content comes from the original folder.
 
     Raises:
@@ -78,10 +78,10 @@ def main(copy: str, folder: str, kept: str, command: list[str]) -> None:
     """Mount the copy over the folder, and execute the command.
 
     Args:
-        copy: path of the copy.
-        folder: path of the original folder.
+        copy: path of the copy to mount.
+        folder: path of the original folder, the mount point.
         kept: JSON list of relative paths whose content comes from the original folder.
-        command: the words of the command.
+        command: words of the command to execute.
     """
     try:
         enter()

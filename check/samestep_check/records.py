@@ -10,7 +10,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORDED_BEFORE = 0.5  # most seconds from the record of a write to the write itself
+RECORDED_BEFORE = 0.5  # maximum number of seconds from the record of a write to the write itself
 Event = Mapping[str, Any]
 Key = Any  # key of an example: None, a number, a string, or a tuple of keys
 Keys = list[Key] | None  # None if the keys are unknown
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     weights_before: float | None  # norm of the weights before the step
     weights: float | None  # norm of the weights after the step
     random: dict[str, int] | None  # checksum of each random number generator's state before the step
-    random_before: list[dict[str, int]]  # the same checksums at loader starts and saves since the previous step
+    random_before: list[dict[str, int]]  # these checksums at each loader start and save since the previous step
     line: str | None  # place of the step in the script, as ``file:line``
     called: list[Called]  # modules called without gradients since the previous step
 
@@ -47,9 +47,9 @@ class Called(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A write to a checkpoint, after ``step`` steps of the writing process (of the fastest rank, if it takes none)."""
+    """A write to a checkpoint."""
 
-    step: int
+    step: int  # steps of the writing process before the write, or of the fastest rank if this process takes no step
     time: float
     kind: str
     path: str
@@ -67,7 +67,7 @@ class Evaluation(NamedTuple):
 class Batch:
     """A batch that a loader returned."""
 
-    number: int | None  # None if an adapter recorded it
+    number: int | None  # None if an adapter recorded the batch
     loader: int
     keys: Keys
 
@@ -148,11 +148,11 @@ class Notes:
     reason: str = ""  # why examples have no keys
     awaited: set[str] = field(default_factory=set)  # modules for which the adapter called after_import
     imported: set[str] = field(default_factory=set)  # awaited modules that were imported
-    is_uncovered: bool = False  # the process sees the script's folder instead of the copy
+    is_uncovered: bool = False  # the process accesses the script's folder instead of the copy
 
 
 class Reader:
-    """Read the events of a process in order. The method ``on_KIND`` reads an event of this kind."""
+    """Read the events of a process in order. The method ``on_KIND`` reads an event of kind KIND."""
 
     def __init__(self) -> None:
         self.steps: list[RankStep] = []
@@ -249,8 +249,8 @@ class Reader:
         used = event.get("used")
         if used:
             self._follows = True
-        # If other steps recorded batch numbers, a step without numbers, such as a GAN's generator, trains on no batch.
-        # Batches of an adapter have no numbers, so the next step takes them.
+        # If other steps recorded batch numbers, a step without numbers, such as a step of a GAN's generator, trains on
+        # no batch. Batches of an adapter have no numbers, so the next step uses all of them.
         has_numbers = any(batch.number is not None for batch in self._pending)
         if used or (self._follows and has_numbers):
             taken = self._take(used or ())
@@ -263,7 +263,7 @@ class Reader:
         self.since = Before()
 
     def on_called(self, event: Event) -> None:
-        if self._position:  # a script restores its weights before its first batch
+        if self._position:  # earlier calls may use weights that the script has not restored yet
             self.since.called.append(Called(event["name"], event["norm"]))
 
     def _take(self, numbers: Sequence[int]) -> list[Batch]:
@@ -342,7 +342,7 @@ def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
 
 
 def _shift(epoch: list[RankStep], count: int, last: int | None) -> None:
-    """Give each step ``count`` of the batches returned so far; step number ``last``, from 1, gets all that remain."""
+    """Give ``count`` of the batches returned so far to each step, and all remaining ones to step ``last``, from 1."""
     ahead: list[Batch] = []
     for k, step in enumerate(epoch, 1):
         ahead += step.batches
@@ -367,7 +367,7 @@ class Records:
                 each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
 
     def _done(self, when: float) -> int:
-        """Return the number of steps that the fastest rank had taken at the time ``when``."""
+        """Return the number of steps that the fastest rank had taken by the time ``when``."""
         counts = (sum(step.time <= when for step in each.steps) for each in self.processes)
         return max(counts, default=0)
 
@@ -466,7 +466,7 @@ class Records:
 
 
 def _whole(shards: Sequence[Shard]) -> Evaluation | None:
-    """Merge the ranks' shards of an evaluation. Return None if examples have no keys."""
+    """Merge the ranks' shards of an evaluation. Return None if examples have no keys, or no dataset has a size."""
     size = max((shard.size or 0 for shard in shards), default=0)
     for each in zip(*(reversed(shard.subsets) for shard in shards)):
         if len(set(each)) > 1:

@@ -24,7 +24,7 @@ _TAGS = {"passed": "system-out", "failed": "failure"}  # JUnit elements by verdi
 
 
 class Result(NamedTuple):
-    """The verdict of a row.
+    """The result of a row.
 
     Attributes:
         row: name of the row.
@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return the results as lines. A failed row adds the usual cause, a page of docs/ and the change that helps."""
+    """Return the results as lines. The lines of a failed row include the usual cause, a page of docs/ and a change."""
     lines = []
     shown: dict[str, str] = {}  # by piece of code: the row that shows the code
     for each in results:
@@ -115,9 +115,9 @@ def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[s
     """Return the results as JSON.
 
     Args:
-        results: the results of the rows.
-        command: the checked command.
-        notes: lines on limits of the check, and on parts of samestep.torch in use.
+        results: results of the rows, in order.
+        command: words of the checked command.
+        notes: lines about limits of the check, and about parts of samestep.torch that the script uses.
     """
     rows = []
     for each in results:
@@ -133,10 +133,10 @@ def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[s
 
 
 def failed_rows(path: Path | None) -> list[str]:
-    """Return the rows that failed in the last check, from the file of --json.
+    """Return the names of the rows that failed in the last check, from the file of --json.
 
     Raises:
-        ConfigError: ``path`` is None, the file is missing, or no check has written it.
+        ConfigError: ``path`` is None, or the file is missing or not a result of a check.
     """
     if path is None:
         raise ConfigError("--faults failed needs the file of the last check: give --json FILE")

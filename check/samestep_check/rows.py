@@ -1,6 +1,7 @@
 """The rows of a check. Each row injects a fault or compares runs.
 
-A row that passes returns its message. All other verdicts are exceptions. `ScriptRunner` caches runs that rows share.
+A row's function returns a message if the row passes, and raises a `Verdict` otherwise. `ScriptRunner` caches the runs
+that several rows use.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Row(NamedTuple):
 
     Attributes:
         title: the row's subject in a few words.
-        decide: returns the message of a row that passes, and raises a Verdict otherwise.
+        decide: function that returns the message of a row that passes, and raises a Verdict otherwise.
         starts: usual number of starts of the script, if the rows before this row also run.
         cause: the usual cause of a failure.
         page: path of the documentation page on this fault.

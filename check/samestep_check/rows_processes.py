@@ -12,7 +12,7 @@ from samestep_check.rows_resume import restarted, resumed_at, saved_at
 from samestep_check.runner import PATIENCE, Faulted, ScriptRunner
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, Verdict
 
-NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
+NOTICE = 4.0  # time limit in seconds for ranks to notice that their launcher was killed
 
 
 def rank_killed(runner: ScriptRunner) -> str:
@@ -50,7 +50,7 @@ def workers(runner: ScriptRunner) -> str:
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
-    """Return how a run ended after SIGTERM.
+    """Describe how a run ended after SIGTERM.
 
     Raises:
         Failed: the run lost a step, ignored SIGTERM, hung or exited with 0.
@@ -156,14 +156,14 @@ def stalled(runner: ScriptRunner) -> str:
 
 
 def hangs(records: Records, seconds: float, limit: float) -> Verdict:
-    """Return the verdict on a job that has not ended after a rank was stopped.
+    """Return the verdict on a job that still runs after a rank was stopped.
 
     The verdict is CannotTell if the timeout of the job's collectives is unknown, or at least ``seconds`` but not above
     ``limit``.
 
     Args:
-        records: the records of the job.
-        seconds: how long the check has waited.
+        records: records of the job's processes.
+        seconds: duration of the wait after the fault, in seconds.
         limit: longest acceptable timeout of collectives, in seconds.
     """
     timeouts = [notes.timeout for notes in records.notes() if notes.timeout is not None]

@@ -88,7 +88,7 @@ def _balance(steps: Sequence[Step], before: Sequence[Step], again: Sequence[Keys
 
 
 def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Sequence[Keys], at: int) -> bool:
-    """Return whether samples differ only in last steps of epochs, which another world size may pad."""
+    """Return whether samples differ only in the last steps of epochs, which another world size may pad."""
     ends = [before.epoch != after.epoch for before, after in zip(steps, steps[1:])]
     ends.append(True)
     pairs = zip(again, samples[at:], ends[at:])
@@ -179,9 +179,9 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
 
     Args:
         runner: the runner of the script, which has the undisturbed run.
-        again: the steps after the resume.
+        again: steps of the resumed run, in order.
         at: number of the first step after the resume, from 0.
-        bound: largest relative difference of norms.
+        bound: largest relative difference of norms that counts as equal.
     """
     compared: set[str] = set()
     for k, found in enumerate(again, at):
@@ -234,22 +234,22 @@ def _largest_gap(wanted: Sequence[float], found: Sequence[float]) -> float:
 
 
 def optimizer_parts(step: Step) -> list[str]:
-    """Return the names of a step's state that belong to the optimizer, without the weights and buffers."""
+    """Return the names in a step's state that belong to the optimizer, without the names of weights and buffers."""
     return [name for name in step.state or {} if name != "weights" and not is_buffer(name)]
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a name of a step's state belongs to a buffer."""
+    """Return whether a name in a step's state belongs to a buffer."""
     return name.startswith("buffer ")
 
 
 class Comparison(NamedTuple):
-    """How to compare an optimizer's state.
+    """The settings of a comparison of an optimizer's state.
 
     Attributes:
         k: number of the step, from 0.
         name: name of the optimizer.
-        bound: largest relative difference of norms.
+        bound: largest relative difference of norms that counts as equal.
         draws_others: whether the step draws other random numbers than in the undisturbed run, which changes buffers.
     """
 
@@ -270,9 +270,12 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
 
     Args:
         wanted: the step of the undisturbed run.
-        twin: the step of its repetition.
-        found: the step after the resume.
-        comparison: how to compare them.
+        twin: the step of the undisturbed run's repetition.
+        found: the same step of the resumed run.
+        comparison: step number, optimizer name and bound of the comparison.
+
+    Raises:
+        CannotTell: another optimizer takes this step than in the undisturbed run.
     """
     name = comparison.name
     if found.optimizer != wanted.optimizer or found.kind != wanted.kind:
@@ -286,7 +289,7 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
         words = f"the {part}"
         if part in lost:
             words = f"{part} of {name}"
-        # If the undisturbed repetition has another norm, a difference proves nothing.
+        # If the repetition of the undisturbed run has another norm, a difference after the resume proves nothing.
         is_reproducible = relative(norm_of(twin, part), norm_of(wanted, part)) <= comparison.bound
         is_other = comparison.draws_others and is_buffer(part)
         if is_reproducible and not is_other:
@@ -299,7 +302,7 @@ def compare_settings(wanted: Step, found: Step, name: str, place: str) -> None:
 
     Args:
         wanted: the step of the undisturbed run.
-        found: the step after the resume.
+        found: the same step of the resumed run.
         name: name of the optimizer.
         place: the place of the step, in words.
     """
@@ -319,9 +322,9 @@ def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str)
 
     Args:
         wanted: the step of the undisturbed run.
-        found: the step after the resume.
-        part: name of the part.
-        bound: largest relative difference of norms.
+        found: the same step of the resumed run.
+        part: name of the part, a key of the step's state.
+        bound: largest relative difference of norms that counts as equal.
         words: the part and its place, for the message.
     """
     count, norm, zeros = (wanted.state or {})[part]
@@ -360,12 +363,12 @@ def compare_generators(
 
     Args:
         steps: the steps of the undisturbed run.
-        twins: the steps of its repetition.
+        twins: the steps of the undisturbed run's repetition.
         found: the first step after the resume.
         k: number of this step, from 0.
 
     Returns:
-        Names of shifted generators, which are restored but differ at the step itself; names of lost generators.
+        Names of shifted generators (restored, but in another state at the step), and names of lost generators.
     """
     shifted = []
     lost = []

@@ -44,7 +44,7 @@ def _first_odd(steps: Sequence[Step]) -> int:
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
-    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen without these weights."""
+    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen if they are unknown."""
     if several.weights is None or alone.weights is None:
         raise NotSeen("the weights")
     return relative(several.weights, alone.weights) > bound
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach the same weights, or losses without weights."""
+    """Check that N ranks train on the samples of one rank, and reach its weights (its losses if none are known)."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps
@@ -174,7 +174,7 @@ def _compare_samples(runner: ScriptRunner) -> None:
 
 
 def _gaps(single: Sequence[float | None], several: Sequence[float | None]) -> dict[int, float]:
-    """Return the relative difference of two values for each step, from 1, that has both values."""
+    """Return the relative difference of a step's two values, by step from 1, without steps that lack a value."""
     pairs = enumerate(zip(single, several), 1)
     return {k: relative(a, b) for k, (a, b) in pairs if a is not None and b is not None}
 

@@ -18,8 +18,8 @@ from samestep_check.rows_resume import restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
-BESIDE = 5.0  # most seconds between the writes of one checkpoint's files
-FEWEST = 3  # fewest states that a row must try before it may stop for lack of time
+BESIDE = 5.0  # maximum number of seconds between the writes of one checkpoint's files
+FEWEST = 3  # minimum number of tested states for a pass if the row's time runs out
 PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames and deletions are seen"
 
 
@@ -138,7 +138,7 @@ def _middle_of_member(path: Path, content: bytes | bytearray) -> int:
         entries = archive.infolist()
     data = [each for each in entries if "/data/" in each.filename] or entries
     entry = max(data, key=lambda each: each.compress_size)
-    name_size = entry.header_offset + 26  # offset of the name's length in the header
+    name_size = entry.header_offset + 26  # offset of the field that contains the name's length
     extra_size = name_size + 2
     lengths = [int.from_bytes(content[place : place + 2], "little") for place in (name_size, extra_size)]
     return entry.header_offset + 30 + sum(lengths) + entry.compress_size // 2
@@ -172,8 +172,8 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
     """Return whether two steps agree in samples, learning rates, optimizer, and recorded losses and weights.
 
     Args:
-        one: a step.
-        other: another step.
+        one: a step of the undisturbed run.
+        other: the first step of a restart.
         bound: largest relative difference of losses, and of norms of weights.
     """
     if one.indices != other.indices or one.lr != other.lr or one.optimizer != other.optimizer:
@@ -185,11 +185,11 @@ def is_same(one: Step, other: Step, bound: float) -> bool:
 
 
 def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] = ()) -> Resumed:
-    """Restart the script in a recorded state until the first step. Return the undisturbed steps that equal this step.
+    """Restart the script from a recorded state until the first step. Return the undisturbed steps that equal this step.
 
     Args:
-        runner: runs the script.
-        state: the recorded state.
+        runner: runner that restarts the script.
+        state: recorded state of the folder to restore.
         lost: files of the state that are restored empty.
     """
     work = runner.recording.work  # reuse the recorded folder, because files in it may contain its path
@@ -324,9 +324,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
     """Run the script, and fail its writes with ENOSPC after the middle of a save.
 
     Args:
-        runner: runs the script.
+        runner: runner that starts the script.
         recording: the calls of an earlier run, and the save.
-        work: the copied folder.
+        work: copied folder in which the script runs.
 
     Raises:
         CannotTell: no write of the job has failed, or the row has no time to wait for the job's end.
@@ -353,9 +353,9 @@ def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path)
     This limit needs no seccomp filter.
 
     Args:
-        runner: runs the script.
+        runner: runner that starts the script.
         recording: the calls of an earlier run, and the save.
-        work: the copied folder.
+        work: copied folder in which the script runs.
 
     Raises:
         OutOfTime: the row has no time to wait for the job's end.

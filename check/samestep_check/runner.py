@@ -25,9 +25,9 @@ from samestep_check.script import Script
 from samestep_check.source import Source, can_mount
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfTime, Verdict
 
-PATIENCE = 75.0  # most seconds from a fault to its effect; torchrun waits 30 s for ranks after TERM
+PATIENCE = 75.0  # maximum number of seconds from a fault to its effect; torchrun waits 30 s for ranks after TERM
 HANGS = 5  # limit for a restart's first step, as a multiple of the undisturbed run's duration
-MIN_RUN = 3.0  # least seconds for all steps of a run with a fault; pauses after each step ensure it
+MIN_RUN = 3.0  # minimum duration of all steps of a run with a fault, in seconds, ensured by pauses
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 MOST_OWN = 0.01  # largest relative difference of weights between two undisturbed runs
 WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
@@ -54,7 +54,7 @@ class Undisturbed(NamedTuple):
 class Restart(NamedTuple):
     """A restart of a script, after a fault."""
 
-    code: int | None  # exit code; None if the restart had not ended
+    code: int | None  # exit code; None if the restart was still running
     error: str  # the output's line with the error
     steps: list[Step]
     records: Records | None  # None if the launcher restarted the ranks
@@ -64,9 +64,9 @@ class Restart(NamedTuple):
 class Faulted:
     """A run with a fault, and the restart after it."""
 
-    done: int  # number of steps of the ranks' first start; before the fault if `in_place`
+    done: int  # number of steps of the ranks' first start; only those before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
-    code: int | None  # exit code; None if the job had not ended
+    code: int | None  # exit code; None if the job was still running
     duration: float  # seconds from the fault to the end
     records: Records
     attempts: list[list[Step]]
@@ -120,14 +120,14 @@ class Clock:
         self._end = now + total_limit
 
     def begin_row(self) -> None:
-        """Start the time of a row. Raise CannotTell if the check has no time left."""
+        """Start the time limit of a row. Raise CannotTell if the check has no time left."""
         now = time.monotonic()
         self._row_end = now + self._row_limit
         if now > self._end:
             raise CannotTell("the time is over: raise --total-limit")
 
     def left(self) -> float:
-        """Return the seconds that the row may still take."""
+        """Return the seconds that are left for the row."""
         return min(self._row_end, self._end) - time.monotonic()
 
 
@@ -149,9 +149,9 @@ class ScriptRunner:
     """Run the script, each time in a copy of its folder, and cache the runs that several rows share.
 
     Attributes:
-        results: the results of cached runs.
+        results: results of cached runs, by the name of the run.
         left_behind: number of processes that outlived their launchers.
-        ranks: number of ranks of the command.
+        ranks: number of ranks that the command starts.
         other: number of ranks for the rows that start the script at another world size.
     """
 
@@ -172,7 +172,7 @@ class ScriptRunner:
         self.other: int = options.other_n or self.ranks + 1
         self._temporary = temporary
         self._count = 0
-        self._is_uncovered = False  # a process of the script sees the folder instead of the copy
+        self._is_uncovered = False  # a process of the script accesses the folder instead of the copy
         self._config = {
             "source": str(folder),
             "allowed": _real_paths(places),
@@ -189,7 +189,7 @@ class ScriptRunner:
         return self._temporary / f"{kind}-{self._count}"
 
     def copy(self, source: Path | None = None) -> Path:
-        """Copy a folder, by default the script's, and return the path of the copy."""
+        """Copy a folder, by default the script's folder, and return the path of the copy."""
         work = self.new_path("work")
         if source is None:
             self.source.copy(work)
@@ -209,10 +209,10 @@ class ScriptRunner:
         """Start the script in a copied folder.
 
         Args:
-            work: the copied folder.
+            work: copied folder in which the script runs.
             ranks: number of ranks, by default the command's.
-            is_restart: run the command that resumes.
-            calls: pauses the job before its file system calls.
+            is_restart: whether to run the command that resumes the script.
+            calls: object that pauses the job before its file system calls; None for no pauses.
             config: settings for the recorder in each process.
 
         Yields:
@@ -231,7 +231,7 @@ class ScriptRunner:
             self.left_behind += job.left_behind
 
     def patience(self) -> float:
-        """Return the seconds that a run may still take, at least 1."""
+        """Return the seconds that are left for a run, at least 1."""
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
@@ -239,7 +239,7 @@ class ScriptRunner:
 
         Raises:
             Failed: the script fails at the command's number of ranks.
-            CannotTell: the script fails at another number of ranks, or has not ended in time.
+            CannotTell: the script fails at another number of ranks, or still runs at the time limit.
         """
         with self.job(self.copy(), ranks) as job:
             has_ended = job.wait_for_end(self.patience())
@@ -264,7 +264,7 @@ class ScriptRunner:
         with suppress(Verdict):
             _ = self.reference
         if self.source.is_covered and self._is_uncovered:
-            # A service, such as Slurm's, starts the ranks outside of the launcher's mount namespace.
+            # A service, such as Slurm's, may have started the ranks outside of the launcher's mount namespace.
             self.source.uncover()
             self.results.clear()
         _ = self.reference
@@ -294,7 +294,7 @@ class ScriptRunner:
 
     @property
     def total(self) -> int:
-        """Return the undisturbed run's number of steps or, without recorded steps, of losses in its output."""
+        """Return the number of steps of the undisturbed run, or of losses in its output if no step is recorded."""
         return len(self.steps) or int(self.reference.losses)
 
     def notes(self) -> list[str]:
@@ -326,7 +326,12 @@ class ScriptRunner:
         return found
 
     def samples(self) -> list[list[Key]]:
-        """Return the examples of each undisturbed step. Raise CannotTell if a repetition has other examples."""
+        """Return the keys of the examples of each undisturbed step.
+
+        Raises:
+            NotSeen: no step is recorded, or an example has no key.
+            CannotTell: a repetition of the run has other examples.
+        """
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
         first = self._seen_samples()
@@ -371,8 +376,8 @@ class ScriptRunner:
     def goal(self) -> int:
         """Return the step of a fault.
 
-        This is the first step after the checkpoint nearest to the middle of the run. Without a checkpoint, this is the
-        middle.
+        The fault happens at the first step after the checkpoint nearest to the middle of the run. If the run has no
+        checkpoint, the fault happens at the middle step.
         """
         total = self.total
         saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
@@ -386,7 +391,7 @@ class ScriptRunner:
 
         Raises:
             NotSeen: the undisturbed run shows neither steps nor losses.
-            CannotTell: the job has ended, or the time is over, before this step.
+            CannotTell: the job has ended before this step, or the row's time limit is reached.
         """
         if not self.total:
             raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
@@ -408,7 +413,7 @@ class ScriptRunner:
         """Run the script with a fault, then restart it as a user would.
 
         Args:
-            strike: injects the fault in the middle of the run; None if ``config`` sets the fault.
+            strike: function that injects the fault in the middle of the run; None if ``config`` sets the fault.
             config: settings for the recorder in each process.
         """
         work = self.copy()
@@ -434,12 +439,12 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restart a run once more. The run's folder gets the content from before the first restart.
+        """Restore the folder of a run to its content before the first restart, and restart the script again.
 
         Args:
-            run: the run with a fault.
-            ranks: number of ranks of the restart.
-            change: called with the folder before the restart, to change its content.
+            run: run with a fault, whose folder is restored.
+            ranks: number of ranks for the restart.
+            change: function that changes the content of the folder before the restart.
         """
         shutil.rmtree(run.work)
         shutil.copytree(run.snapshot, run.work, symlinks=True)
@@ -517,7 +522,7 @@ class ScriptRunner:
 
         Raises:
             NotSeen: the run has no step, or fewer than two checkpoints.
-            CannotTell: the recorded run fails or has not ended, or the recording is incomplete.
+            CannotTell: the recorded run fails or still runs at the time limit, or the recording is incomplete.
         """
         if not self.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")

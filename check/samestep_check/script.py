@@ -18,7 +18,7 @@ class Script:
     """The command of a script and the command that resumes it.
 
     Args:
-        command: the words of the command.
+        command: words of the command that starts the script.
         resume_command: shell line of the command that resumes the script; None means the same command.
 
     Attributes:

@@ -26,7 +26,7 @@ _PROBE_LIMIT = 20.0  # time limit of `can_mount`, in seconds
 
 
 def can_mount() -> bool:
-    """Return whether the kernel lets this user mount a copy over a folder in a mount namespace."""
+    """Return whether the kernel allows this user to mount a copy over a folder in a mount namespace."""
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
         copy = os.path.join(temporary, "copy")
         folder = os.path.join(temporary, "folder")
@@ -39,7 +39,7 @@ def can_mount() -> bool:
 
 
 def _mounted(copy: str, folder: str, kept: Sequence[str]) -> list[str]:
-    # Without -I and -S the job's own sitecustomize would run twice.
+    # The options -I and -S prevent a second run of the job's sitecustomize.
     return [sys.executable, "-I", "-S", str(_MOUNT), copy, folder, json.dumps(kept)]
 
 
@@ -47,8 +47,8 @@ class Source:
     """The folder of a script. Copies keep times, modes and links.
 
     Args:
-        folder: path of the folder.
-        links: subfolders to which copies link.
+        folder: resolved path of the folder.
+        links: paths in the folder to which copies link.
         fresh: patterns of files that copies leave out, and of folders that are empty in copies.
         is_covered: whether a copy is mounted over the folder while a command runs.
 
@@ -77,7 +77,7 @@ class Source:
 
         Args:
             limit: largest size of all files together, in MB.
-            temporary: the folder of the copies.
+            temporary: folder in which the check creates the copies.
         """
         if temporary.is_relative_to(self.folder):
             raise ConfigError(f"copies in {temporary} would contain themselves: choose TMPDIR and --keep elsewhere")

@@ -24,7 +24,7 @@ from samestep_check.calls import Call
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
 RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
-ENTRY_LIMIT = 1_000_000  # most files, folders and links in all states together
+ENTRY_LIMIT = 1_000_000  # maximum number of files, folders and links in all states together
 
 
 class Entry(NamedTuple):
@@ -32,8 +32,8 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: ``file``, ``folder`` or ``link``.
-        source: the copy of a file's content, or a link's target.
-        mode: permissions.
+        source: path of a file's copy, or target of a link; empty for a folder.
+        mode: permission bits.
         time: last modification, in nanoseconds since 1970 (UTC).
     """
 
@@ -57,17 +57,17 @@ class Recorded(NamedTuple):
 
 
 class State(NamedTuple):
-    """The folder before call number ``call``, from 0. After the last call, ``call`` is the number of calls."""
+    """The folder's content before call ``call``, from 0. After the last call, ``call`` is the number of calls."""
 
     call: int
     entries: Snapshot
 
 
 class Store:
-    """Take snapshots of a folder. Only changed files are copied.
+    """Take snapshots of a folder, and copy only its changed files.
 
     Args:
-        folder: the folder of the snapshots.
+        folder: the folder to record.
         copies: a new folder for the copies of files.
     """
 
@@ -81,7 +81,7 @@ class Store:
         copies.mkdir()
 
     def change(self, path: Path) -> None:
-        """Mark a file as about to change, because its modification time may stay the same."""
+        """Mark a file that is about to change, because its modification time may stay the same."""
         try:
             self._changed.add(path.stat().st_ino)
         except OSError:
@@ -139,7 +139,8 @@ class Store:
 class StateRecorder:
     """Record the calls of a job below its folder, and the folder's state before them.
 
-    For consecutive writes to one file, only the states before writes number 1, 2, 4, 8 and so on are recorded.
+    The recorder skips most states between consecutive writes to one file. It records the states before write number 1,
+    2, 4, 8 and so on.
     """
 
     def __init__(self, folder: Path, copies: Path) -> None:
@@ -153,7 +154,7 @@ class StateRecorder:
         self._lock = threading.Lock()
 
     def __call__(self, call: Call) -> int:
-        """Record a call, and let it continue."""
+        """Record a call, and return 0, so that the call continues."""
         with self._lock:
             recorded = self._relative(call)
             if self._is_wanted(recorded):
@@ -183,7 +184,7 @@ class StateRecorder:
 
     def _is_wanted(self, call: Recorded) -> bool:
         if call.kind in ("fsync", "sync"):
-            return False  # a sync does not change what a killed process leaves
+            return False  # a sync does not change the files that a killed process leaves
         if call.kind != "write" or call.path != self._written:
             self._writes = 0
         self._written = call.path
@@ -195,7 +196,7 @@ def restore(entries: Snapshot, folder: Path, emptied: Iterable[str] = ()) -> Non
     """Create a folder with the content of a snapshot.
 
     Args:
-        entries: the snapshot.
+        entries: snapshot to restore, by relative path.
         folder: path of the new folder.
         emptied: files that get no content, as after a power cut.
     """
@@ -225,7 +226,7 @@ class Save(NamedTuple):
 
     Attributes:
         done: number of steps before the save.
-        calls: numbers of the calls.
+        calls: numbers of the calls, in order.
         weight: number of files written plus number of names changed.
     """
 
@@ -242,7 +243,7 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     compared without digits.
 
     Args:
-        calls: the calls of a run.
+        calls: recorded calls of a run, in order.
         times: time at which the fastest rank had finished each step, in order.
     """
     groups = _groups(calls, times)
@@ -338,8 +339,8 @@ def _without_digits(path: str) -> str:
 def chosen(found: Sequence[Save], total: int) -> Save | None:
     """Return the save to test, or None if a run has fewer than two saves.
 
-    The save comes after the first save and before the run's end, and has the largest weight. The last of equal saves
-    is chosen.
+    The save comes after the first save and before the run's end, and has the largest weight. If several saves have this
+    weight, the function returns the last of them.
 
     Args:
         found: the saves of a run, in order.
@@ -353,9 +354,9 @@ def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], mo
     """Return states of a save in this order: the first, the last, states around renames, the rest spread evenly.
 
     Args:
-        save: the save.
-        calls: the calls of the run.
-        states: the recorded states of the run.
+        save: the save to test.
+        calls: recorded calls of the run, in order.
+        states: recorded states of the run, in order.
         most: largest number of returned states.
     """
     numbers = set(save.calls)
@@ -389,9 +390,9 @@ def words_of(state: State, save: Save, calls: Sequence[Recorded]) -> str:
     """Describe the moment of a state within a save.
 
     Args:
-        state: a state of the save.
-        save: the save.
-        calls: the calls of the run.
+        state: a recorded state of the save.
+        save: the save to which the state belongs.
+        calls: recorded calls of the run, in order.
     """
     if state.call > save.calls[-1] or state.call >= len(calls):
         return "after the save"
@@ -460,9 +461,9 @@ def cuts(save: Save, calls: Sequence[Recorded], states: Sequence[State]) -> list
     The files that were written before the save count as complete.
 
     Args:
-        save: the save.
-        calls: the calls of the run.
-        states: the recorded states of the run.
+        save: the save that the power cut interrupts.
+        calls: recorded calls of the run, in order.
+        states: recorded states of the run, in order.
     """
     unsynced = _Unsynced()
     found: dict[tuple[int, frozenset[str]], Cut] = {}
@@ -493,8 +494,8 @@ class FullDisk:
     Args:
         folder: the job's folder.
         save: a save of an earlier run of the job.
-        calls: the calls of that run.
-        done: returns the number of steps so far.
+        calls: recorded calls of that run, in order.
+        done: function that returns the number of steps so far.
 
     Attributes:
         path: the file whose write failed first, relative to the folder; empty until then.
@@ -508,7 +509,7 @@ class FullDisk:
         self._done = done
         self._first_step = save.done
         self._left = sum(calls[number].kind == "write" for number in save.calls) // 2  # writes that succeed
-        # The names of temporary files may be random, so a file belongs to the save unless only other calls write it.
+        # The names of temporary files may be random, so a file with an unknown name belongs to the save.
         self._others = {_without_digits(path) for is_own, path in writes if not is_own}
         self._others -= {_without_digits(path) for is_own, path in writes if is_own}
 

@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # makes this folder importable as the package gpu_proof
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder becomes importable as the package gpu_proof
 
 import gpu_proof  # noqa: E402
 from gpu_proof.jobs import NotRunError, Proof, Row, Slots  # noqa: E402
 from gpu_proof.report import ENDED_FIRST, NOT_RUN, PASSED, Results, machine_of, summary, table  # noqa: E402
 from gpu_proof.rows import Entry, entries  # noqa: E402
 
-LIMITS = {"cuda": (540.0, 100.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all rows, and of one job
+LIMITS = {"cuda": (540.0, 100.0), "cpu": (14_400.0, 1_800.0)}  # time limits of all rows and of one job, in seconds
 
 
 def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
@@ -42,9 +42,9 @@ def try_rows(proof: Proof, chosen: Sequence[Entry], results: Results, side_by_si
     """Run rows, and write each result as soon as it is known.
 
     Args:
-        proof: the proof.
-        chosen: the rows.
-        results: the results.
+        proof: the settings that the rows share.
+        chosen: the rows to run.
+        results: the file of results.
         side_by_side: whether rows run in parallel.
     """
 

@@ -35,7 +35,7 @@ def main() -> None:
     begun = time.monotonic()
     for _ in range(CALLS):
         dist.all_reduce(x)
-    x.sum().item()  # waits for the device
+    x.sum().item()  # this call waits for the device
     seconds = (time.monotonic() - begun) / CALLS
     recorded = distributed.last_collective()
     if world.rank == 0:

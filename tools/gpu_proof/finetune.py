@@ -15,7 +15,7 @@ QUICK_STEPS = 4
 
 
 def finetune(row: Row) -> dict[str, Any]:
-    """Compare weights at several world sizes, compare losses with the CPU's, and measure tokens per second."""
+    """Compare weights at several world sizes, and losses on the device and the CPU. Measure tokens per second."""
     for package in ("transformers", "peft"):
         if importlib.util.find_spec(package) is None:
             raise NotRunError(f"{package} is missing")
@@ -25,7 +25,7 @@ def finetune(row: Row) -> dict[str, Any]:
 
 
 def speeds(row: Row) -> dict[str, Any]:
-    """Return the tokens per second in bfloat16 at 1 and 2 ranks.
+    """Return the model's name, and its tokens per second in bfloat16 at 1 and 2 ranks.
 
     The model is SmolLM2, or the tiny model if SmolLM2 is not available. On CPU, the model is always the tiny model,
     because most processors emulate bfloat16.

@@ -29,11 +29,11 @@ FORKED = (
     "mnist_lightning",
     "mnist_elastic",
 )  # apps whose ranks are forked by default
-FAULTS = Path(__file__).resolve().parent / "faults"  # each Python process of a job imports its sitecustomize.py
+FAULTS = Path(__file__).resolve().parent / "faults"  # folder of the faults' sitecustomize.py
 ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
 END_SECONDS = 10.0  # time for a launch script to end its processes after a second signal, in seconds
 MAX_REASON = 1500  # characters
-MAX_LOG = 2**18  # limit of the copied end of a log, in bytes
+MAX_LOG = 2**18  # maximum size of the copied end of a log, in bytes
 Value = TypeVar("Value")
 Fault = Mapping[str, Any]
 
@@ -76,14 +76,14 @@ class Proof:
     """The settings of a proof, and the results that its rows share.
 
     Attributes:
-        folder: a temporary folder.
+        folder: temporary folder for the runs and the compiler's cache.
         device: "cuda" or "cpu".
         quick: whether the rows take fewer steps.
         mnist: a folder of MNIST's files, or None.
         logs: folder for the logs of failed jobs, or None.
         job_limit: time limit of one job, including its restarts, in seconds.
         deadline: end of all jobs, on the clock `time.monotonic`.
-        slots: limits the ranks that run in parallel.
+        slots: limit of the ranks that run in parallel.
     """
 
     folder: Path
@@ -119,12 +119,12 @@ class Proof:
 
 @dataclass
 class Row:
-    """One row while it runs: its limits, and the jobs that it starts."""
+    """A running row, with its time limits and the functions that start its jobs."""
 
     proof: Proof
     name: str
     priority: int = 0
-    patience: float = 1.0  # multiplies the limit of a job
+    patience: float = 1.0  # factor of a job's time limit
     begun: float | None = None  # start of the first job, on the clock `time.monotonic`
 
     def begin_job(self) -> float:
@@ -192,11 +192,11 @@ class Row:
         """Start an app's launch script, and yield the job. When the context ends, end the script and all its processes.
 
         Args:
-            app: name of the app.
+            app: name of the app, such as mnist_ddp.
             ranks: number of ranks.
-            options: the app's options.
+            options: further options of the app.
             run_dir: run directory; by default a new folder.
-            faults: faults of faults/sitecustomize.py. The default ``start`` is 0, the default ``path`` a new file.
+            faults: faults of faults/sitecustomize.py, by default with ``start`` 0 and a new file as ``path``.
             share: whether the ranks share the GPU by --share-gpu.
             device: "cpu" or "cuda"; by default the proof's device.
         """
@@ -206,7 +206,7 @@ class Row:
         words = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(ranks), *options]
         words += [f"--run-dir={run_dir}", f"--device={device}"]
         words += ["--share-gpu"] if device == "cuda" and share else []
-        if app in FORKED:  # Python imports faults/sitecustomize.py only at its start
+        if app in FORKED:  # a forked rank does not import faults/sitecustomize.py
             words.append("--start-method=exec")
         with self.proof.slots.take(ranks, self.priority):
             deadline = self.begin_job()
@@ -247,7 +247,7 @@ class Job:
     _errors: str = ""
 
     def path(self, fault: int = 0) -> Path:
-        """Return the file that a fault writes when it happens."""
+        """Return the path of the file that a fault writes when the fault happens."""
         return Path(self.faults[fault]["path"])
 
     def wait_for(self, what: str, until: Callable[[], Value]) -> Value:
@@ -255,6 +255,7 @@ class Job:
 
         Raises:
             RuntimeError: the job ended first. ``what`` describes the awaited event in the message.
+            TimeoutError, NotRunError: the job's time or the proof's time is over.
         """
         while True:
             found = until()
@@ -299,7 +300,7 @@ class Job:
         return " | ".join(parts)[:MAX_REASON]
 
     def keep_logs(self) -> None:
-        """Copy the ends of the logs to the proof's folder of logs."""
+        """Copy the ends of the logs to the proof's folder of logs, if the proof has such a folder."""
         if not self.row.proof.logs:
             return
         folder = self.row.proof.logs / re.sub(r"\W+", "-", self.row.name) / self.run_dir.name
@@ -329,18 +330,18 @@ def start_process(
     """Start a program with the environment variables of jobs (this interpreter, one thread, the caller's PYTHONPATH).
 
     Args:
-        words: the command.
-        folder: folder of the compiler's cache.
+        words: words of the command line.
+        folder: working directory of the program, which also contains the compiler's cache.
         device: "cpu" or "cuda".
         faults: faults of faults/sitecustomize.py.
-        variables: further environment variables.
+        variables: environment variables to add or replace.
     """
     path = [str(FAULTS)] if faults else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
     environ |= {"GPU_PROOF_FAULTS": json.dumps(list(faults)), **variables}
-    # All jobs share one compiler cache. By default, the cache is in TMPDIR, and the launch script makes a TMPDIR per
-    # job.
+    # All jobs share one compiler cache. By default, the cache is in TMPDIR, and the launch script creates a TMPDIR for
+    # each job.
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     if device != "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -380,7 +381,7 @@ def resumes(run_dir: Path) -> int:
 
 
 def copy_run(run_dir: Path, to: Path) -> Path:
-    """Copy a run directory, and return the path of the copy."""
+    """Copy a run directory without its lock file, and return the path of the copy."""
     shutil.copytree(run_dir, to)
     (to / ".lock").unlink(missing_ok=True)
     return to

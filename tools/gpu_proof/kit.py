@@ -37,7 +37,7 @@ def train(row: Row, ranks: int, device: str = "") -> dict[str, Any]:
     """Train undisturbed, and return the JSON object that rank 0 prints.
 
     Args:
-        row: the row that runs.
+        row: row that starts the ranks.
         ranks: number of ranks.
         device: "cpu" or "cuda"; by default the proof's device.
     """

@@ -20,7 +20,7 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
     """Run a Python program as the ranks of one job, and return each rank's stdout and stderr.
 
     Args:
-        row: the row that runs.
+        row: row that starts the ranks.
         words: the program and its arguments.
         ranks: number of ranks.
         killed: a rank that kills itself. The function then kills the other ranks, as a launcher would.
@@ -55,7 +55,7 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank, if all ranks run on this machine."""
+    """Return the environment variables of each rank of a job on this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

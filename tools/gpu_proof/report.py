@@ -20,10 +20,10 @@ ENDED_FIRST = f"{NOT_RUN}: the proof ended first"
 
 
 class Results:
-    """The results so far. `note` writes them to a file after every row."""
+    """The results of the rows so far. `note` writes the results to a file after each row."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], date: str, keep: bool) -> None:
-        """Read the file if ``keep``. Exit with 2 if the file is from another machine."""
+        """Read the file if ``keep`` is true. Exit with 2 if the file is from another machine."""
         self._path = path
         self._lock = threading.Lock()
         self.values: dict[str, Any] = {"machine": dict(machine), "date": date, "rows": []}
@@ -46,7 +46,7 @@ class Results:
 
 
 def machine_of(device: str) -> dict[str, Any]:
-    """Return the machine and the versions. Exit with 2 if ``device`` is "cuda" and torch finds no GPU."""
+    """Return the device, its cores and versions of software. Exit with 2 if torch finds no GPU for "cuda"."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -73,7 +73,7 @@ def driver() -> str:
 
 
 def table(results: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return a Markdown table of the results. A row in ``names`` without a result is shown as not run."""
+    """Return a Markdown table of the results. For a row in ``names`` without a result, the table shows "not run"."""
     where = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [f"{where}; {results['date']}", "", "| row | outcome | seconds | figures |", "|---|---|---|---|"]
     found = {row["row"]: row for row in results["rows"]}

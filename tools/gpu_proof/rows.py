@@ -15,12 +15,12 @@ class Entry(NamedTuple):
 
     Attributes:
         name: name of the row in the results.
-        call: runs the row and returns its figures, or raises an exception.
-        half: 1 or 2; see --half.
+        call: function that runs the row and returns its figures, or raises an exception.
+        half: value of --half that selects the row, 1 or 2.
         alone: whether the row runs alone, because it measures time.
         quick: whether --quick includes the row.
         first: whether all other rows wait for this row.
-        patience: multiplies --job-limit.
+        patience: factor of --job-limit.
     """
 
     name: str

@@ -27,8 +27,8 @@ from gpu_proof.ranks import printed, run_ranks
 FOR_EVER = ["--epochs=1000"]
 BATCH = 64
 MNIST = ["--dataset=mnist-5k", *FOR_EVER]
-# These options use all features of a step except --compile, which --virtual-ranks refuses. The learning rate is small,
-# because a larger rate multiplies rounding errors.
+# These options use all features of a step except --compile, which excludes --virtual-ranks. The learning rate is small,
+# because a larger rate amplifies rounding errors.
 CIFAR = ["--dataset=synthetic-cifar10", *FOR_EVER, "--accumulate=2", "--clip-norm=1", "--warmup-steps=3", "--ema=0.9"]
 CIFAR += ["--label-smoothing=0.1", "--dropout=0.1", "--augment", "--lr=0.003", f"--global-batch-size={BATCH}"]
 FINETUNE = ["--model=tiny", "--dataset=definitions-240", "--max-length=200", "--micro-tokens=400", "--step-tokens=1200"]
@@ -36,11 +36,11 @@ FINETUNE += ["--lora=4", "--lora-dropout=0.1", "--lr=0.01", *FOR_EVER]
 OPTIONS = {"mnist_ddp": MNIST, "cifar_ddp": CIFAR, "llm_finetune": FINETUNE}
 STEPS = {"mnist_ddp": 100, "cifar_ddp": 20, "llm_finetune": 20}
 QUICK_STEPS = 12
-SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
+SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding errors grow with the number of steps
 TOLERANCE = 1e-12
 END_LIMIT = 10.0  # time limit for the other ranks to end, in seconds
-# Seconds without progress until the watchdog reports a hang. Importing an optimizer or starting CUDA takes some
-# seconds.
+# Seconds without progress until the watchdog reports a hang. This limit exceeds the duration of an optimizer's import
+# and of CUDA's start.
 HANG_TIMEOUTS = {"cpu": 25, "cuda": 40}
 STOP_CODE = 128 + signal.SIGTERM
 
@@ -61,7 +61,7 @@ def options_of(row: Row, app: str, *more: str) -> list[str]:
 
 
 def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
-    """Run all_reduce.py on ``ranks`` processes, without a launcher."""
+    """Run all_reduce.py with ``ranks`` ranks and without a launcher, and return the JSON object that rank 0 prints."""
     program = str(Path(__file__).with_name("all_reduce.py"))
     return printed(run_ranks(row, [program, row.proof.device], ranks))
 
@@ -70,7 +70,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def bits(row: Row, app: str) -> dict[str, Any]:
-    """Compare the weights of runs with 1 to 4 ranks, and after a kill with 3 ranks. Report the CPU's weights too."""
+    """Compare the weights of runs with 1 to 4 ranks, and of a killed run with 3 ranks. Return the CPU's weights too."""
     steps = steps_of(row, app)
     options = options_of(row, app, "--virtual-ranks=4")
     counts = (1, 3) if row.proof.quick else (1, 2, 3, 4)
@@ -95,7 +95,7 @@ def bits(row: Row, app: str) -> dict[str, Any]:
 
 
 def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compare losses in float64 at 1, 2 and 3 ranks, with all random operations. ``faults`` happen at 2 ranks."""
+    """Compare losses in float64 at 1, 2 and 3 ranks, with dropout and augmentation. ``faults`` happen at 2 ranks."""
     steps = 5 if row.proof.quick else SAME_STEPS[app]
     options = [*OPTIONS[app], "--dtype=float64", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     counts = (1, 2) if row.proof.quick else (1, 2, 3)
@@ -113,7 +113,7 @@ def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict
 def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
     """Kill a rank during an all-reduce. Check that the other ranks end, and that the job resumes with the same weights.
 
-    With ``blocked``, rank 0 waits in C code, which a lost connection does not interrupt.
+    If ``blocked`` is true, rank 0 waits in C code, which a lost connection does not interrupt.
     """
     options = options_of(row, "mnist_ddp")
     step = steps_of(row, "mnist_ddp") * 2 // 3
@@ -203,16 +203,16 @@ def stopped(row: Row, ranks: int) -> dict[str, Any]:
 def stop(
     row: Row, app: str, ranks: int, options: Sequence[str], step: int, before: Fault | None = None, **others: Any
 ) -> Path:
-    """Run an app, send TERM to its script in update ``step``, check that a checkpoint has the step, and return the run.
+    """Run an app, send TERM to its script in update ``step``, check that the step is saved, and return the run dir.
 
-    Rank 0 waits in this step until the signal arrives, because a step takes only milliseconds. If a fault ``before`` is
-    given, the job restarts before this step.
+    Rank 0 waits in this step until the signal arrives, because a step is only milliseconds long. If a fault ``before``
+    is given, the job restarts before this step.
 
     Args:
-        row: the row that runs.
-        app: name of the app.
+        row: row that starts the job.
+        app: name of the app, such as mnist_ddp.
         ranks: number of ranks.
-        options: the app's options.
+        options: further options of the app.
         step: number of the update, from 1.
         before: a fault that happens first, or None.
         others: further arguments of `Row.start`.
@@ -232,7 +232,7 @@ def stop(
 
 
 def hang(row: Row, ranks: int, kind: str = "stop") -> dict[str, Any]:
-    """Stop a rank. Check that the report names the rank, its line, and the collective in which the other ranks wait."""
+    """Stop a rank. Check that the report shows the rank, its line, and the collective in which the other ranks wait."""
     step = steps_of(row, "mnist_ddp") // 2
     options = [
         *MNIST,

@@ -38,7 +38,7 @@ def meshes(row: Row) -> dict[str, Any]:
 
 
 def reshard(row: Row) -> dict[str, Any]:
-    """Load a checkpoint of mesh 2x1 at 1x1, and check the weights. Resume it at 2x1, and check the final weights."""
+    """Load a checkpoint of mesh 2x1 at 1x1, and check the weights. Resume at 2x1, and check the final weights."""
     half = STEPS // 2
     steps = STEPS
 
@@ -61,7 +61,7 @@ def reshard(row: Row) -> dict[str, Any]:
 
 
 def elastic(row: Row) -> dict[str, Any]:
-    """Kill one of three ranks, whose successor rejoins, and compare the weights with a run of one rank."""
+    """Kill one of three ranks, wait until it rejoins, and compare the final weights with the weights of one rank."""
     if importlib.util.find_spec("torchft") is None:
         raise NotRunError("torchft is missing")
     steps = steps_of(row, "mnist_ddp")

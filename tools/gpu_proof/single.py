@@ -16,11 +16,12 @@ from gpu_proof.several import BATCH, CIFAR, FOR_EVER, check_resumed, stop
 
 MNIST_FILES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 TARGET = 0.99
-# Dropout is off, because a GPU's random numbers differ from the CPU's.
+# Dropout is off, because a GPU draws other random numbers than the CPU.
 APPS: dict[str, list[str]] = {
     "mnist_ddp": ["--dataset=mnist-5k", "--dropout=0"],
     "mnist_lightning": ["--dataset=mnist-5k", "--dropout=0"],
-    # A larger learning rate multiplies rounding errors. At 0.1, float32 and float64 differ by 1e-3 after 5 updates.
+    # A larger learning rate amplifies rounding errors. At 0.1, losses in float32 and float64 differ by 1e-3 after 5
+    # updates.
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0", "--lr=0.003"],
     "gpt_fsdp": ["--dataset=jargon-64k", "--layers=2", "--width=64"],
     "llm_finetune": ["--model=tiny", "--dataset=definitions-240", "--lora=4"],
@@ -45,7 +46,7 @@ ROUND_SECONDS = 30.0  # duration of one round, in seconds
 
 
 def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -> dict[str, Any]:
-    """Compare one rank's first losses with the losses on the CPU, where the run does not use torch.compile."""
+    """Compare the first losses of one rank with the losses of a run on the CPU without torch.compile."""
     steps = 2 if row.proof.quick else 5
     common = [*APPS[app], *FOR_EVER, f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     on_cpu = [*common, *(each for each in options if each != "--compile")]
@@ -61,7 +62,7 @@ def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -
 
 
 def recovery(row: Row, app: str, ranks: int) -> dict[str, Any]:
-    """Kill a rank, stop the restarted job, resume it, and compare the final weights with an undisturbed run's."""
+    """Kill a rank, stop the restarted job, resume it, and compare the weights with an undisturbed run."""
     steps = RECOVERY_STEPS
     options = [*APPS[app], *FOR_EVER, f"--max-steps={steps}", f"--checkpoint-every={steps // 4}"]
     share = ranks > 1
@@ -112,7 +113,7 @@ def accuracy(row: Row) -> dict[str, Any]:
 
 
 def speed(row: Row) -> dict[str, Any]:
-    """Compare the speeds of mnist_ddp, its compute limit and the textbook loop. The time left limits the rounds."""
+    """Measure samples per second of mnist_ddp, its compute limit and the baseline loop, in up to ROUNDS rounds."""
     row.need(2 * ROUND_SECONDS)
     output = row.proof.new_folder()
     deadline = row.begin_job()

@@ -86,7 +86,7 @@ def _plain(indices: Iterable[Any]) -> list[Any]:
 
 
 def record(event: str, **values: Any) -> None:
-    """Append an event of this process to the process's file."""
+    """Append an event, as a JSON line, to the file of this process."""
     if not config:
         return
     line = json.dumps({"event": event, "time": time.time(), "rank": _rank(), **values}) + "\n"
@@ -137,7 +137,7 @@ def generators() -> dict[str, int]:
     """Return a checksum of each random number generator's state, keyed ``random``, ``torch`` and ``numpy``."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):  # missing while torch is being imported
+    if torch is not None and hasattr(torch, "get_rng_state"):  # the function is missing while torch is being imported
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "get_state"):
@@ -193,7 +193,7 @@ def start() -> None:
     """Install the hooks, and run the adapter."""
     if not config:
         return
-    # Imported here and not above, because both modules import this module.
+    # These imports are not at the top of the file, because both modules import this module.
     import samestep_record_files
     import samestep_record_torch
 
@@ -243,7 +243,8 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    # mnist_elastic stores the rank only in this variable. The script's interpreter may lack `samestep.job_info`.
+    # mnist_elastic stores the rank only in this variable. This function parses the variable's JSON, because the
+    # script's interpreter may lack `samestep.job_info`.
     rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
     return rank
 

@@ -1,8 +1,8 @@
 """Find the batches that an optimizer step trains on.
 
-The recorder marks all tensors of a batch with the batch's number. A torch function outside of modules passes the
-numbers of its inputs to its outputs; so does the call of an outermost module. Hooks on the nodes of the autograd graph
-record the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
+The recorder marks all tensors of a batch with the batch's number. If an outermost module, or a torch function outside
+of modules, is called, the recorder also marks the outputs with the numbers of the inputs. Hooks on the nodes of the
+autograd graph record the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from samestep_record import guarded, record, watch
 from samestep_record_torch import summary
 from torch.overrides import TorchFunctionMode
 
-MOST_TENSORS = 64  # most items that are searched in one container or object
-MOST_DEPTH = 4  # most levels of nested containers that are searched
+MOST_TENSORS = 64  # maximum number of items that are searched in one container or object
+MOST_DEPTH = 4  # maximum number of levels of nested containers that are searched
 _NAME = "samestep_batches"  # key of the batch numbers in a graph node's metadata
 _IN_PLACE = {"__setitem__", "set_"}
 
@@ -183,7 +183,7 @@ def _watch_modules() -> None:
 
 
 def watch_compiler(module: Any) -> None:
-    """Pass batch numbers through calls of compiled functions. A compiled module is watched as a module."""
+    """Pass batch numbers through calls of compiled functions. `_watch_modules` covers compiled modules."""
     compile_by = module._TorchDynamoContext.__call__
     pass_on = guarded(_pass_on)
 
@@ -205,7 +205,7 @@ def watch_compiler(module: Any) -> None:
 
 
 def _pause() -> bool:
-    """Remove the mode while a module computes, for speed. Return False if the mode is not the innermost mode."""
+    """Remove `_mode` for a faster module call. Return False, without a change, if `_mode` is not the innermost mode."""
     count = torch._C._len_torch_function_stack()
     if count == 0 or torch._C._get_function_stack_at(count - 1) is not _mode:
         return False
@@ -233,18 +233,18 @@ def _record_call(module: Any) -> None:
         return
     _recorded[module] = version
     for part, values in parts.items():
-        numbers = [each for each in values if each.is_floating_point()]  # without counters, which dominate a norm
+        numbers = [each for each in values if each.is_floating_point()]  # counters would dominate the norm
         if numbers:
             record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
 
 
 def forget(optimizer: Any) -> None:
-    """Forget the batches of an optimizer's gradients. Called at the optimizer's creation and at each zero_grad."""
+    """Forget the batches of an optimizer's gradients, at the optimizer's creation and at each zero_grad."""
     _first[id(optimizer)] = len(_reached)
 
 
 def _forget_all(*_: Any, **__: Any) -> None:
-    """Forget the batches of all gradients. Called at a module's zero_grad."""
+    """Forget the batches of all gradients, at a module's zero_grad."""
     _reached.clear()
     _first.clear()
 
@@ -258,5 +258,5 @@ def take(optimizer: Any) -> list[int]:
 
 
 def training_modules() -> list[Any]:
-    """Return the modules that the script itself called with gradients enabled."""
+    """Return the modules that the script called directly, with gradients enabled."""
     return [*_modules]

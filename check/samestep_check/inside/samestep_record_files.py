@@ -73,7 +73,7 @@ def is_covered() -> bool:
 
 
 def _own_path(path: str) -> str:
-    """Translate a path below the folder or its copy: kept paths to the folder, all others to the copy."""
+    """Return where a path leads while the copy is mounted: kept paths to the folder, other paths to the copy."""
     for folder in (config["source"], config["work"]):
         if _is_below(path, folder):
             name = path.removeprefix(folder)
@@ -84,7 +84,7 @@ def _own_path(path: str) -> str:
 
 
 def _inside(path: Any, follow: bool = True) -> str | None:
-    """Return the real path that a call writes to, or None for a record or a file descriptor.
+    """Return the real path that a call writes to, or None for a file of the recorder or a file descriptor.
 
     Raises:
         PermissionError: the path is outside of the copy and of the allowed folders.
@@ -99,7 +99,7 @@ def _inside(path: Any, follow: bool = True) -> str | None:
         full = _own_path(full)
     if _is_below(full, config["records"]):
         return None
-    # Folders may contain each other, so the innermost folder that contains the path decides.
+    # One of these folders may contain another, so the innermost folder that contains the path decides.
     allowed = [each for each in (*config["allowed"], config["work"]) if _is_below(full, each)]
     longest = max(map(len, allowed), default=0)
     in_source = _is_below(full, config["source"]) and longest < len(config["source"])
@@ -145,7 +145,7 @@ def _kill_in_save(path: str, kind: str, flags: int) -> None:
     if _saves != config.get("kill_save") or os.path.exists(marker):
         return
     os.close(os.open(marker, os.O_CREAT))
-    if kind == "open":  # complete the open: it creates or empties the file
+    if kind == "open":  # create or empty the file first, as the open would
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | (flags & os.O_TRUNC)))
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Record the batches of DataLoaders, and the steps of torch's optimizers with their state."""
+"""Record the batches of DataLoaders, and the steps and state of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from samestep_record import generators, guarded, line, on_import, pause, record, watch
 
-MOST_ELEMENTS = 1 << 20  # most elements that one call of _norms reads
+MOST_ELEMENTS = 1 << 20  # approximate maximum number of elements that one call of _norms reads
 _optimizers: dict[int, int] = {}  # by id: number of the optimizer in the order of creation
 _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
@@ -28,7 +28,7 @@ _scale: float | None = None  # newest scale of a GradScaler
 
 
 def start() -> None:
-    """Register hooks on torch, Accelerate and samestep.torch, which run when the script imports these modules."""
+    """Register hooks that run when the script imports modules of torch, Accelerate or samestep.torch."""
     on_import("torch.utils.data.dataloader", _watch_loaders)
     on_import("torch.optim.optimizer", _watch_optimizers)
     on_import("torch._dynamo.eval_frame", _watch_compiler)
@@ -39,7 +39,7 @@ def start() -> None:
 
 
 def _watch_compiler(module: ModuleType) -> None:
-    import samestep_record_batches  # late, because samestep_record_batches imports torch
+    import samestep_record_batches  # a late import, because samestep_record_batches imports torch
 
     samestep_record_batches.watch_compiler(module)
 
@@ -79,7 +79,7 @@ def _asked(indices: Any, iterator: Any) -> None:
 
 
 def _follow(_: Any) -> None:
-    import samestep_record_batches  # late, because samestep_record_batches imports torch
+    import samestep_record_batches  # a late import, because samestep_record_batches imports torch
 
     samestep_record_batches.follow()
 
@@ -132,8 +132,8 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the whole dataset, or None and why they have no keys."""
-    if hasattr(batch, "tolist"):  # some datasets take a batch's indices as an array or a tensor
+    """Return the keys of a batch's examples in the innermost dataset, or None, and the reason if there are no keys."""
+    if hasattr(batch, "tolist"):  # some samplers yield a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
     subsets, _ = _open(dataset)
@@ -199,8 +199,8 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
     frame: FrameType | None = caller
     while frame is not None and frame is not _stepping:
         frame = frame.f_back
-    # Horovod's step() calls another step(), which must not count. If a step() raises, _step_ends does not run, so
-    # _stepping may be a frame that has ended.
+    # Horovod's step() calls another step(), which must not count as a step. If a step() raises an exception, _step_ends
+    # does not run, so _stepping may be a frame that has ended.
     if frame is None:
         _stepping = caller
         _before.clear()
@@ -266,7 +266,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return the `summary` of the weights, and of all tensors with the same name in optimizer state or in buffers."""
+    """Return, by name, the `summary` of the weights, and of all state tensors or buffers that have the same name."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
@@ -303,7 +303,7 @@ def summary(values: Iterable[Any]) -> list[float]:
 
 
 def _norms(values: Iterable[Any]) -> list[float]:
-    """Return the norm of each tensor, or of evenly spaced elements if the tensors are large."""
+    """Return the norm of each tensor, or of evenly spaced elements of each tensor if the tensors are large."""
     torch = sys.modules["torch"]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
     flat = [each.detach().reshape(-1) for each in local]
@@ -335,7 +335,7 @@ def _digest(optimizer: Any) -> int | None:
         return None
     for state in optimizer.state.values():
         values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
-    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because _modules has no order
+    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because the order of _modules varies
     return zlib.crc32(repr(norms).encode())
 
 
@@ -373,7 +373,7 @@ def _watch_accelerator(module: ModuleType) -> None:
         local = size(data) or 0
         total = size(found) or 0
         dropped = local - min(local, max(0, total - accelerator.process_index * local))
-        if dropped and _dropped_in != _newest_loader:  # once per loader, although a script may gather several tensors
+        if dropped and _dropped_in != _newest_loader:  # a script may gather several tensors per loader
             _dropped_in = _newest_loader
             record("dropped", count=dropped)
 

@@ -1,14 +1,14 @@
 """Inject the faults of the proof's rows. Python imports this file at its start if PYTHONPATH has the file's folder.
 
 The variable GPU_PROOF_FAULTS has a JSON list of faults. Each fault has ``rank``, ``start`` (number of earlier starts of
-the job), ``step``, ``kind`` and ``path``. At the beginning of the step, the rank does the following for its ``kind``:
+the job), ``step``, ``kind`` and ``path``. At the beginning of the step, the ``kind`` of the fault decides what happens:
 
 * ``kill``: The rank waits for ENTER_SECONDS, and then sends itself SIGKILL.
 * ``stop``: The rank sends itself SIGSTOP.
-* ``block``: The rank's main thread waits in C code forever, as under NCCL without a peer.
+* ``block``: The rank's main thread waits in C code forever, as a rank under NCCL waits for a lost peer.
 * ``pause``: The rank writes the file ``path``, and waits for a stop signal.
 * ``skip``: The rank does not join the next all-reduce that the program calls.
-* ``graphs``: The rank lets torch.compile make CUDA graphs, before its first step.
+* ``graphs``: The rank changes torch.compile before the first step, so that torch.compile uses CUDA graphs.
 * ``reseed``: The rank draws dropout from another seed than the other ranks, from this step on.
 
 Each fault happens once in a job. The rest of the program is unchanged.
@@ -118,7 +118,8 @@ def _strike_before(faults: list[dict[str, Any]], batches: type, name: str) -> No
     setattr(batches, name, method_with_faults)
 
 
-# A rank's command line has train.py in its first arguments. A launcher's has train.py only in later arguments.
+# A rank's command line has train.py in its first two arguments. A launcher's command line has train.py only in later
+# arguments.
 _is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
 _own = [fault for fault in _faults if (fault["rank"], fault["start"]) == (_rank, _start)]
 if _own and _is_rank:
