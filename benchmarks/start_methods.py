@@ -1,6 +1,7 @@
 """Measure the seconds and the memory of a short run, from its start by fork, exec or bare torchrun to its end.
 
     python benchmarks/start_methods.py [--app mnist_ddp] [--ranks 1 2 4] [--rounds 5] [--steps 30] [--json FILE]
+    python benchmarks/start_methods.py --app cifar_ddp --ranks 2 -- --global-batch-size 8      # options of the app
 
 Each round starts the same program in three ways: its launch script with --start-method fork, the script with
 --start-method exec, and `torchrun --standalone`. An uncounted first round measures memory: the largest sum of the
@@ -68,19 +69,19 @@ def watch_memory(job: subprocess.Popen[bytes], peaks: list[int]) -> None:
         time.sleep(0.1)
 
 
-def run(app: str, way: str, ranks: int, steps: int, folder: Path, peaks: list[int] | None) -> tuple[float, str]:
+def run(app: str, way: str, ranks: int, words: list[str], folder: Path, peaks: list[int] | None) -> tuple[float, str]:
     """Return a run's seconds and its weights_sha256.
 
     Args:
         app: name of the app, a key of OPTIONS.
         way: how the run starts, one of WAYS.
         ranks: number of ranks.
-        steps: number of training steps.
+        words: options of the app.
         folder: folder for the run directory and the log.
         peaks: list for the PSS of all processes together, in KiB, measured every 0.1 s; None to measure no memory.
     """
     run_dir = folder / way
-    options = [*OPTIONS[app], f"--max-steps={steps}", f"--run-dir={run_dir}", "--device=cpu"]
+    options = [*OPTIONS[app], *words, f"--run-dir={run_dir}", "--device=cpu"]
     log = folder / f"{way}.log"
     environ = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
@@ -115,7 +116,8 @@ def measure(app: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]
         for way in WAYS:
             peaks: list[int] | None = [] if number == 0 else None
             with tempfile.TemporaryDirectory() as name:
-                taken, weights = run(app, way, ranks, options.steps, Path(name), peaks)
+                words = [f"--max-steps={options.steps}", *options.words]
+                taken, weights = run(app, way, ranks, words, Path(name), peaks)
             hashes.add(weights)
             if peaks is None:
                 seconds[way].append(taken)
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's seconds there, too")
+    parser.add_argument("words", nargs="*", metavar="OPTION", help="options of the app, after --")
     options = parser.parse_args()
     rows = []
     print("| app | ranks | fork | exec | torchrun | fork / exec | fork / torchrun | MiB: fork, exec, torchrun |")
