@@ -113,11 +113,11 @@ def train_step(
     labels: Tensor,
     compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch, and return the shard's summed loss."""
+    """Update once with this rank's shard of a global batch, and return the loss that ``compute_gradients`` returns."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(options, model, sampler, images, labels)  # collective
     if options.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # DDP has reduced the gradients
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # after the all-reduce: ranks scale alike
     optimizer.step()
     return loss_sum
 
@@ -181,7 +181,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make batch norm, dropout and all-reduces independent of the world size, and of when a run restarts.
+    # Make batch norm, dropout and all-reduces independent of the world size and of restarts.
     if options.virtual_ranks:
         check_sub_shards(options, sampler)
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def check_sub_shards(options: Options, sampler: GlobalBatchSampler) -> None:
-    """Raise ConfigError if a sub-shard has fewer than 2 samples, which batch norm needs for its statistics."""
+    """Raise ConfigError if batch norm must compute statistics of a sub-shard with fewer than 2 samples."""
     batches = sampler.batches
     last = len(sampler) - 1
     size = batches.size(last)

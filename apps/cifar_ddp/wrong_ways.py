@@ -2,10 +2,10 @@
 
     .venvs/cifar_ddp/bin/python apps/cifar_ddp/wrong_ways.py      # prints JSON
 
-The program trains twelve steps in float64 on whole global batches. Then it trains again on two ranks, in three
+The program trains twelve steps in float64 on undivided global batches. Then it trains again on two ranks, in three
 micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
 mistake. One process simulates DDP with each rank's shard and random numbers, and the mean of the ranks' gradients.
-Without a mistake ("none"), the losses differ only by rounding.
+The losses differ only by rounding if the training makes no mistake ("none").
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LR = 0.2
 SEED = 1
 CLIP = 0.5  # maximum norm of the gradient
 DECAY = 0.9  # decay of the averaged weights
-# Common mistakes, by how the training is divided.
+# Common mistakes for each way to divide the training.
 WAYS = {
     "ranks": ("none", "mean over ranks", "augmentation", "dropout", "batch norm", "clipping"),
     "micro-batches": ("none", "mean over micro-batches", "dropout"),
@@ -41,7 +41,7 @@ PLACE = FixedRows()  # rows of the global batch that the current part contains
 
 
 class Net(nn.Module):
-    """Classify images by two convolutions, a norm and dropout."""
+    """Classify images by two convolutions, a norm, dropout and a linear layer."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Net(nn.Module):
 
 
 def crop_by_rank(images: Tensor) -> Tensor:
-    """Crop each image at random by the process's generator, as many programs do."""
+    """Crop each image at a position that torch's global generator draws, as many programs do."""
     padded = F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     corners = torch.randint(0, 2 * PADDING + 1, (len(images), 2)).tolist()
     crops = []
@@ -208,7 +208,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
 
 
 def lost_updates(train_set: Split) -> float:
-    """Return the fraction of weights that a step leaves unchanged in bfloat16. In float32, the fraction is nearly 0."""
+    """Return the fraction of weights that a step leaves unchanged in bfloat16. It is nearly 0 in float32."""
     torch.manual_seed(SEED)
     model = Net(nn.BatchNorm2d(16))
     images, labels, rows = split_batch(train_set, 0, 1, "none")

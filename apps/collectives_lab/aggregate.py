@@ -182,7 +182,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
 
 
 def seconds_in_collectives(strategy: Strategy) -> float:
-    """Return the seconds that this rank spent in collectives since the events were cleared, except backward passes."""
+    """Return the seconds that this rank spent in collectives since `session.events` was cleared, without backward."""
     return sum(end - begin for event, begin, end in session.events if event != strategy.backward)
 
 
@@ -274,7 +274,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     if "weights_difference" in each:
         difference = f"{each['weights_difference']:.1e}"
     in_collectives = ""
-    if each["strategy"] not in ("ddp", "module"):  # these communicate in the backward pass
+    if each["strategy"] not in ("ddp", "module"):  # these strategies communicate in backward
         in_collectives = duration(statistics.mean(each["collective_seconds_per_step"]))
     counts = ["", ""]
     if each["sent_messages_per_step"] > 0:

@@ -5,11 +5,11 @@
 
 DataParallel runs in one process without ranks. In every step, it splits the batch into a piece per GPU, and copies the
 model to each GPU. It computes each piece in its own thread, and gathers the outputs on the first GPU. The loss is the
-loss of the global batch, so its gradient needs no factor. With DDP, a rank has only the loss of its own shard.
+loss of the global batch, so its gradient needs no factor. A rank of DDP has only the loss of its own shard.
 
-Without a GPU, DataParallel calls the module itself, because its __init__ leaves ``device_ids`` empty (torch 2.13,
+DataParallel calls the wrapped module directly if torch finds no GPU. ``device_ids`` is then empty (torch 2.13,
 torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). `in_pieces` runs DataParallel's algorithm
-for several devices on one device. DataParallel itself has not run on a GPU for this app.
+for several devices on one device. This program was never run with DataParallel on a GPU.
 
 The output device needs more memory than the other devices. By default, the output device is the first GPU (line 158).
 This GPU holds the outputs of all pieces (line 197; torch/nn/parallel/_functions.py, line 109) and the loss. The
@@ -43,7 +43,7 @@ ALONE = World(0, 1)
 
 
 class Wrapped(Strategy):
-    """A strategy for one process, which trains the wrapped model on the whole global batch without averaging."""
+    """A strategy of one process that trains the wrapped model on the global batch, without averaging."""
 
     def __init__(self, wrap: Callable[[nn.Module], Any]) -> None:
         self.wrap = wrap
@@ -93,7 +93,7 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
 
 
 def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes on the output device and on each other device, without activations.
+    """Return the bytes of each kind of data on the output device and on each other device, without activations.
 
     Args:
         model_bytes: size of all parameters in float64, in bytes.
@@ -112,7 +112,7 @@ def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[st
 
 
 def main() -> None:
-    """Train by DDP, by DataParallel and by the plain step, and write data_parallel.json on rank 0."""
+    """Train by DDP, by DataParallel and by the plain step (without a wrapper). Rank 0 writes data_parallel.json."""
     options = parse(["launchers", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, _ = load("mnist-5k", Path("data"), device)

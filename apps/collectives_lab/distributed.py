@@ -219,7 +219,7 @@ def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
 
 
 def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
-    """Return the facts, in addition to the options, on which a measurement's numbers depend."""
+    """Return facts about the software, the machine and the ranks on which a measurement's results depend."""
     processors = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
-    """Set channels of x [m, c, ...] to zero with probability ``p``, and scale the remaining ones by 1 / (1 - p).
+    """Set channels of x [m, c, ...] to zero with probability ``p``, and scale the other channels by 1 / (1 - p).
 
     Every rank draws masks for the whole global batch from the same seed, and uses the masks of its own rows. The result
     therefore does not depend on the world size. torch's dropout draws masks only for the rank's shard.

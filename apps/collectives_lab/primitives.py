@@ -55,8 +55,8 @@ FAULT_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 # --- the primitives ----------------------------------------------------------------------------------------------
-# Each function takes this rank's tensor and the root's rank, and returns this rank's result, or None if the definition
-# gives this rank no result. As in torch, the first three functions work in place.
+# Each function receives this rank's tensor and the root's rank. It returns this rank's result, or None if the
+# definition has no result for this rank. The first three functions work in place, as in torch.
 
 
 def broadcast(x: Tensor, root: int) -> Tensor:
@@ -67,7 +67,7 @@ def broadcast(x: Tensor, root: int) -> Tensor:
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Sum all ranks' whole tensors on the root. Results on other ranks are undefined (gloo leaves partial sums)."""
+    """Reduce all ranks' whole tensors by ``op`` on the root. Other ranks return None, because their results vary."""
     y = x.contiguous()
     dist.reduce(y, dst=root, op=op, group=group)
     result = in_place(x, y)
@@ -77,7 +77,7 @@ def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | N
 
 
 def all_reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Sum all ranks' whole tensors on every rank."""
+    """Reduce all ranks' whole tensors by ``op`` on every rank."""
     y = x.contiguous()
     dist.all_reduce(y, op=op, group=group)
     return in_place(x, y)
@@ -112,7 +112,7 @@ def scatter(x: Tensor, root: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Sum row i of all ranks' whole tensors on rank i."""
+    """Reduce row i of all ranks' whole tensors by ``op`` on rank i."""
     part = x.new_empty(x.shape[1:])
     dist.reduce_scatter(part, list(x.contiguous()), op=op, group=group)
     return part
@@ -148,14 +148,14 @@ def send_recv(x: Tensor, root: int) -> Tensor:
 
 
 def isend_irecv(x: Tensor, root: int) -> Tensor:
-    """Exchange whole tensors in the same ring by isend and irecv, which do not block and may have any order."""
+    """Exchange whole tensors in the ring of `send_recv` by isend and irecv, which do not block and need no order."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x.contiguous(), received)
     return received
 
 
 def in_place(x: Tensor, y: Tensor) -> Tensor:
-    """Copy ``y``, which is ``x`` or its contiguous copy for the backend, into ``x``, and return ``x``."""
+    """Copy ``y`` into ``x``, and return ``x``. ``y`` is ``x`` or the contiguous copy that the backend changed."""
     if y is not x:
         x.copy_(y)
     return x
@@ -169,8 +169,8 @@ class Primitive:
     sizes refer to the whole tensor. Source: nccl-tests, doc/PERFORMANCE.md, src/gather.cu, scatter.cu and sendrecv.cu.
 
     Attributes:
-        run: function of this rank's input and the root that calls the collective.
-        definition: function of all ranks' inputs, a rank and the root that returns the rank's result.
+        run: function that calls the collective. Its arguments are this rank's input and the root.
+        definition: function that returns a rank's result. Its arguments are all ranks' inputs, the rank and the root.
         takes: input of a rank, "whole" or "part".
         bus: function of the world size that returns bus bandwidth / algorithm bandwidth.
         least_ranks: minimum world size.
@@ -394,7 +394,7 @@ def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
 
 OPERATORS = {
     "SUM": Operator(SUM, lambda xs: xs.sum(dim=0)),
-    # The mean of integers may not be an integer, and backends may round it in different ways.
+    # Backends may round a mean of integers in different ways.
     "AVG": Operator(dist.ReduceOp.AVG, lambda xs: xs.mean(dim=0), dtypes=["float32", "float64"]),
     "PRODUCT": Operator(dist.ReduceOp.PRODUCT, lambda xs: xs.prod(dim=0)),
     "MIN": Operator(dist.ReduceOp.MIN, lambda xs: xs.amin(dim=0)),
@@ -459,7 +459,7 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
     Raises:
         NonRetryableError: a supported reduction failed.
     """
-    with collective("new_group"):  # calls that may fail use their own group, because later barriers in it fail too
+    with collective("new_group"):  # a separate group, because later barriers in a group with a failed call fail too
         group = dist.new_group(timeout=timedelta(seconds=session.timeout))
     checks = []
     for operator, name, dtype in itertools.product(operators, names, DTYPES):
@@ -783,7 +783,7 @@ def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
         of_primitive = medians.setdefault(t["primitive"], {})
         of_primitive[column] = duration(statistics.median(t["seconds"]))
     rows = []
-    for name in sorted(medians, key="barrier".__eq__):  # sorts the barrier to the end
+    for name in sorted(medians, key="barrier".__eq__):  # moves the barrier to the end
         cells = [medians[name].get(column, "") for column in columns]
         rows.append([name, *cells])
     yield Table(

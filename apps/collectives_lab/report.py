@@ -1,4 +1,4 @@
-"""Write one HTML file, without scripts, that has all tables and pictures of a run dir.
+"""Write all tables and pictures of a run dir to one HTML file without scripts.
 
 bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 """

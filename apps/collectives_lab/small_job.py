@@ -70,7 +70,7 @@ def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -
         steps: number of steps.
         dying: rank that kills itself halfway, or -1.
     """
-    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # only the launcher's variables
+    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # the environment that the launcher set
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     log.run(lambda: rank_main(run_dir, steps, dying))

@@ -1,4 +1,4 @@
-"""Measure how much time slow ranks cost under several strategies, by every rank's time and waits.
+"""Measure the time that slow ranks cost under several strategies, from every rank's times and waits.
 
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
@@ -46,7 +46,7 @@ PARTS = ("computed", "slept", "waited", "communicated")  # parts of a rank's tim
 
 @dataclass(frozen=True)
 class Condition:
-    """A measured condition: a strategy, and which ranks sleep, where, and for how long."""
+    """A measured condition: a strategy, and the ranks, the place and the length of the sleeps."""
 
     strategy: str
     where: str = "aggregation"  # or "once" (in the first block), "start" (of each block), "backward"
@@ -285,7 +285,7 @@ def sleeps_in_round(condition: Condition, i: int) -> bool:
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
-    """Return, in milliseconds per step, the longest sleep of any rank and the extra time of ``rank``.
+    """Return the longest sleep of any rank and the extra time of ``rank``, both in milliseconds per step.
 
     Args:
         result: result of ``straggler`` at one world size.
@@ -305,9 +305,9 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
 def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> float:
     """Return the seconds per step under the condition ``measured``, by the statistic for the condition ``like``.
 
-    The default is the median over the strategy's cycles (one step, or several steps for local SGD). For random delays,
-    the statistic is the mean, because a median would ignore the longest delays. For a sleep per block, it is the median
-    over blocks. For a single sleep in the training, it is the mean over blocks.
+    The default is the median over the strategy's cycles (one step, or several steps for local SGD). Random delays need
+    the mean over cycles, because a median would ignore the longest delays. Conditions with a sleep per block use the
+    median over blocks. Conditions with a single sleep in the training use the mean over blocks.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] in ("once", "start"):
@@ -376,7 +376,7 @@ def _time_row(condition: dict[str, Any]) -> list[str]:
 
 
 def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
-    """Return a row with the parts of each shown rank's time. The first row also names the rank that was last most."""
+    """Return a row of time parts per shown rank. The first row also has the rank that most often entered last."""
     blocks = condition["blocks"]
     last = Counter[int]()
     for block in blocks:
@@ -444,7 +444,7 @@ def _costs(result: dict[str, Any]) -> Picture:
 
 
 def _drawn(names: list[str]) -> list[str]:
-    """Return the names of the timelines to draw. Other timelines are only in the tables."""
+    """Return the names of the timelines to draw. The tables contain all conditions."""
     wanted = (
         "all_reduce, nobody",
         "all_reduce, one rank sleeps 10 ms in aggregation",

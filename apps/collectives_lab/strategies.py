@@ -86,7 +86,7 @@ def ring(x: Tensor) -> None:
     p = dist.get_world_size()
     pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
     received = torch.empty_like(pieces[0])  # piece 0 is one of the longest
-    for step in range(p - 1):  # after this loop, this rank has the sum of the piece rank + 1
+    for step in range(p - 1):  # after this loop, this rank has the sum of piece (rank + 1) % p
         outgoing = pieces[(rank - step) % p]
         target = pieces[(rank - step - 1) % p]
         incoming = received[: len(target)]

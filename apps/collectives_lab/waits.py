@@ -1,4 +1,4 @@
-"""Show how long each rank waited and which rank came last, by each rank's times in each collective (--trace).
+"""Show each rank's waits in collectives, and the rank that most often entered last, from the files of --trace.
 
     bash scripts/run_collectives_lab.sh 2 straggler --trace
 

@@ -43,7 +43,7 @@ BLOCK = 2**16  # size of a block, in bytes
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, which is fast for large files.
+    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, to be fast for large files.
 
     Raises:
         OSError: the file cannot be read.
@@ -188,7 +188,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or 0.001
-    options.dropout = options.dropout or None  # checkpoints from before this option contain None
+    options.dropout = options.dropout or None  # checkpoints of versions without this option contain None
     if options.width % (2 * options.heads):
         raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")
     if options.autocast != "none" and options.dtype == "float64":

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-EVAL_BATCH_SIZE = 32  # windows; does not change the result
+EVAL_BATCH_SIZE = 32  # number of windows; the result does not depend on it
 
 
 def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
@@ -81,7 +81,7 @@ def train_step(
 
     FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
     be empty. The function therefore scales each loss, so that the gradients are the mean over the global batch. FSDP
-    reduces the gradients of each micro-batch at once. Otherwise, a rank would hold gradients of the whole model.
+    reduces gradients after each micro-batch, because a rank would otherwise hold the gradients of the whole model.
     """
     dtype = getattr(torch, options.dtype)
     losses = []
@@ -124,7 +124,7 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run equally many passes."""
+    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run as many forward passes."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -135,7 +135,7 @@ def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: 
             sums += torch.stack([loss.double(), count.double()])
         run.monitor.beat()
     model.train()
-    # Without a backward pass, FSDP keeps the last gathered weights whole. `weights.place` would reject them.
+    # FSDP keeps the last gathered weights if no backward pass follows. `weights.place` would reject gathered weights.
     cast(FSDPModule, model).reshard()
     dist.all_reduce(sums)  # collective
     loss_sum, examples = sums.tolist()

@@ -34,9 +34,8 @@ def gpu_count() -> int:
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
     """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
 
-    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank cannot determine the number of ranks on its machine. "auto"
-    then selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same
-    device.
+    A rank that has LOCAL_RANK but no LOCAL_WORLD_SIZE cannot determine the number of ranks on its machine. "auto" then
+    requires a GPU for every rank of the job, so that all ranks choose the same device.
 
     Args:
         requested: "auto", "cpu" or "gpu".
@@ -143,7 +142,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
+    """Return facts about software and machine on which a run's results depend, for the header of metrics.jsonl."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     return {
         "paddle": paddle.__version__,
@@ -160,8 +159,8 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
     Args:
         world: this rank's place in the job. A single rank gets no process group.
         device: "cpu" for gloo, or "gpu" for NCCL.
-        timeout: seconds without progress after which the watchdog acts. NCCL times out 30 s later, so that the
-            watchdog, which can name the missing rank, reports first.
+        timeout: seconds without progress after which the watchdog reports a missing rank. NCCL, which cannot identify
+            this rank, times out 30 s later.
         api: the value of --api.
 
     Raises:
@@ -194,8 +193,8 @@ def fresh_store() -> None:
     """Join the other ranks, and create a second store for the groups that fleet creates.
 
     A gloo group stores its ranks' addresses under keys without the group's name (Paddle 3.3.1). Fleet creates a second
-    group of all ranks. In this group, a rank that reads early gets the first group's addresses and hangs, as in 5 of 40
-    starts on 3 ranks.
+    group of all ranks. A rank that reads the keys early gets the first group's addresses and hangs. This happened in 5
+    of 40 starts on 3 ranks.
     """
     dist.init_parallel_env()  # collective
     # spawn sets no PADDLE_MASTER, and other launchers set no endpoints. init_parallel_env finds rank 0 in the same way.
@@ -255,9 +254,9 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
 class GradientTree:
     """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any world size.
 
-    The tree replaces DataParallel. Paddle's gloo has no all-to-all, so every rank receives and sums the nodes of all
-    ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the gradients. NumPy computes the
-    sums on the host.
+    The tree replaces DataParallel. Its nodes are partial sums. Paddle's gloo has no all-to-all, so every rank receives
+    and sums the nodes of all ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the
+    gradients. NumPy computes the sums on the host.
     """
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
@@ -315,7 +314,7 @@ def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None
         model: the network. The function restores its weights and buffers, and clears its gradients.
         backward: function that computes one forward and one backward pass of the distributed model.
     """
-    # In Paddle, batch normalization's running mean and variance are parameters.
+    # Paddle stores the running mean and variance of batch normalization as parameters.
     before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     for _ in range(2):
         backward()  # collective

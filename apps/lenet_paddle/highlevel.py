@@ -94,7 +94,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         Args:
             run: the run.
             network: the network.
-            optimizer: its optimizer.
+            optimizer: optimizer of the network's parameters.
             images: any images [m, 1, 28, 28], m > 0, for `fix_reduction_order`.
             labels: labels of the images, int64 [m].
         """
@@ -106,7 +106,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         targets = [labels, paddle.to_tensor(1)]
         sample_step = partial(self.train_batch, [images], targets, update=False)
         distributed.fix_reduction_order(network, sample_step)  # collective
-        self.accuracy.reset()  # forget the sample
+        self.accuracy.reset()  # discard the counts of the sample
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:
@@ -115,7 +115,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
             return super().train_batch(*arguments, **settings)  # collective
 
     def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[Tensor, Tensor], None]) -> None:
-        """Train all steps of the run in one call of `fit`. With --verbose 2, paddle.Model prints its progress.
+        """Train all steps of the run in one call of `fit`. If --verbose is 2, paddle.Model prints its progress.
 
         Args:
             split: the training set.
@@ -168,7 +168,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
 
         callback = paddle.callbacks.Callback()
         callback.on_eval_batch_end = on_eval_batch_end
-        self.accuracy.reset()  # forget the counts of training
+        self.accuracy.reset()  # discard the counts of training
         self.evaluate(padded(), verbose=0, callbacks=[callback])  # collective
         self.accuracy.reset()
         return paddle.to_tensor(sums)

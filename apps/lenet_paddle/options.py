@@ -142,7 +142,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None:
-    """Raise ConfigError unless --gpus, if given, names a visible GPU for each rank of this machine.
+    """Raise ConfigError if --gpus is set and does not list a visible GPU for each rank of this machine.
 
     Args:
         options: options of the app.
@@ -232,7 +232,7 @@ def assigns_gpus(options: Options, ranks: int) -> bool:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is not set. For Paddle, "all" means not set."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is not set, or "all", as in Paddle."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

@@ -44,7 +44,7 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
     The default number of ranks is the number of GPUs, or of processors that this process may use.
 
     Raises:
-        ConfigError: --gpus names more GPUs than the machine has.
+        ConfigError: --gpus lists more GPUs than the machine has.
     """
     available = 0
     if options.device != "cpu":

@@ -171,7 +171,7 @@ def train(run: Run, options: Options, device: str) -> None:
         scalars = Scalars(options.visualdl, options.run_dir)
 
     def after_step(loss_sum: Tensor, correct: Tensor) -> None:
-        """Log, evaluate and save after an update, if the run requests it.
+        """Log, evaluate or save after an update, if the action is due.
 
         Args:
             loss_sum: summed loss of this rank's shard.

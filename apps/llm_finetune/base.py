@@ -1,4 +1,4 @@
-"""Put SmolLM2-135M-Instruct into the cache, in Hugging Face's format. The launch script runs this program once.
+"""Write SmolLM2-135M-Instruct to the cache in Hugging Face's format. The launch script runs this program if needed.
 
     python base.py
 
@@ -89,7 +89,7 @@ def convert(gguf: Path, folder: Path) -> None:
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, **settings)
     config = quantized.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # with this attribute, save_pretrained refuses float32 weights
+        del config.quantization_config  # save_pretrained rejects float32 weights with this attribute
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config

@@ -40,7 +40,7 @@ The base model's weights were dequantized from 4-bit numbers (GGUF Q4_1) before 
 
 
 def base_name(options: Options) -> str:
-    """Return the name of the base model for published files. For a local folder, this is the last part of its path."""
+    """Return the name of the base model for published files. A local model has the name of its folder."""
     if options.model == "smollm2-135m":
         return HUB_NAME
     return Path(options.model).name

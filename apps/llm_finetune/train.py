@@ -98,10 +98,10 @@ def train_step(
     labels: Tensor,
     compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's part of a global batch, and return the part's summed loss."""
+    """Update once with this rank's part of a global batch, and return the loss that ``compute_gradients`` returns."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(model, sampler, tokens, labels)  # collective
-    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # DDP has reduced the gradients
+    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # after the all-reduce
     optimizer.step()
     return loss_sum
 
@@ -183,7 +183,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
 
 
 def shows_samples(options: Options) -> bool:
-    """Return whether the run logs sample texts at its end. It does not with the tiny model or with --quiet."""
+    """Return whether the run logs sample texts at its end. The tiny model and --quiet disable these texts."""
     return not is_tiny(options) and not options.quiet
 
 

@@ -94,7 +94,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. An invalid option raises ConfigError."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.backend == "nccl" and options.device == "cpu":

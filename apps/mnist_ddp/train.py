@@ -101,7 +101,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device, model)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make dropout and all-reduces independent of the world size, and of when a run restarts.
+    # Make dropout and all-reduces independent of the world size and of restarts.
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
     exact(ddp, sampler, timer=run.timer)
     reduction.time_phases(model, optimizer, run.timer)

@@ -1,15 +1,15 @@
-"""Join a group whose members change during training. Members agree on the members, connect, and copy the state.
+"""Join a group whose members change during training. Ranks agree on the members, connect, and copy the state.
 
-torchft's lighthouse proposes the members. Ranks contact the lighthouse only when a rank fails, joins or leaves.
-Otherwise, a step communicates only by its collectives.
+torchft's lighthouse proposes the members. Ranks request a proposal only when a rank fails, joins or leaves. In other
+steps, ranks communicate with each other only by the step's collectives.
 
 The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
 ranks by the job's key. It returns the states of those proposed ranks that request a group.
 
 Two properties make the result exact. First, a step depends only on the state and the step's number, so any rank
 repeats a failed step with the same bits. Second, a rank updates its weights only if the reduced sum counts each
-sub-shard of this step once. Ranks do not agree on each update. If one rank has updated and another rank has not, they
-regroup, and copy the state of the rank that is ahead.
+sub-shard of this step once. Ranks do not agree on each update. If only some ranks have updated, all ranks regroup, and
+copy the state of a rank that has updated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CHECKS = 4  # number of values that each sub-shard adds to the sum: a count, the
 
 
 def choose_device(options: Options, world: World) -> torch.device:
-    """Return the CPU, or with --share-gpu the GPU that all ranks share. A joining rank has no GPU of its own."""
+    """Return the GPU that all ranks share if --share-gpu is set, otherwise the CPU."""
     if not options.share_gpu:
         return torch.device("cpu")
     return distributed.choose_device(options.device, world)
@@ -131,7 +131,7 @@ class Launcher:
     def wait_to_begin(self) -> None:
         """Report that this rank is ready, and wait until the launcher starts training.
 
-        The launcher waits for the job's first ranks. A rank that joins later starts at once.
+        The launcher waits for the job's first ranks. A rank that joins later starts immediately.
         """
         self.send(kind="ready")
         self._answer("begin")
@@ -455,7 +455,7 @@ class Members:
         self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
 
     def _quorum(self) -> list[dict[str, Any]]:
-        """Wait until enough ranks, including this rank, request a group, and return their states."""
+        """Wait until at least --min-ranks proposed ranks request a group, and return the states of these ranks."""
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
@@ -530,13 +530,13 @@ class Members:
 
 
 def _leave_group() -> None:
-    """Close the connections of torch's default group, if there is one."""
+    """Close the connections of torch's default group if the group exists."""
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    # Other members notice the end of a group when its connections close, which requires that Python frees the group.
-    # After a failed collective, a reference cycle through the traceback keeps the group alive.
-    gc.collect()  # takes milliseconds, because `Members` has frozen older objects
+    # Other members detect the end of a group by its closed connections. Python must free the group to close them, but
+    # a reference cycle through the traceback keeps the group alive after a failed collective.
+    gc.collect()  # needs only milliseconds, because `Members` has frozen older objects
 
 
 def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -554,7 +554,7 @@ def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
-    """Convert to `Failed` a RuntimeError of gloo or of the store, or a StrangerFound, in the block."""
+    """Convert a RuntimeError of gloo or of the store, or a StrangerFound, to `Failed`."""
     try:
         yield
     except (RuntimeError, StrangerFound) as error:
@@ -567,7 +567,7 @@ def _state(member: dict[str, Any]) -> tuple[int, str]:
 
 
 def give_up_after(timeout: float) -> float:
-    """Return how long a rank waits for other ranks, in seconds, which is 80% of its watchdog's ``timeout``."""
+    """Return the seconds that a rank waits for other ranks: 80% of its watchdog's ``timeout``."""
     return 0.8 * timeout
 
 

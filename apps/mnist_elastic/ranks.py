@@ -34,7 +34,7 @@ class RemoteProcess:
         self.agent.send(kind="kill", rank=self._rank)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once, because the agent reports the exit code later."""
+        """Return immediately, because the agent reports the exit code later."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Rank:
         return None
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a rank that ended unexpectedly, or None. Unread messages of the rank delay it."""
+        """Return the exit code of a rank that ended unexpectedly, or None until the rank's connection is closed."""
         is_known = self.has_left or self.is_done
         if is_known or self.channel:
             return None
@@ -133,7 +133,7 @@ class Ranks:
             agent: agent that starts the process on another machine; None for this machine.
             failures: number of consecutive failures of the rank.
         """
-        name = f"{next(self._numbers):06d}"  # names sort by age
+        name = f"{next(self._numbers):06d}"  # later processes have larger names
         self._names.add(name)
         process: Process
         if agent:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's GPU if Horovod's build supports CUDA.
 
-    With "auto", rank 0 warns if the machine has GPUs that Horovod cannot use.
+    If ``requested`` is "auto" and Horovod cannot use the machine's GPUs, rank 0 logs a warning.
 
     Raises:
-        ConfigError: ``requested`` is "cuda", and GPUs or a Horovod with CUDA are missing.
+        ConfigError: ``requested`` is "cuda", and the machine has too few GPUs, or Horovod was built without CUDA.
     """
     gpus = torch.cuda.device_count()
     has_gpus = gpus >= (world.local_world_size or 1)
@@ -48,7 +48,7 @@ def backend(device: torch.device) -> str:
 
 
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
-    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
+    """Return facts about software and machine on which a run's results depend, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
     return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
@@ -59,7 +59,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     Raises:
         ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
     """
-    # Collectives time out after the watchdog, because the watchdog can name the missing rank.
+    # Collectives time out after the watchdog, because only the watchdog can identify the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
     # By default, Horovod fuses tensors that are ready at the same time. From 3 ranks on, a gradient's position in the
     # fused buffer determines the order of its summation, so two runs would end with different bits. The app reduces all

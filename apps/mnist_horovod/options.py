@@ -92,7 +92,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. An invalid option raises ConfigError."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")

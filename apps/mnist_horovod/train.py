@@ -102,7 +102,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device, model)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make dropout and all-reduces independent of the world size, and of when a run restarts.
+    # Make dropout and all-reduces independent of the world size and of restarts.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
     exact(model, sampler, timer=run.timer)
     optimizer = distributed.wrap(optimizer, model, options)  # a Horovod optimizer with --gradients optimizer

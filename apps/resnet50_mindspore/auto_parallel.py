@@ -4,7 +4,7 @@ Semi-automatic parallelization splits the batch and the weights of the last laye
 (AUTO_PARALLEL), a search with a cost model splits all operators.
 
 If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles whole weights for checkpoints,
-comparisons and evaluations. This module has not run on Ascend yet.
+comparisons and evaluations. This module was never run on Ascend.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def stand_alone() -> Iterator[None]:
 
 
 def record_layouts(network: nn.Cell) -> None:
-    """Store in each parameter of the compiled ``network`` its layout over ranks, or None if the parameter is whole."""
+    """Store the layout over ranks in each parameter of the compiled ``network``, or None if it is not split."""
     for parameter in network.get_parameters():
         parameter.layout = network.parameter_layout_dict.get(parameter.name)
 
@@ -67,12 +67,12 @@ def whole(parameter: Parameter) -> NDArray[Any]:
 
 
 def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int]) -> NDArray[Any]:
-    """Return the whole array from the equal parts of all ranks. Collective.
+    """Return the whole array from the equal parts of all ranks. All ranks must call this function.
 
     Args:
         part: this rank's part. All parts have the same shape and dtype.
         matrix: shape of MindSpore's grid of ranks, which is filled by rows.
-        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if the axis is whole.
+        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if it is not split.
             The last axis of the grid has the number 0. Ranks along a split axis hold consecutive parts.
     """
     parts = all_gather(part.ravel())  # collective

@@ -18,7 +18,8 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, sample_bits
 from samestep.step_timer import COMMUNICATION, INPUT
 
-# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
+# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue. The deviations are
+# means of the deviations within single images, as in most programs.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
 PADDING = 4  # width of the border around the image before cropping, in pixels
@@ -37,8 +38,8 @@ class Split:
         """Return this rank's shard of the global batch of each of ``steps``.
 
         Every shard has ceil(global batch / world size) rows, because MindSpore recompiles for another shape and does
-        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. With the other
-        weights, the mean of weight * loss, averaged over ranks, is the mean loss over the samples.
+        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. The weights of the
+        other rows make the mean of weight * loss, averaged over ranks, equal to the mean loss over the samples.
 
         Args:
             batches: this rank's shards of the global batches.
@@ -117,7 +118,7 @@ def rows_per_rank(batches: GlobalBatches) -> int:
 
 
 def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
-    """Pad images, crop each image to its old size at random, and flip about half of the images.
+    """Pad images with zeros, crop each at a random position to the original size, and flip each with probability 1/2.
 
     An image's crop and flip depend only on (seed, epoch, index). They are the same on any rank and after a resume.
 

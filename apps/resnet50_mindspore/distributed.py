@@ -49,7 +49,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
+    """Return facts about software and machine on which a run's results depend, for the header of metrics.jsonl."""
     return {
         "mindspore": ms.__version__,
         "device": device if device == "ascend" else processor(),
@@ -82,9 +82,9 @@ def rendezvous(world: World, options: Options) -> None:
 def serve(options: Options) -> NoReturn:
     """Run msrun's scheduler until the workers on this machine have ended, then end the process.
 
-    The workers connect through the scheduler, which does not train. The scheduler notices a killed worker only after
+    The workers connect through the scheduler, which does not train. The scheduler detects a killed worker only after
     40 s, and msrun waits for the scheduler. The scheduler also holds Python's global lock, so it runs in a child
-    process, which this process kills after the last worker.
+    process. This process kills the child after the last worker has ended.
     """
     _set_timeouts(options)
     scheduler = os.fork()
@@ -125,7 +125,7 @@ def _wait_for_workers(scheduler: int) -> bool:
 
 
 def _set_timeouts(options: Options) -> None:
-    """Set timeouts of MindSpore and HCCL above the watchdog's, because the watchdog can name the missing rank.
+    """Set timeouts of MindSpore and HCCL above the watchdog's, because the watchdog can identify the missing rank.
 
     By default, MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends a job after a rank has waited
     600 s for a connection, or 1,836 s in a collective. Ranks connect after the compilation of their first graph.
@@ -185,7 +185,7 @@ def _is_alone() -> bool:
 
 
 def summarize_error(message: str) -> str:
-    """Return the line of a MindSpore error message that names the cause.
+    """Return the line of a MindSpore error message that describes the cause.
 
     The function skips separator lines, and titles, which end with ":".
     """

@@ -37,7 +37,7 @@ class Placement:
 
 
 def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Placement:
-    """Return this machine's placement from the rank table that an environment variable names.
+    """Return this machine's placement from the rank table whose path is in an environment variable.
 
     Args:
         variable: name of the environment variable.

@@ -39,7 +39,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard
 
-EVAL_BATCH_SIZE = 64  # in examples; does not change the result
+EVAL_BATCH_SIZE = 64  # number of examples; the result does not depend on it
 
 
 def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
@@ -115,7 +115,7 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
 
 @dataclass
 class AfterUpdate:
-    """Log, evaluate and save after an update, if the run requests it.
+    """Log, evaluate or save after an update, if the action is due.
 
     Attributes:
         run: the run.
