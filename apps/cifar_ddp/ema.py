@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 class Average:
     """Keep an exponential moving average of weights and running statistics in ``model``, a copy of the model.
 
-    After update ``step`` (from 0), the average moves towards the weights by the fraction
+    Update ``step`` (from 0) moves the average towards the weights by the fraction
     1 - min(decay, (step + 1) / (step + 10)). This fraction is larger in early updates, so the initial weights soon lose
     their influence. It depends only on the step, so a checkpoint stores the average and no counter.
     Source: TensorFlow's ExponentialMovingAverage with ``num_updates``.

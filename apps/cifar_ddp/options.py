@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -43,7 +43,7 @@ positive = bounded_float(0.0, above=True)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     lr: float = lr_option("0.1 with sgd, 0.003 with adamw")
     device: str = device_option("auto", "cpu", "cuda")
@@ -125,7 +125,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel: every "
         "step is the same at any number of ranks, and a killed run resumes."

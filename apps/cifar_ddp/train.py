@@ -124,7 +124,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -192,7 +192,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
     compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
-    for images, labels in run.batches(loader):  # ends at the run's last step
+    for images, labels in run.batches(loader):  # the loop ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))

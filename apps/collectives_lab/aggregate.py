@@ -107,7 +107,7 @@ def loopback_after_barrier() -> int:
 
 @torch.inference_mode()
 def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model = trainer.model.eval()
     first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
     images, labels = test.batch(np.arange(first, last), trainer.dtype)

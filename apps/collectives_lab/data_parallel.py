@@ -3,15 +3,15 @@
     bash scripts/run_collectives_lab.sh 2 launchers
     torchrun --standalone --nproc-per-node=2 apps/collectives_lab/data_parallel.py
 
-DataParallel runs in one process without ranks. In every step, it splits the batch into a piece per GPU, and copies the
-model to each GPU. It computes each piece in its own thread, and gathers the outputs on the first GPU. The loss is the
-loss of the global batch, so its gradient needs no factor. A rank of DDP has only the loss of its own shard.
+DataParallel runs in one process without ranks. It splits the batch of each step into a piece per GPU, and copies the
+model to each GPU. It computes each piece in a separate thread, and gathers the outputs on the first GPU. The loss is
+the loss of the global batch, so its gradient needs no factor. A rank of DDP computes only the loss of its shard.
 
 DataParallel calls the wrapped module directly if torch finds no GPU. ``device_ids`` is then empty (torch 2.13,
 torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). `in_pieces` runs DataParallel's algorithm
 for several devices on one device. This program was never run with DataParallel on a GPU.
 
-The output device needs more memory than the other devices. By default, the output device is the first GPU (line 158).
+The output device needs more memory than the other devices. The output device is the first GPU by default (line 158).
 This GPU holds the outputs of all pieces (line 197; torch/nn/parallel/_functions.py, line 109) and the loss. The
 first GPU also holds the weights, the sum of all gradients (_functions.py, lines 39 to 41) and the optimizer's state.
 """

@@ -85,7 +85,7 @@ def device_argument(options: Options) -> str:
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of all commands. In ``usage``, the name of a command replaces COMMAND."""
+    """Return the parser of all commands. The name of a command replaces COMMAND in ``usage``."""
     description = "Measure and predict collectives among N processes; write tables, pictures and JSON to the run dir."
     parser = Parser(prog=prog, usage=usage, description=description)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")

@@ -165,8 +165,8 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 class Primitive:
     """A collective and its definition.
 
-    The bus bandwidth of nccl-tests can be compared with the hardware's bandwidth at any world size. As in nccl-tests,
-    sizes refer to the whole tensor. Source: nccl-tests, doc/PERFORMANCE.md, src/gather.cu, scatter.cu and sendrecv.cu.
+    The bus bandwidth of nccl-tests can be compared with the hardware's bandwidth at any world size. Sizes refer to the
+    whole tensor, as in nccl-tests. Source: nccl-tests, doc/PERFORMANCE.md, src/gather.cu, scatter.cu and sendrecv.cu.
 
     Attributes:
         run: function that calls the collective. Its arguments are this rank's input and the root.
@@ -591,8 +591,8 @@ def demonstrate_fault(options: Options, world: env.World, device: torch.device) 
 def compare(name: str, x: Tensor) -> None:
     """Raise NonRetryableError if ranks are about to call ``name`` with tensors of different shape or dtype.
 
-    Without this check, gloo aborts the process (signal 6). With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch itself compares
-    shapes and dtypes before each collective except all_to_all, send and recv.
+    gloo would otherwise abort the process (signal 6). If TORCH_DISTRIBUTED_DEBUG is DETAIL, torch compares shapes and
+    dtypes before each collective except all_to_all, send and recv.
     """
     calls = gather_json(f"{x.dtype} {list(x.shape)}")
     differing = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)

@@ -2,9 +2,9 @@
 
     small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn or process; DYING: a rank, or -1
 
-With `rank`, the process is one rank, started by torchrun or torch.distributed.launch. The latter adds --local-rank
-before the arguments. With `spawn` and `process`, the program starts N ranks itself by torch.multiprocessing. Rank DYING
-sends itself SIGKILL halfway.
+If WAY is `rank`, the process is one rank, started by torchrun or torch.distributed.launch. torch.distributed.launch
+adds --local-rank before the arguments. If WAY is `spawn` or `process`, the program starts N ranks by
+torch.multiprocessing. Rank DYING sends itself SIGKILL halfway.
 """
 
 from __future__ import annotations

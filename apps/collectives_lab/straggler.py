@@ -9,8 +9,8 @@ constant, or exponentially distributed with the same mean. The conditions altern
 affects all conditions.
 
 The results come only from measured times, not from the configured delay. Each rank records when it entered and left
-each collective and each sleep, by a clock that all ranks share. In a collective, a rank waits until the last rank has
-entered it. The remaining time is communication.
+each collective and each sleep, by a clock that all ranks share. A rank waits in a collective until the last rank has
+entered it. The remaining time in the collective is communication.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def conditions(options: Options) -> list[Condition]:
     """Return the conditions to measure.
 
     The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
-    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly the sleeps of
-    this option.
+    one delay in every place and kind that the options select. If --sleeps is given, each strategy gets exactly these
+    sleeps.
     """
     if options.sleeps:
         return _listed(options)

@@ -10,7 +10,7 @@ therefore the mean over the samples of the global batch, for any sizes of shards
     optimizer.step()
     strategy.after_step(step, is_last)         # local SGD averages parameters here
 
-All strategies use the default process group, because creating a group for each step would take longer than the step.
+All strategies use the default process group, because the creation of a group needs more time than a step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def all_gather(x: Tensor) -> None:
 def ring(x: Tensor) -> None:
     """Average by sends in a ring, first by a reduce-scatter, then by an all-gather.
 
-    In each of 2(p-1) steps, every rank sends one of p pieces to the next rank. Source: Patarasuk & Yuan, "Bandwidth
+    Every rank sends one of p pieces to the next rank in each of 2(p-1) steps. Source: Patarasuk & Yuan, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
     """
     rank = dist.get_rank()
@@ -129,9 +129,8 @@ def gloo_reduce_bytes(n: float, p: int) -> float:
     """Return the bytes that all ranks send in total in gloo's reduce of n bytes to rank 0.
 
     gloo uses a ring with segments of at most 1 MiB, and at least two segments per rank. Then the ranks send the
-    reduced pieces to the root. The ring always omits two segments per rank. With two segments per rank, the ring
-    therefore stops after (p-1)/p of a round. With many segments, the ring needs nearly a whole round. Source:
-    gloo/reduce.cc.
+    reduced pieces to the root. The ring always omits two segments per rank. A ring of two segments per rank therefore
+    stops after (p-1)/p of a round. A ring of many segments needs nearly a full round. Source: gloo/reduce.cc.
     """
     if p == 1 or n == 0:
         return 0.0
@@ -157,9 +156,9 @@ def _twice_around(n: float, p: int) -> float:
     return 2 * (p - 1) * n
 
 
-# In gloo, all_reduce is a ring. Broadcast is a binomial tree, in which every rank except the root receives once. Gather
-# and scatter send directly between the root and each other rank. All_gather is a ring, in which every vector passes
-# p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
+# gloo's all_reduce is a ring. Its broadcast is a binomial tree, in which every rank except the root receives once. Its
+# gather and scatter send directly between the root and each other rank. Its all_gather is a ring, in which every vector
+# passes p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
 SCHEMES = {
     "all_reduce": Scheme(all_reduce, _twice_around),
     "reduce_broadcast": Scheme(reduce_broadcast, gloo_reduce_broadcast_bytes),
@@ -183,7 +182,7 @@ class Strategy:
     backward = "backward"  # name of the backward pass in timelines and errors
     synchronous = True  # whether all ranks have the same weights after every step
     every = 0  # number of steps between two averages of the parameters; 0 if gradients are averaged instead
-    scheme = SCHEMES["all_reduce"]  # scheme whose formula gives the bytes
+    scheme = SCHEMES["all_reduce"]  # scheme that computes the number of sent bytes
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Prepare the model, and return the module that the forward pass must call."""
@@ -323,7 +322,7 @@ class Flat(Strategy):
 class LocalSGD(Strategy):
     """Update by the rank's own gradients, and average the parameters after every ``every`` steps.
 
-    With every = 1, the update is synchronous: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
+    The update is synchronous if every = 1: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019.
     """
 

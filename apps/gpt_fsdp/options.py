@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -81,7 +81,7 @@ positive = bounded_int(1)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     epochs: int = 1
     global_batch_size: int = 16
@@ -138,7 +138,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train a small GPT on a text's bytes with PyTorch FSDP2 and tensor parallelism: every "
         "step is the same at any mesh, and a killed run resumes at any other."

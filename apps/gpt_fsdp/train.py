@@ -177,7 +177,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     exact(model, sampler)  # draws dropout masks by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
-    for windows in run.batches(loader):  # ends at the run's last step
+    for windows in run.batches(loader):  # the loop ends at the run's last step
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
         actions = run.after_step(loss * counts)  # counts the step and records progress, without communication

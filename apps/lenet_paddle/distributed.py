@@ -32,7 +32,7 @@ def gpu_count() -> int:
 
 
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
-    """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
+    """Select the CPU or this rank's GPU, and return "cpu" or "gpu".
 
     A rank that has LOCAL_RANK but no LOCAL_WORLD_SIZE cannot determine the number of ranks on its machine. "auto" then
     requires a GPU for every rank of the job, so that all ranks choose the same device.
@@ -306,9 +306,9 @@ class GradientTree:
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:
     """Make DataParallel order its gradient buckets before training. The model does not change.
 
-    DataParallel orders the buckets after the first backward pass, by the order in which gradients were ready. From 3
-    ranks on, the position of a gradient in its bucket determines the order of its summation. Without this function, the
-    first step of a resumed run would use another order, and the run would end with different bits.
+    DataParallel orders the buckets after the first backward pass, by the order in which gradients were ready. The
+    position of a gradient in its bucket determines the order of its summation on 3 or more ranks. The first step of a
+    resumed run would otherwise use another order, and the run would end with different bits.
 
     Args:
         model: the network. The function restores its weights and buffers, and clears its gradients.

@@ -16,7 +16,7 @@ from samestep.options import Options
 def spawn(main: Callable[[], None], options: Options) -> None:
     """Run ``main`` in each of --nprocs ranks, and return if all ranks succeed.
 
-    Otherwise exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
+    If a rank fails, exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
     """
     count, settings = choose(options)
     job = dist.spawn(log.run, args=(main,), nprocs=count, join=False, **settings)

@@ -14,8 +14,8 @@ Every rank runs this file. Ranks communicate at these points, which comments mar
 - the losses of each log line, and each evaluation;
 - the comparison of replicas before each checkpoint and at the end.
 
---api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. With `highlevel`, paddle.Model
-runs the loop (highlevel.py). All three APIs compute the same steps and communicate at the same places.
+--api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. `highlevel` uses the loop of
+paddle.Model (highlevel.py). All three APIs compute the same steps and communicate at the same places.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optim
 
 @paddle.no_grad()  # type: ignore[untyped-decorator]
 def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, Any]:
-    """Return loss, top-1 and top-2 accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss, top-1 and top-2 accuracy over the test set. Each example counts once, on one rank."""
     if isinstance(model, HighLevel):
         sums = model.sum_shards(test)  # collective
     else:

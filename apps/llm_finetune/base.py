@@ -84,7 +84,7 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
     source = {"gguf_file": gguf.name, "local_files_only": True}
-    # Without dequantize=True, a machine with the package `kernels` would keep 4-bit weights, which cannot be trained.
+    # A machine with the package `kernels` would keep untrainable 4-bit weights without dequantize=True.
     settings = {**source, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, **settings)
     config = quantized.config

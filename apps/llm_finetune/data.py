@@ -221,7 +221,7 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
 def idle_share(batches: TokenBatches) -> float:
     """Return the fraction of an epoch's time in which ranks wait for ranks with more micro-batches.
 
-    The estimate uses the first COUNTED_STEPS steps, and assumes that all micro-batches take the same time.
+    The estimate uses the first COUNTED_STEPS steps, and assumes that all micro-batches have the same duration.
     """
     busy = 0
     total = 0

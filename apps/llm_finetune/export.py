@@ -90,7 +90,7 @@ def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Pat
 
 
 def write_model(options: Options, model: nn.Module, folder: Path) -> None:
-    """Write the whole model, and the tokenizer's files unless the model is tiny."""
+    """Write the model with all weights, and the tokenizer's files unless the model is tiny."""
     if isinstance(model, PeftModel):
         model.merge_and_unload().save_pretrained(folder)
     else:

@@ -123,7 +123,7 @@ def load_tokenizer(options: Options) -> Tokenizer:
 
 
 def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
-    """Return the model in training mode. With --lora, only LoRA's matrices require gradients.
+    """Return the model in training mode. If --lora is above 0, only LoRA's matrices require gradients.
 
     Raises:
         ConfigError: the folder has no usable model, or a name of --lora-targets matches no layer.

@@ -159,7 +159,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         before = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
         log.info(f"held-out loss {before['test_loss']:.4f} before training")
 
-    for tokens, labels in run.batches(loader):  # ends at the run's last step
+    for tokens, labels in run.batches(loader):  # the loop ends at the run's last step
         tokens = tokens.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
@@ -188,7 +188,7 @@ def shows_samples(options: Options) -> bool:
 
 
 def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Log the trained model's completion of each of SAMPLE_PROMPTS. With LoRA, also log the base model's completion."""
+    """Log the trained model's completion of each prompt, and the base model's completion if the model has LoRA."""
     for prompt in SAMPLE_PROMPTS:
         if isinstance(model, PeftModel):
             with model.disable_adapter():

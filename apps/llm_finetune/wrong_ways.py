@@ -54,7 +54,7 @@ class Training:
         self.parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
 
     def sum_of(self, dataset: Samples, part: Part, masks_end: bool = False) -> Tensor:
-        """Return the summed loss of a micro-batch. With ``masks_end``, end tokens are not targets."""
+        """Return the summed loss of a micro-batch. End tokens are not targets if ``masks_end`` is true."""
         tokens, labels = dataset.__getitems__(part)
         if masks_end:
             labels = labels.masked_fill(labels == self.end, IGNORED)

@@ -59,7 +59,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -107,7 +107,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     reduction.time_phases(model, optimizer, run.timer)
     update = VirtualRanks(ddp, sampler).train_step if options.virtual_ranks else train_step
 
-    for images, labels in run.batches(loader):  # ends at the run's last step
+    for images, labels in run.batches(loader):  # the loop ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         loss_sum = update(ddp, optimizer, sampler, images, labels)  # collective

@@ -1,4 +1,4 @@
-"""Start the ranks of a job, restart single lost ranks, and record the run.
+"""Start the ranks of a job, restart lost ranks, and record the run.
 
     python launcher.py N WORLD_SIZE NODE_RANK ADDRESS PORT train.py [options]    # by scripts/run_mnist_elastic.sh
 

@@ -1,7 +1,7 @@
 """Join a group whose members change during training. Ranks agree on the members, connect, and copy the state.
 
-torchft's lighthouse proposes the members. Ranks request a proposal only when a rank fails, joins or leaves. In other
-steps, ranks communicate with each other only by the step's collectives.
+torchft's lighthouse proposes the members. Ranks request a proposal only when a rank fails, joins or leaves. Ranks
+communicate with each other only by collectives in all other steps.
 
 The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
 ranks by the job's key. It returns the states of those proposed ranks that request a group.
@@ -63,7 +63,7 @@ def choose_device(options: Options, world: World) -> torch.device:
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
     """Return `distributed.run_metadata` for ranks that communicate by gloo on any device.
 
-    The app uses gloo on GPUs too. After a peer's death, NCCL cannot abort a collective and keep the process alive.
+    The app uses gloo on GPUs too, because NCCL cannot abort a collective of a dead peer and keep the process alive.
     """
     return {**distributed.run_metadata(device, model), "backend": "gloo"}
 
@@ -91,7 +91,7 @@ class Launcher:
         """Connect to the launcher.
 
         Raises:
-            ConfigError: the launcher refuses this rank, because its ``metadata`` differ from the other ranks'.
+            ConfigError: the launcher rejects this rank, because its ``metadata`` differ from the other ranks'.
         """
         info = JobInfo.from_environ(os.environ)
         host, port, key = info.members.split()
@@ -302,9 +302,9 @@ class Members:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of the next step until the run is complete. After a failed step, yield its number again.
+        """Yield the number of the next step until the run is complete. Yield the number of a failed step again.
 
-        After a stop request, this rank completes an evaluation that is due, and sends its state to the launcher.
+        If a stop request arrives, this rank completes an evaluation that is due, and sends its state to the launcher.
 
         Raises:
             Stopped: this rank received a stop request.

@@ -118,7 +118,7 @@ class RunFiles:
     def check(self) -> None:
         """Raise NonRetryableError if a file was removed or replaced.
 
-        After a removal of the run dir, the folder may still exist, because the ranks write new files into it.
+        The folder may still exist after a removal of the run dir, because the ranks write new files into it.
         """
         for path, status in self._at_start.items():
             try:

@@ -7,7 +7,7 @@
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
 callback.py. Lightning's Trainer adds more collectives: barriers when fit begins, and in each epoch a barrier and a sum
-of lengths for each loader. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
+of lengths for each loader. It also adds a broadcast in each step, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Digits(pl.LightningModule):
         """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
 
         The method scales the loss, so that DDP's average of the gradients is the gradient of the mean over the global
-        batch. With --virtual-ranks, a tree instead of DDP reduces the sub-shards' gradients, and "loss" is absent.
+        batch. If --virtual-ranks is set, a tree instead of DDP reduces the sub-shards' gradients, and "loss" is absent.
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
@@ -112,7 +112,7 @@ class Digits(pl.LightningModule):
         self.sums[block, 2] = len(labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Compute loss and accuracy over the whole test set. Each example counts once, on one rank."""
+        """Compute loss and accuracy over the test set. Each example counts once, on one rank."""
         dist.all_reduce(self.sums)  # collective
         loss_sum, correct, examples = self.sums.sum(dim=0).tolist()
         self.eval_metrics = {

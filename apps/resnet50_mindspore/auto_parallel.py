@@ -1,7 +1,7 @@
 """Split the operators of a step over ranks by MindSpore (``--parallel semi-auto`` and ``auto``, experimental).
 
-Semi-automatic parallelization splits the batch and the weights of the last layer. In automatic parallelization
-(AUTO_PARALLEL), a search with a cost model splits all operators.
+Semi-automatic parallelization splits the batch and the weights of the last layer. Automatic parallelization
+(AUTO_PARALLEL) splits all operators by a search with a cost model.
 
 If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles whole weights for checkpoints,
 comparisons and evaluations. This module was never run on Ascend.
@@ -31,7 +31,7 @@ def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.C
         network: a training step, or the forward pass for `Model`, which contains ``model``.
         model: the trained model.
         parallel: "semi-auto" or "auto".
-        world_size: number of ranks. With "semi-auto", it must divide the number of inputs of the last layer.
+        world_size: number of ranks, which must divide the number of inputs of the last layer for "semi-auto".
     """
     if parallel == "semi-auto":  # each rank multiplies its part of the features, and MindSpore sums the products
         model.fc.matmul.shard(((1, world_size), (1, world_size)))
@@ -58,7 +58,7 @@ def record_layouts(network: nn.Cell) -> None:
 
 
 def whole(parameter: Parameter) -> NDArray[Any]:
-    """Return a whole parameter as an array. If MindSpore has split the parameter, the call is collective."""
+    """Return a parameter as one array. If MindSpore has split the parameter, all ranks must call this function."""
     part = np.array(parameter.asnumpy())
     layout = getattr(parameter, "layout", None)
     if layout is None or all(axis == -1 for axis in layout[1]):

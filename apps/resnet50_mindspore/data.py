@@ -90,7 +90,7 @@ class Split:
 class Source:
     """An iterable of samples, with a length.
 
-    MindSpore needs the length for data sinking. Otherwise, it would read the whole dataset to count the samples.
+    MindSpore needs the length for data sinking. It would otherwise read the full dataset to count the samples.
 
     Attributes:
         make: function that returns a batch by its number.
@@ -159,7 +159,7 @@ def _pipeline(source: Source, image_size: int) -> ds.Dataset:
 def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:
     """Run loops of --sink-size updates over ``shards``, and yield the last loss of each loop.
 
-    With ``sinks``, MindSpore sends the shards to the device in advance. The CPU does not support data sinking.
+    If ``sinks`` is true, MindSpore sends the shards to the device in advance. The CPU does not support data sinking.
     MindSpore reads the first batch when the first loop starts.
 
     Args:

@@ -59,7 +59,7 @@ def run_metadata(device: str) -> dict[str, Any]:
 
 
 def rendezvous(world: World, options: Options) -> None:
-    """Join the other ranks of msrun or of a rank table. A process without a launcher trains alone.
+    """Join the other ranks of msrun or of a rank table. A process without a launcher is a job of one rank.
 
     Raises:
         ConfigError: MindSpore does not support this launcher, or joined more or fewer ranks than the launcher started.
@@ -127,7 +127,7 @@ def _wait_for_workers(scheduler: int) -> bool:
 def _set_timeouts(options: Options) -> None:
     """Set timeouts of MindSpore and HCCL above the watchdog's, because the watchdog can identify the missing rank.
 
-    By default, MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends a job after a rank has waited
+    MindSpore by default ends a job after 30 s without a message. HCCL on Ascend ends a job after a rank has waited
     600 s for a connection, or 1,836 s in a collective. Ranks connect after the compilation of their first graph.
     MindSpore sets HCCL_CONNECT_TIMEOUT to 600 at its import, and HCCL accepts 120 to 7,200 s
     (https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000074.html).

@@ -7,13 +7,13 @@ its own folder: ``<run-dir>/device<device_id>``, or ``<run-dir>/server<k>/device
 servers. The folder contains env.log, train.log, and the files of Ascend's compiler. The first failure ends the other
 ranks.
 
-With ``--device=cpu``, the program starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The
-ranks connect through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. For
+``--device=cpu`` starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The ranks connect
+through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. If the table has
 several servers, set MASTER_ADDR and MASTER_PORT.
 
 The program exits with the exit code of the first failed rank, or with 128 + the number of the signal that killed this
-rank. After an error in the call or the table, it prints one line and exits with 2. After a stop signal, it exits with
-128 + the signal's number.
+rank. It prints one line and exits with 2 after an error in the call or the table. It exits with 128 + the number of a
+stop signal after this signal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def environment(placement: Placement, device: Device, folder: Path, more: Mappin
         folder: the rank's folder.
         more: variables of a rehearsal, or an empty dict.
     """
-    # Remove the variables that a launcher set for this process, because a rank would read a wrong place from them.
+    # Remove the variables that a launcher set for this process, because a rank would read a wrong number from them.
     placed = env.launcher_variables()
     environ = {name: value for name, value in os.environ.items() if name not in placed}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}

@@ -57,8 +57,8 @@ def fit(
 ) -> None:
     """Train all steps of ``run``.
 
-    LossMonitor, which --quiet disables, prints epoch 1 for all steps. With ``sinks``, LossMonitor counts each loop as
-    an epoch.
+    LossMonitor, which --quiet disables, prints epoch 1 for all steps. If ``sinks`` is true, LossMonitor counts each
+    loop as an epoch.
 
     Args:
         run: the run, with its steps and options.

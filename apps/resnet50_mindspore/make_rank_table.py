@@ -661,7 +661,7 @@ def run_make(options: argparse.Namespace) -> None:
 def run_merge(options: argparse.Namespace) -> None:
     """Join tables into one, with new ranks in the order of the files. Copy the result to every server.
 
-    With one table and --form, convert that table into the other form.
+    If only one table is given, convert it to --form.
     """
     devices: list[Device] = []
     header: dict[str, str] = {}
@@ -692,8 +692,8 @@ def run_merge(options: argparse.Namespace) -> None:
 def run_check(options: argparse.Namespace) -> int:
     """Report whether each table is right. If a table is wrong, print the broken rule and the remedy.
 
-    A placeholder as server_id, such as 10.*.*.*, is an error in a table of several servers. For one server, it gives a
-    warning, because HCCL only compares server_ids.
+    A placeholder as server_id, such as 10.*.*.*, is an error in a table of several servers. A placeholder in a table of
+    one server gives a warning, because HCCL only compares server_ids.
     """
     exit_code = 0
     for path in options.tables:

@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The module uses only the standard library and samestep.
 """
@@ -40,7 +40,7 @@ DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     global_batch_size: int = 32
     lr: float = lr_option("0.01", 0.01)
@@ -96,7 +96,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train ResNet on CIFAR-10 with MindSpore: with --freeze-bn, every step is the same at any number of ranks. "
         "A killed run resumes."

@@ -25,12 +25,12 @@ class Placement:
 
     table: Path  # absolute path
     devices: Sequence[Device]  # devices of this machine, in rank order
-    world_size: int  # number of devices in the whole table
+    world_size: int  # number of devices in the table
     node_rank: int  # this machine's number among the servers, which are in rank order
     node_count: int
 
     def folder(self, run_dir: Path, device: Device) -> Path:
-        """Return a device's folder. With several servers, the folder is in a folder of the device's server."""
+        """Return a device's folder, which lies in a folder of the device's server if the table has several servers."""
         if self.node_count > 1:
             run_dir = run_dir / f"server{self.node_rank}"
         return run_dir / f"device{device.device_id}"

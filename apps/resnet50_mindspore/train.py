@@ -70,15 +70,15 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
 
 
 def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank.
+    """Return loss and accuracy over the test set. Each example counts once, on one rank.
 
     The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
 
     Args:
         run: the run.
         trained: the trained model.
-        model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. In that case, a second
-            model gets the whole weights.
+        model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. A second model then gets
+            the assembled weights.
         test_set: the test set.
     """
     if model is not trained:

@@ -8,7 +8,7 @@ buffers over ranks. Afterwards, each rank continues with its own buffers, so the
 of checkpoints.
 
 If MindSpore has split parameters over ranks (auto_parallel.py), the functions that return arrays are collective, and
-return whole arrays. Only a model with whole parameters can load these arrays.
+return the arrays of unsplit parameters. Only a model with unsplit parameters can load these arrays.
 """
 
 from __future__ import annotations
