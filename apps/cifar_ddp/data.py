@@ -70,7 +70,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that reads one sample at a time. If your dataset exceeds the memory, read a file in `read`."""
+    """A dataset that reads one sample at a time. If your dataset exceeds the memory, let `read` read a file."""
 
     def __init__(self, split: Split) -> None:
         self._split = split

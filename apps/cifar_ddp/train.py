@@ -117,7 +117,7 @@ def train_step(
     optimizer.zero_grad()
     loss_sum = compute_gradients(options, model, sampler, images, labels)  # collective
     if options.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # after the all-reduce: ranks scale alike
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # all ranks have equal gradients now
     optimizer.step()
     return loss_sum
 

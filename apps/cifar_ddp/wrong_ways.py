@@ -4,7 +4,7 @@
 
 The program trains twelve steps in float64 on undivided global batches. Then it trains again on two ranks, in three
 micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
-mistake. One process simulates DDP with each rank's shard and random numbers, and the mean of the ranks' gradients.
+mistake. One process simulates DDP: it uses each rank's shard and random numbers, and averages the ranks' gradients.
 The losses differ only by rounding if the training makes no mistake ("none").
 """
 
@@ -135,7 +135,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
         norm = nn.GroupNorm(4, 16)
     model = Net(norm).double()
     if wrong != "dropout":
-        exact(model.dropout, PLACE)  # draw masks by row of the global batch
+        exact(model.dropout, PLACE)  # draw a mask for each row of the global batch
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

@@ -1,11 +1,11 @@
 """Join the other ranks, name and time every collective, and exchange results as JSON.
 
-Every collective of this app runs inside ``with collective("its name"):``. The context sets the collective's name in
-errors and its time limit, and records its timestamps.
+Every collective of this app runs inside ``with collective("its name"):``. The context sets the collective's name for
+errors and the collective's time limit, and records timestamps.
 
 Calls on a GPU return before their work is done, so each timestamp is read after `finish`. A collective begins when
-this rank's computation is done, and ends when its result is available. A rank therefore cannot queue a collective
-before the rank's computation is done, as other programs do.
+this rank's computation is done, and ends when the collective's result is available. A rank therefore cannot queue a
+collective before the rank's computation is done, as other programs do.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
 
 
 def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
-    """Return facts about the software, the machine and the ranks on which a measurement's results depend."""
+    """Return the facts about software, machine and ranks that affect a measurement's results."""
     processors = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))

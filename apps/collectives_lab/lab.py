@@ -116,7 +116,7 @@ def main() -> None:
         for each in commands:
             run(each, torchrun, n, arguments)
     except (ConfigError, NonRetryableError) as error:
-        # Write the launch script's exit code, as `log` does for a rank.
+        # Write the exit code for the launch script, as `log` does for a rank.
         code = 2 if isinstance(error, ConfigError) else 1
         write_atomic(options.run_dir / "log" / "no-restart", json.dumps({"code": code}).encode())
         raise

@@ -146,7 +146,7 @@ def errors(points: list[tuple[float, float]], model: Callable[[float], float]) -
 
 
 def fit(measured: dict[str, Any]) -> dict[str, Any]:
-    """Fit a line for each primitive, and the link, to measurements at one world size.
+    """Fit the link, and a line for each primitive, to the measurements at one world size.
 
     Returns:
         "world_size", "lines" by primitive, "link", and "ring_errors" of the ring formula on the held-out sizes.
@@ -165,7 +165,7 @@ def fit(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
-    """Fit a line to every second size, and return it with its errors on the held-out sizes."""
+    """Fit a line to the times of every second size, and return the line with its errors on the held-out sizes."""
     points = sorted(points)
     fitted = points[::2]
     held_out = points[1::2]
@@ -176,7 +176,7 @@ def fit_held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def fit_reduce(points: list[tuple[float, float]], p: int, link: Link) -> float:
-    """Return c, the seconds per summed byte of a ring, given its latency a and seconds per byte b.
+    """Return c, the seconds per summed byte of a ring, given the link's latency a and seconds per byte b.
 
     The fit minimizes the squared relative errors of n(p-1)/p c plus the time that a and b explain.
     """

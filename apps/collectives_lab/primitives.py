@@ -693,7 +693,7 @@ def rank_names(p: int) -> list[str]:
 
 
 def rank_note(p: int, note: str) -> str:
-    """Return the note of a table. If the table does not show all ranks, name the shown ranks."""
+    """Return the note of a table. If the table does not show all ranks, the note lists the shown ranks."""
     if p > SHOWN_RANKS:
         return f"{note} Ranks 0 to {SHOWN_RANKS - 1}."
     return note
@@ -753,7 +753,7 @@ def _operator_row(operator: str, checks: list[dict[str, Any]]) -> list[str]:
 
 
 def _outcome(cases: list[dict[str, Any]]) -> str:
-    """Return the number of correct cases of one operator and dtype, and the reductions that reject it, as text."""
+    """Return a table cell for one operator and dtype: the number of correct cases, and the rejecting reductions."""
     refused = [case["primitive"] for case in cases if case["refused"]]
     if len(refused) == len(cases):
         return "refused"

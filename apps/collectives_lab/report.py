@@ -47,7 +47,9 @@ summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
 
 
 def write(run_dir: Path, markdown: bool) -> None:
-    """Write ``report.html``. If ``markdown``, also write all tables except long ones to ``report.md`` and the console.
+    """Write ``report.html``.
+
+    If ``markdown`` is true, also write all tables except long ones to ``report.md`` and the console.
 
     Raises:
         ConfigError: the run dir has no results.

@@ -1,4 +1,4 @@
-"""Measure the time that slow ranks cost under several strategies, from every rank's times and waits.
+"""Measure the time that slow ranks cost with several strategies, from every rank's timestamps.
 
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
@@ -6,9 +6,9 @@
 mnist_ddp's model trains in blocks of 16 steps while one rank or every rank sleeps. A rank sleeps once in the training,
 at the start of each block, before each aggregation, or in the middle of each backward pass. The length of a sleep is
 constant, or exponentially distributed with the same mean. The conditions alternate, so that other work on the machine
-affects all conditions.
+affects all conditions alike.
 
-The results come only from measured times, not from the configured delay. Each rank records when it entered and left
+The results come only from measured times, not from the configured delay. Each rank records the start and the end of
 each collective and each sleep, by a clock that all ranks share. A rank waits in a collective until the last rank has
 entered it. The remaining time in the collective is communication.
 """
@@ -94,7 +94,7 @@ def conditions(options: Options) -> list[Condition]:
 
 
 def _listed(options: Options) -> list[Condition]:
-    """Return for each strategy a condition without sleeps, and the conditions of --sleeps."""
+    """Return a condition without sleeps, and the conditions of --sleeps, for each strategy."""
     listed = []
     for strategy in options.strategies:
         listed.append(Condition(strategy))
@@ -145,8 +145,8 @@ class Delayed(Strategy):
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. Like
-        # a slow layer, it delays the strategy's own hook, which is registered later.
+        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. It
+        # delays the strategy's hook, which is registered later, as a slow layer would.
         assert isinstance(model, Net)
         model.fc1.weight.register_post_accumulate_grad_hook(lambda _: self.sleep("backward"))
         return self.inner.prepare(model)
@@ -376,7 +376,7 @@ def _time_row(condition: dict[str, Any]) -> list[str]:
 
 
 def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
-    """Return a row of time parts per shown rank. The first row also has the rank that most often entered last."""
+    """Return a row of PARTS for each shown rank. The first row also has the rank that most often entered last."""
     blocks = condition["blocks"]
     last = Counter[int]()
     for block in blocks:

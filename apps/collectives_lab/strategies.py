@@ -37,7 +37,7 @@ sent: Counter[str] = Counter()  # "bytes" and "messages" that this rank has sent
 
 
 def all_reduce(x: Tensor) -> None:
-    """Average by one all_reduce."""
+    """Average ``x`` over ranks by one all_reduce."""
     with collective("all_reduce"):
         dist.all_reduce(x)
     x /= dist.get_world_size()
@@ -77,7 +77,7 @@ def all_gather(x: Tensor) -> None:
 
 
 def ring(x: Tensor) -> None:
-    """Average by sends in a ring, first by a reduce-scatter, then by an all-gather.
+    """Average ``x`` over ranks by sends in a ring: first a reduce-scatter, then an all-gather.
 
     Every rank sends one of p pieces to the next rank in each of 2(p-1) steps. Source: Patarasuk & Yuan, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
@@ -85,7 +85,7 @@ def ring(x: Tensor) -> None:
     rank = dist.get_rank()
     p = dist.get_world_size()
     pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
-    received = torch.empty_like(pieces[0])  # piece 0 is one of the longest
+    received = torch.empty_like(pieces[0])  # no piece is longer than piece 0
     for step in range(p - 1):  # after this loop, this rank has the sum of piece (rank + 1) % p
         outgoing = pieces[(rank - step) % p]
         target = pieces[(rank - step - 1) % p]
@@ -201,7 +201,7 @@ class Strategy:
 
 
 class TorchDDP(Strategy):
-    """Average by torch's DDP, which calls all_reduce on buckets during the backward pass."""
+    """Average gradients by torch's DDP, which calls all_reduce on buckets during the backward pass."""
 
     backward = "backward (with DDP's all_reduce)"
 
@@ -211,10 +211,10 @@ class TorchDDP(Strategy):
 
 
 class Overlap(Strategy):
-    """Average like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
+    """Average gradients like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
 
-    Buckets begin at the last layer. A rank sends a bucket when all its gradients are ready and all earlier buckets are
-    sent. All ranks therefore send buckets in the same order.
+    Buckets begin at the last layer. A rank sends a bucket when all gradients of the bucket are ready and all earlier
+    buckets are sent. All ranks therefore send buckets in the same order.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -253,7 +253,7 @@ class Overlap(Strategy):
 
 
 class Module(Strategy):
-    """Average by the module `GradientAverage`, as programs did before torch's DDP supported CPUs."""
+    """Average gradients by the module `GradientAverage`, as programs did before torch's DDP supported CPUs."""
 
     backward = "backward (with an all_reduce of each dtype)"
 
@@ -300,7 +300,7 @@ class GradientAverage(nn.Module):
 
 
 class PerParameter(Strategy):
-    """Average by one all_reduce per parameter, which sends many small messages."""
+    """Average gradients by one all_reduce per parameter, which sends many small messages."""
 
     def after_backward(self) -> None:
         for gradient in _gradients(self.parameters):
@@ -320,7 +320,7 @@ class Flat(Strategy):
 
 
 class LocalSGD(Strategy):
-    """Update by the rank's own gradients, and average the parameters after every ``every`` steps.
+    """Update by this rank's gradients, and average the parameters after every ``every`` steps.
 
     The update is synchronous if every = 1: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019.

@@ -40,7 +40,7 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
 
 
 def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[Any]]:
-    """Return for each rank the seconds that it waited in all calls, and the number of calls that it entered last.
+    """Return each rank's seconds of waiting in all calls, and the number of calls that the rank entered last.
 
     Args:
         calls: (before, after) of each call on each rank.

@@ -43,7 +43,9 @@ BLOCK = 2**16  # size of a block, in bytes
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, to be fast for large files.
+    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file.
+
+    The function reads only these blocks, because reading a large file would need too much time.
 
     Raises:
         OSError: the file cannot be read.

@@ -124,7 +124,10 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run as many forward passes."""
+    """Return loss and bits per byte over the test set. Each byte counts once.
+
+    All ranks run the same number of forward passes, because a rank waits for other ranks in each pass.
+    """
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -175,7 +178,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     description = f"a GPT of {parameters:,} parameters, mesh {shape},"
     run.start(sampler.batches, test_set.bytes, description, device.type, metadata)
 
-    exact(model, sampler)  # draws dropout masks by row of the global batch
+    exact(model, sampler)  # draws a dropout mask for each row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
     for windows in run.batches(loader):  # the loop ends at the run's last step
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))

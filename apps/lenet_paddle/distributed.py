@@ -142,7 +142,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return facts about software and machine on which a run's results depend, for the header of metrics.jsonl."""
+    """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     return {
         "paddle": paddle.__version__,
@@ -255,7 +255,7 @@ class GradientTree:
     """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any world size.
 
     The tree replaces DataParallel. Its nodes are partial sums. Paddle's gloo has no all-to-all, so every rank receives
-    and sums the nodes of all ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the
+    and sums the nodes of all ranks. A rank receives at most (log2(micro-batches) + 1) * ranks times the size of the
     gradients. NumPy computes the sums on the host.
     """
 

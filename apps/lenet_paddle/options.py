@@ -232,7 +232,7 @@ def assigns_gpus(options: Options, ranks: int) -> bool:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is not set, or "all", as in Paddle."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if it is unset, or "all", which Paddle treats as unset."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

@@ -24,7 +24,7 @@ TAGS = {
 
 
 def check_folder(folder: Path, run_dir: Path) -> None:
-    """Create ``folder``, and check that it is writable. Leave no file, which would block the next start.
+    """Create ``folder``, and check that it is writable. Leave no file, because a file would block the next start.
 
     Raises:
         ConfigError: ``folder`` is not writable, or contains another run's file. VisualDL shows one file per folder.

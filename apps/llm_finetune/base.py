@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct to the cache in Hugging Face's format. The launch script runs this program if needed.
+"""Write SmolLM2-135M-Instruct to the cache in Hugging Face's format, unless the cache already contains it.
 
     python base.py
 

@@ -122,7 +122,7 @@ class Sample:
 def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
     """Return the tokens of one conversation.
 
-    The assistant's texts are tokenized separately, so that a token never mixes them with other text.
+    The assistant's texts are tokenized separately, so that no token contains both their text and other text.
 
     Raises:
         ValueError: a text contains a special token, or the template changes earlier messages.

@@ -234,7 +234,9 @@ def set_model(options: Options) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 of the names, sizes and BLOCKS blocks of a model's files, to be fast for large files.
+    """Return the SHA-256 of the names, sizes and BLOCKS blocks of a model's files.
+
+    The function reads only these blocks, because reading large files would need too much time.
 
     Raises:
         ConfigError: the folder lacks config.json or *.safetensors, or a file cannot be read.

@@ -101,7 +101,7 @@ def train_step(
     """Update once with this rank's part of a global batch, and return the loss that ``compute_gradients`` returns."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(model, sampler, tokens, labels)  # collective
-    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # after the all-reduce
+    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # all ranks have equal gradients now
     optimizer.step()
     return loss_sum
 
@@ -147,7 +147,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         check_packing(model)
     loss_model = TokenLoss(model, options.autocast == "bfloat16", options.pack)
     device_ids = [device] if device.type == "cuda" else None
-    # All ranks have read the same weights. With init_sync, DDP would broadcast all weights, including frozen weights.
+    # All ranks have read the same weights. DDP with init_sync would broadcast all weights, including frozen weights.
     ddp = DistributedDataParallel(loss_model, device_ids, init_sync=False)  # collective
     reduction.register_ordered_hook(ddp, timer=run.timer)
     trained = nn.ParameterList(weights.trained_parameters(model).values())

@@ -1,4 +1,4 @@
-"""Convert the trained weights to arrays and back. Hugging Face's and peft's files have the same names for weights."""
+"""Convert the trained weights to arrays and back. The arrays have the names of Hugging Face's and peft's files."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
 
 The program trains the tiny model for four steps in float64, first without a mistake, then with each mistake. It
 computes a step's micro-batches on four simulated ranks, or accumulates them on one rank. It prints the largest relative
-difference of the losses for each mistake. One process simulates DDP with each rank's micro-batches and random numbers,
-and the mean of the ranks' gradients. The losses differ only by rounding if the training makes no mistake ("none").
+difference of the losses for each mistake. One process simulates DDP: it uses each rank's micro-batches and random
+numbers, and averages the ranks' gradients. The losses differ only by rounding if the training makes no mistake
+("none").
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Job:
             self._records.save_and_stop()
 
     def _kill_if_hung(self, each: Rank) -> None:
-        """Kill a rank if both its start and its last update are longer ago than its time limit."""
+        """Kill a rank outside the newest group if its start and its last update exceed its time limit."""
         now = time.monotonic()
         limit = self._options.timeout
         if not each.ready:

@@ -133,7 +133,7 @@ class Ranks:
             agent: agent that starts the process on another machine; None for this machine.
             failures: number of consecutive failures of the rank.
         """
-        name = f"{next(self._numbers):06d}"  # later processes have larger names
+        name = f"{next(self._numbers):06d}"  # the names sort in the order of the starts
         self._names.add(name)
         process: Process
         if agent:

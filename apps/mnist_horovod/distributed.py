@@ -48,7 +48,7 @@ def backend(device: torch.device) -> str:
 
 
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
-    """Return facts about software and machine on which a run's results depend, for the header of metrics.jsonl."""
+    """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
     return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
@@ -119,7 +119,7 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return ``optimizer``, or with --gradients optimizer an hvd.DistributedOptimizer with the same state.
+    """Return an hvd.DistributedOptimizer with the state of ``optimizer``, or ``optimizer`` if --gradients is group.
 
     Horovod's optimizer starts the all-reduce of each gradient during `backward`, and waits for the results in `step`.
     """

@@ -6,8 +6,8 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds more collectives: barriers when fit begins, and in each epoch a barrier and a sum
-of lengths for each loader. It also adds a broadcast in each step, by which rank 0 would announce a SIGTERM.
+callback.py. Lightning's Trainer adds more collectives: barriers at the start of fit, and a barrier and a sum of lengths
+for each loader in each epoch. It also adds a broadcast in each step, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Digits(pl.LightningModule):
         tree: GradientTree | None,
     ) -> None:
         super().__init__()
-        self.model = exact(model, sampler)  # draws dropout masks by row of the global batch
+        self.model = exact(model, sampler)  # draws a dropout mask for each row of the global batch
         self.optimizer = optimizer
         self.sampler = sampler
         self.eval_sampler = eval_sampler
@@ -72,7 +72,7 @@ class Digits(pl.LightningModule):
         return scores
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer  # has the restored state
+        return self.optimizer  # this optimizer has the restored state
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
@@ -93,7 +93,7 @@ class Digits(pl.LightningModule):
         for images, labels in self.sampler.micro_batches(batch):
             assert self.sampler.micro_batch is not None
             loss_sum = F.nll_loss(self(images), labels, reduction="sum")
-            self.sampler.scale(loss_sum).backward()  # not manual_backward(), after which DDP would reduce
+            self.sampler.scale(loss_sum).backward()  # manual_backward() would make DDP reduce
             tree.add(self.sampler.micro_batch, loss_sum)
         loss = tree.all_reduce(self.sampler.step - 1)  # collective
         self.optimizers().step()  # type: ignore[union-attr]

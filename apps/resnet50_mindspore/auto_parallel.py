@@ -3,7 +3,7 @@
 Semi-automatic parallelization splits the batch and the weights of the last layer. Automatic parallelization
 (AUTO_PARALLEL) splits all operators by a search with a cost model.
 
-If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles whole weights for checkpoints,
+If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles the parts for checkpoints,
 comparisons and evaluations. This module was never run on Ascend.
 """
 
@@ -67,7 +67,7 @@ def whole(parameter: Parameter) -> NDArray[Any]:
 
 
 def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int]) -> NDArray[Any]:
-    """Return the whole array from the equal parts of all ranks. All ranks must call this function.
+    """Assemble an array from the equal parts of all ranks. All ranks must call this function.
 
     Args:
         part: this rank's part. All parts have the same shape and dtype.

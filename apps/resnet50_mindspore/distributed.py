@@ -30,7 +30,7 @@ def choose_device(requested: str) -> None:
     if requested == "ascend":
         ms.set_device("Ascend", int(os.environ.get("DEVICE_ID", "0")))
         return
-    # MindSpore's plain layout makes oneDNN use a slow reference convolution with AVX-512. With AVX2, oneDNN uses a
+    # MindSpore's plain layout makes oneDNN use a slow reference convolution with AVX-512. oneDNN with AVX2 uses a
     # matrix product, which is more than ten times faster.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     ms.set_device("CPU")
@@ -49,7 +49,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return facts about software and machine on which a run's results depend, for the header of metrics.jsonl."""
+    """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     return {
         "mindspore": ms.__version__,
         "device": device if device == "ascend" else processor(),

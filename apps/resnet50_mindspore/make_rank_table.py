@@ -311,7 +311,7 @@ def parse(document: dict[str, Any]) -> Table:
     if grouped and "group_list" not in document:
         raise RankTableError("neither server_list nor group_list: write the table with make")
     status = Node(document).text("status")
-    # While the status differs, HCCL rereads the file each second, and gives up after 30 minutes.
+    # If the status differs, HCCL rereads the file each second, and gives up after 30 minutes.
     if status != "completed":
         raise RankTableError(f'status is {_q(status)}, so HCCL waits: write "completed" once the table is whole')
     if grouped:
@@ -661,7 +661,7 @@ def run_make(options: argparse.Namespace) -> None:
 def run_merge(options: argparse.Namespace) -> None:
     """Join tables into one, with new ranks in the order of the files. Copy the result to every server.
 
-    If only one table is given, convert it to --form.
+    If only one table is given, the command converts it to --form.
     """
     devices: list[Device] = []
     header: dict[str, str] = {}

@@ -65,7 +65,7 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
 
 
 def write_numbered(folder: Path) -> None:
-    """Write CIFAR-10's binary files with labels 0 to 9. Each image's first pixel is its number from 0 to 59,999."""
+    """Write CIFAR-10's binary files with labels 0 to 9. Each image's first pixel encodes its number, 0 to 59,999."""
     folder.mkdir()
     first = 0
     for name, count in zip(CIFAR_FILES, CIFAR_RECORDS["cifar10"]):

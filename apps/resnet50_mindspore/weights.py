@@ -104,7 +104,10 @@ def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return running statistics averaged over ranks [k], and each rank's [world_size, k]. All ranks must call this."""
+    """Return the running statistics averaged over ranks [k], and those of each rank [world_size, k].
+
+    All ranks must call this function.
+    """
     each = all_gather(buffers(model))  # collective
     return each.mean(axis=0, dtype=np.float64).astype(np.float32), each
 
