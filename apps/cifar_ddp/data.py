@@ -79,7 +79,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return len(self._split)
 
     def __getitems__(self, indices: IndexArray) -> list[tuple[Tensor, Tensor]]:
-        """Return the samples of a batch. A DataLoader's worker calls this method."""
+        """Return the samples of a batch. A DataLoader calls this method."""
         return [self.read(index, indices.epoch) for index in indices.tolist()]
 
     def read(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:

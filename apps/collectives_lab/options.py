@@ -226,7 +226,7 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _integers(minimum: int) -> Callable[[str], list[int]]:
-    """Return an argparse type for a comma-separated list of integers >= ``minimum``, which the type sorts."""
+    """Return an argparse type that converts a comma-separated list to sorted, distinct integers >= ``minimum``."""
     integer = bounded_int(minimum)
 
     def convert(text: str) -> list[int]:

@@ -67,7 +67,7 @@ def broadcast(x: Tensor, root: int) -> Tensor:
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Reduce all ranks' whole tensors by ``op`` on the root. Other ranks return None, because their results vary."""
+    """Reduce all ranks' whole tensors by ``op`` on the root. Other ranks return None: their results are undefined."""
     y = x.contiguous()
     dist.reduce(y, dst=root, op=op, group=group)
     result = in_place(x, y)
@@ -304,7 +304,11 @@ def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
 
 
 def check(names: list[str], world: env.World, device: torch.device) -> list[dict[str, Any]]:
-    """Compare each primitive with its definition for every dtype, layout and root. List the wrong roots by rank."""
+    """Compare each primitive with its definition for every dtype, layout and root.
+
+    Returns:
+        A dict for each primitive, dtype and layout. Its "wrong" has the roots with wrong results, by rank.
+    """
     p = dist.get_world_size()
     has_one_clock = world.node_count == 1
     checks = []

@@ -132,7 +132,7 @@ class Delayed(Strategy):
         self.slept: list[tuple[float, float]] = []  # (begin, end), by time.monotonic()
 
     def sleep(self, where: str) -> None:
-        """Sleep if the condition has a sleep at the place ``where``."""
+        """Sleep if the condition has a sleep of this rank at the place ``where``."""
         is_due = self.sleeps and self.condition.where == where
         if not is_due or not self.condition.milliseconds:
             return

@@ -181,9 +181,9 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def setup_environment(options: Options) -> dict[str, str]:
-    """Raise ConfigError if the options need GPUs, because the app's lock file has the CPU build of Paddle.
+    """Raise ConfigError if the options need GPUs, but the launch script would install the CPU build of Paddle.
 
-    The launch script calls this function before it installs the lock file.
+    The launch script calls this function before it installs the lock file. The user can avoid this by PYTHON=.
 
     Returns:
         An empty dict, because no variable affects the app's environment.

@@ -206,7 +206,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:
-    """Return whether this rank writes the run's scalars for VisualDL, as rank 0 does with --visualdl."""
+    """Return whether this rank writes scalars for VisualDL. Only rank 0 with --visualdl does, if the run trains."""
     if not options.visualdl or options.evaluate_only:
         return False
     return world.rank == 0

@@ -90,7 +90,15 @@ class Training:
 
 
 def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: str, ranks: int) -> list[Tensor]:
-    """Return the gradients of one rank, before DDP would average them. ``own`` are the rank's micro-batches."""
+    """Return the gradients of one rank, before DDP would average them.
+
+    Args:
+        training: the model and its data.
+        step: number of the step, from 0.
+        own: the rank's micro-batches.
+        way: the mistake.
+        ranks: number of simulated ranks.
+    """
     torch.manual_seed(step_seed(1, step))  # all ranks use the same seed, as many programs do
     training.backward(own, way)
     if way != "mean over ranks":  # scale to the rank's part of the mean over the global batch

@@ -358,7 +358,10 @@ class Members:
         self._progress.loss = loss
 
     def after_step(self, step: int) -> None:
-        """Record that update ``step`` is done, and send its number to the launcher."""
+        """Record that update ``step`` is done, handle the launcher's requests, and send a log line if one is due.
+
+        Rank 0 also sends the number of completed updates to the launcher. `record` sends a log line with an evaluation.
+        """
         progress = self._progress
         progress.step = step + 1
         progress.running_loss += progress.loss

@@ -635,7 +635,7 @@ def run_make(options: argparse.Namespace) -> None:
       make --server 10.0.0.1 --devices 0,1 --device-ips 192.168.1.8,192.168.1.9 --form group
 
     Give --device-ips or --hccn-conf once for each server, in the order of the servers. If both options are missing, the
-    addresses come from hccn_tool, or from /etc/hccn.conf if hccn_tool is missing too. Ranks follow the order of servers
+    addresses come from hccn_tool, or from /etc/hccn.conf if hccn_tool is missing too. Ranks are in the order of servers
     and devices. One server in form 1.0 needs no addresses (--device-ips none).
     """
     ids = parse_devices(options.devices)
@@ -659,7 +659,7 @@ def run_make(options: argparse.Namespace) -> None:
 
 
 def run_merge(options: argparse.Namespace) -> None:
-    """Join tables into one, with new ranks in the order of the files. Copy the result to every server.
+    """Join tables into one, with new ranks in the order of the files. You must copy the result to every server.
 
     If only one table is given, the command converts it to --form.
     """
