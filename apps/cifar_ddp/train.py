@@ -161,7 +161,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
     evaluated = "ema" if average else "model"
-    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
+    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads the checkpoint
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
@@ -204,18 +204,18 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             average.update(model, run.step)
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
 
     stop_workers()  # end the worker processes of --input loader
     metrics = run.eval_metrics or evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ class VirtualRanks:
     def compute_gradients(
         self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set the gradients of the global batch. Return its summed loss on rank 0, and 0 on other ranks."""
+        """Set ``.grad`` to the global batch's gradients. Return its summed loss on rank 0, and 0 on other ranks."""
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = self.summed_loss(options, model, sub_images, sub_labels)
             sampler.scale(loss_sum).backward()

@@ -185,7 +185,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
         actions = run.after_step(loss * counts)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:

@@ -276,7 +276,7 @@ class GradientTree:
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int, count: int) -> list[Tensor]:
-        """Set the gradients of the global batch, and return its ``count`` sums on rank 0.
+        """Set ``.grad`` to the gradients of the global batch, and return its ``count`` sums on rank 0.
 
         Other ranks return zeros, so that a later sum over ranks counts the global batch once.
         """

@@ -154,7 +154,7 @@ def train(run: Run, options: Options, device: str) -> None:
     model = build_model(options.dtype, options.seed)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
-    run.restore(distributed, parts)  # collective: rank 0 reads and broadcasts
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
     train_set, test_set = load(options.dataset, options.data_dir)
     batches = GlobalBatches(
         len(train_set.labels),
@@ -180,7 +180,7 @@ def train(run: Run, options: Options, device: str) -> None:
         top1, top2 = correct.tolist()
         actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step and records progress
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, Any] = {}
             if actions.evaluate:
@@ -189,7 +189,7 @@ def train(run: Run, options: Options, device: str) -> None:
             if scalars:
                 scalars.write(line)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas, rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
 
     trainee: nn.Layer | HighLevel = model
     if options.api == "highlevel":
@@ -202,7 +202,7 @@ def train(run: Run, options: Options, device: str) -> None:
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective
-    run.finish(metrics)  # collective: compare replicas, write the weights
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:

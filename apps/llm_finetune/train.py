@@ -134,7 +134,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, weights.trained_parameters(model)),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
 
     # The global batches and micro-batches are the same at any world size.
     train_set, test_set = load(options, tokenizer)
@@ -166,17 +166,17 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas, and rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
 
     metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
-    run.finish(metrics)  # collective: compare replicas, and rank 0 writes
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
     if run.world.rank == 0 and shows_samples(options):
         show_samples(model, tokenizer)
     return sampler.batches

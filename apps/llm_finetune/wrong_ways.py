@@ -37,7 +37,11 @@ Part = NDArray[np.int64]  # indices of a micro-batch's samples [m]
 
 
 class Training:
-    """The tiny model, its data and its global batches. ``words`` are further options of the app."""
+    """The tiny model, its data and its global batches.
+
+    Args:
+        words: options of the app, in addition to COMMON.
+    """
 
     def __init__(self, *words: str) -> None:
         options = parse([*COMMON, *words])

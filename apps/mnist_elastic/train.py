@@ -69,7 +69,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
-    run.restore(launcher, parts)  # collective: the launcher reads
+    run.restore(launcher, parts)  # collective: the launcher reads the checkpoint
     train_set, test_set = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks

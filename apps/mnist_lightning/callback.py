@@ -53,7 +53,7 @@ class RunCallback(pl.Callback):
         """Count an update, and start the actions that follow. ``outputs`` is the result of training_step."""
         self.actions = self.run.after_step(outputs["loss_sum"])
         if self.actions.sync:
-            self.actions = self.run.sync()  # collective: losses, stop requests, phase times
+            self.actions = self.run.sync()  # collective: exchange losses, stop requests and phase times
         # Lightning now validates if val_check_batch is 1. It also validates at the end of each loader.
         trainer.val_check_batch = 1 if self.actions.evaluate else math.inf
         if self.actions.log and not self.actions.evaluate:

@@ -143,7 +143,7 @@ class AfterUpdate:
         actions = run.after_step()  # counts the step and records progress; the loss stays on the device
         if actions.sync and (step + 1) % options.sink_size == 0:  # all weights are from the loop's end
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
-            actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
+            actions = run.sync(loss_sum, running_loss)  # collective: exchange losses, stop requests and phase times
         if actions.log:
             self.forward.total.set_data(Tensor(0.0, ms.float32))
             evaluation: dict[str, Any] = {}
@@ -151,7 +151,7 @@ class AfterUpdate:
                 evaluation = evaluate(run, self.model, self.evaluated, self.test_set)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: average, compare; rank 0 writes
+            run.save()  # collective: average statistics, compare replicas; rank 0 writes
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
         """Return this rank's share of the summed losses of the update ``step``, and since the last log line."""
@@ -176,7 +176,7 @@ def train(run: Run, options: Options) -> None:
         groups=partial(weights.groups, model, optimizer),
         names=("model", "optimizer", "buffers"),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
     train_set, test_set = load(options.dataset, options.data_dir)
     n = len(train_set.labels)
     check_steps(options, n, run.first_step)  # repeats the launch script's check, because other launchers do not check
@@ -204,7 +204,7 @@ def train(run: Run, options: Options) -> None:
         train_by_loop(run, forward, model, optimizer=optimizer, shards=shards, after_update=after_update)
 
     metrics = run.eval_metrics or evaluate(run, model, evaluated, test_set)  # collective
-    run.finish(metrics)  # collective: average, compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: average statistics, compare replicas; rank 0 writes
 
 
 def train_by_model(
