@@ -180,7 +180,7 @@ def move(average: nn.Module, model: nn.Module) -> None:
 
 
 def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
-    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch.
+    """Split a global batch into ``count`` parts, and return each part's images [m, 3, 32, 32], labels [m] and rows.
 
     Args:
         train_set: the training set.

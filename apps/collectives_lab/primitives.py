@@ -379,7 +379,7 @@ REDUCERS = {"all_reduce": all_reduce, "reduce": reduce, "reduce_scatter": reduce
 
 @dataclass(frozen=True)
 class Operator:
-    """A reduction operator and its definition, which reduces all ranks' tensors, [world_size, ...]."""
+    """A reduction operator, and its definition: a function that reduces all ranks' tensors [world_size, ...]."""
 
     op: Any
     definition: Callable[[Tensor], Tensor]
@@ -392,7 +392,7 @@ class Operator:
 
 
 def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
-    """Return the bitwise operator ``op`` of integers, which is defined by ``of_two`` for two tensors."""
+    """Return the bitwise operator ``op`` for integers. ``of_two`` defines its result for two tensors."""
     return Operator(op, lambda xs: functools.reduce(of_two, xs), dtypes=["int64"], not_by="nccl")
 
 

@@ -121,7 +121,7 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
 
 
 def _with_context(text: NDArray[np.int64], order: int, first: int) -> NDArray[np.int64]:
-    """Return one number for each byte from ``first`` on, which encodes the byte and the ``order`` bytes before it."""
+    """Encode each byte from ``first`` on, together with the ``order`` bytes before it, as one number."""
     key = np.zeros(len(text) - first, np.int64)
     for back in range(order + 1):
         key += text[first - back : len(text) - back] << 8 * back

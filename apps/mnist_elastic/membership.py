@@ -565,7 +565,7 @@ def _collective() -> Iterator[None]:
 
 
 def _state(member: dict[str, Any]) -> tuple[int, str]:
-    """Return a member's progress and the digest of its arrays, which members compare."""
+    """Return the values that members compare: the progress of ``member``, and the digest of its arrays."""
     return (member["progress"], member["digest"])
 
 

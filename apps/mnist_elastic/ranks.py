@@ -126,7 +126,7 @@ class Ranks:
         return [*self._ranks.values()]
 
     def start(self, rank: int, agent: Channel | None = None, failures: int = 0) -> None:
-        """Start a process for a rank, which replaces the rank's earlier process.
+        """Start a process for a rank, in place of the rank's earlier process if there was one.
 
         Args:
             rank: number of the rank.

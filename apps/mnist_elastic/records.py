@@ -36,7 +36,7 @@ class Alone:
     """The collectives that the launcher's `Run.restore` calls, for a single process.
 
     Attributes:
-        parts: contents that `Run.restore` has broadcast, which the launcher sends to each rank.
+        parts: contents that `Run.restore` has broadcast. The launcher sends these contents to each rank.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.C
     """Return ``network`` as a cell that MindSpore splits over ranks during compilation.
 
     Args:
-        network: a training step, or the forward pass for `Model`, which contains ``model``.
+        network: a training step, or the forward pass that `Model` needs. Both contain ``model``.
         model: the trained model.
         parallel: "semi-auto" or "auto".
         world_size: number of ranks, which must divide the number of inputs of the last layer for "semi-auto".

@@ -35,7 +35,7 @@ class Split:
     labels: NDArray[np.int32]
 
     def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
-        """Return this rank's shard of the global batch of each of ``steps``.
+        """Return this rank's shards of the global batches of ``steps``.
 
         Every shard has ceil(global batch / world size) rows, because MindSpore recompiles for another shape and does
         not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. The weights of the
@@ -147,7 +147,7 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
 
 
 def _pipeline(source: Source, image_size: int) -> ds.Dataset:
-    """Return the batches of ``source``, whose images MindSpore's compiled transforms resize and normalize."""
+    """Return the batches of ``source`` with images that MindSpore's compiled transforms resize and normalize."""
     transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
     if image_size != 32:
         transforms.insert(0, vision.Resize((image_size, image_size)))
