@@ -38,6 +38,9 @@ def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: 
         indices: numbers [m] of the images in the dataset.
         seed: seed of the random choices.
         epoch: number of the epoch.
+
+    Returns:
+        Images uint8 [m, s, s, 3].
     """
     device = images.device
     top, left, flipped = (torch.from_numpy(each).to(device) for each in choices(indices, seed, epoch))

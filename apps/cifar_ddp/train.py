@@ -211,11 +211,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
                 evaluation = evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
 
     stop_workers()  # end the worker processes of --input loader
     metrics = run.eval_metrics or evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
     counts: dict[str, list[int]] = {}
     mean = (world.world_size - 1) / 2
     bar = log.progress((options.rounds + 1) * len(SCHEMES), 0)
-    for _ in range(options.rounds + 1):  # the first round warms up
+    for _ in range(options.rounds + 1):  # the first round is a warm-up
         for name, scheme in SCHEMES.items():
             x.fill_(world.rank)
             sent.clear()

@@ -249,7 +249,7 @@ def predict(options: Options) -> None:
             "run primitives with N=2 and the same --run-dir first"
         )
     fits = [fit(each) for each in usable]
-    link = Link(**fits[0]["link"])  # from the fewest ranks, which wait least for a processor
+    link = Link(**fits[0]["link"])  # the link of the fewest ranks, which wait least for a processor
     result = {
         "facts": usable[0]["facts"],
         "fits": fits,

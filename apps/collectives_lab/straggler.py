@@ -245,7 +245,7 @@ def main() -> None:
     timelines: dict[str, Any] = {}
     rounds = max(1, options.steps // BLOCK)
     bar = log.progress((rounds + 1) * len(tried), 0)
-    for i in range(-1, rounds):  # round -1 warms up
+    for i in range(-1, rounds):  # round -1 is the warm-up
         for index, condition in enumerate(tried):
             name = condition.strategy
             is_slow = condition.who == "every rank" or world.rank == slow_rank
@@ -256,7 +256,7 @@ def main() -> None:
             gathered = gather_json(block)
             if i >= 0:
                 measured[index].append(analyze(gathered))
-                timelines.setdefault(str(condition), gathered)  # keeps the first round
+                timelines.setdefault(str(condition), gathered)  # stores only the first round
             bar.update()
     bar.close()
     found = []

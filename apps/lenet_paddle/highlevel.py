@@ -125,7 +125,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         run = self.run
 
         def on_train_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
-            run.timer.mark(COMMUNICATION)  # includes the optimizer, because paddle.Model has no callback before it
+            run.timer.mark(COMMUNICATION)  # includes the update, because paddle.Model has no callback before the update
             values = dict(logs or {})
             after_step(self.loss.loss_sum, self.loss.correct)  # collective
             if logs:  # undo an evaluation's changes, because fit and evaluate share this dict, a default argument
@@ -150,7 +150,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         first, last = shard(n, rank, world_size)
-        rows = first + np.arange(-(-n // world_size))  # as many rows as the longest shard
+        rows = first + np.arange(-(-n // world_size))  # every rank has as many rows as the longest shard
         sums = np.zeros(4)
 
         def padded() -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,7 +163,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
 
         def on_eval_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             sums[0] += self.loss.loss_sum.item()
-            sums[1:3] = self.accuracy.total if rank == 0 else 0  # counts of all ranks
+            sums[1:3] = self.accuracy.total if rank == 0 else 0  # rank 0 adds the counts of all ranks
             self.run.monitor.beat()
 
         callback = paddle.callbacks.Callback()

@@ -189,7 +189,7 @@ def train(run: Run, options: Options, device: str) -> None:
             if scalars:
                 scalars.write(line)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
 
     trainee: nn.Layer | HighLevel = model
     if options.api == "highlevel":
@@ -202,7 +202,7 @@ def train(run: Run, options: Options, device: str) -> None:
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:

@@ -82,7 +82,7 @@ def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
 def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Path) -> None:
     """Write the adapter's configuration, and copy the run's weights."""
     config = model.peft_config["default"]
-    config.base_model_name_or_path = base_name(options)  # instead of the local folder
+    config.base_model_name_or_path = base_name(options)  # the published name instead of the local folder
     config.target_modules = sorted(config.target_modules)  # a set, whose order differs between processes
     config.inference_mode = True
     config.save_pretrained(folder)

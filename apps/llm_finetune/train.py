@@ -173,10 +173,10 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
                 evaluation = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
 
     metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
     if run.world.rank == 0 and shows_samples(options):
         show_samples(model, tokenizer)
     return sampler.batches

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return each trained parameter once, by its name in the weights file.
 
-    The names of LoRA's matrices are those of peft's adapter_model.safetensors, without the component ``default``.
+    The names of LoRA's matrices equal the names in peft's adapter_model.safetensors, which lack the part ``default``.
     """
     named = model.named_parameters()
     return {name.replace(".default.", "."): parameter for name, parameter in named if parameter.requires_grad}

@@ -167,7 +167,7 @@ class Launcher:
         """Return the states of the ranks of this job that have a name in ``names`` and request a group."""
         self.send(kind="confirm", names=[*names])
         states: list[dict[str, Any]] = self._answer("confirmed")
-        self.void.clear()  # because earlier withdrawals do not concern the confirmed states
+        self.void.clear()  # earlier withdrawals do not concern the confirmed states
         return states
 
     def poll(self) -> None:

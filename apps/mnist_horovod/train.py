@@ -122,9 +122,9 @@ def train(run: Run, options: Options, device: torch.device) -> None:
                 evaluation = evaluate(run, model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes the checkpoint
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
     metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes the weights
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def main() -> None:

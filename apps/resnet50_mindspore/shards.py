@@ -56,7 +56,7 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
     sizes = [len(batch) for batch in shuffled.batches]
     times = [int((seen == count).sum()) for count in (1, 2, 0)]
     counts = [len(sizes), shuffled.promised, sizes[0], sizes[-1], *times]
-    same = ["-"]  # cell of a missing epoch in order
+    same = ["-"]  # the cell if the epoch in order is missing
     for one, other in zip(epochs, baseline):
         equal = sum(map(np.array_equal, one.batches, other.batches))
         same.append(f"{equal:,}")

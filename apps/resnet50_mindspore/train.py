@@ -151,7 +151,7 @@ class AfterUpdate:
                 evaluation = evaluate(run, self.model, self.evaluated, self.test_set)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: average statistics, compare replicas; rank 0 writes
+            run.save()  # collective: average statistics, compare replicas, and write (rank 0)
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
         """Return this rank's share of the summed losses of the update ``step``, and since the last log line."""
@@ -204,7 +204,7 @@ def train(run: Run, options: Options) -> None:
         train_by_loop(run, forward, model, optimizer=optimizer, shards=shards, after_update=after_update)
 
     metrics = run.eval_metrics or evaluate(run, model, evaluated, test_set)  # collective
-    run.finish(metrics)  # collective: average statistics, compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: average statistics, compare replicas, and write (rank 0)
 
 
 def train_by_model(

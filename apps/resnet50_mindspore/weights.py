@@ -104,7 +104,7 @@ def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the running statistics averaged over ranks [k], and those of each rank [world_size, k].
+    """Return the running statistics averaged over ranks [k], and each rank's statistics [world_size, k].
 
     All ranks must call this function.
     """
