@@ -91,7 +91,7 @@ def compute_gradients(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[
     """Return the clipped gradients of the mean loss over the global batch.
 
     Args:
-        model: the model.
+        model: model with the parameters to differentiate.
         sums: summed loss of each part.
         sizes: number of samples of each part.
         wrong: the mistake, one of WAYS.
@@ -124,7 +124,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
     """Return losses [STEPS + 1]: each step's mean loss over the global batch, then the loss of the averaged weights.
 
     Args:
-        train_set: the training set.
+        train_set: training set, from which the global batches come.
         divided: key of WAYS.
         parts: number of ranks, micro-batches or runs.
         wrong: the mistake, or "none".
@@ -183,7 +183,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
     """Split a global batch into ``count`` parts, and return each part's images [m, 3, 32, 32], labels [m] and rows.
 
     Args:
-        train_set: the training set.
+        train_set: training set, from which the global batches come.
         step: number of the step, from 0.
         count: number of parts.
         wrong: the mistake, one of WAYS.

@@ -129,8 +129,8 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
         name: name of the strategy.
         options: options of ``aggregate``.
         world: this process's place among the ranks.
-        training: the training set.
-        test: the test set.
+        training: training set, on the device that trains.
+        test: test set for the evaluations, on the same device.
     """
     strategy = STRATEGIES[name]()
     trainer = Trainer(strategy, options, training, world)

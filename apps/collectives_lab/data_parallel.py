@@ -66,9 +66,9 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
     """Train ``steps`` steps by a strategy. All ranks of ``world`` must call this function.
 
     Args:
-        strategy: the strategy.
+        strategy: strategy that prepares the model.
         steps: number of steps.
-        training: the training set.
+        training: training set, on the device that trains.
         world: this process's place among the ranks; by default a single rank.
 
     Returns:

@@ -268,8 +268,8 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
     Every rank can compute the inputs of all ranks, so checking a result needs no collective.
 
     Args:
-        primitive: the primitive.
-        rank: the rank.
+        primitive: primitive that receives the input.
+        rank: rank that has the input.
         m: length of a row.
         dtype: dtype of the tensor.
         device: device of the tensor.

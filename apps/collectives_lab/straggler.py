@@ -122,7 +122,7 @@ class Delayed(Strategy):
         """Start a block under a condition.
 
         Args:
-            condition: the condition.
+            condition: place, kind and length of the sleeps.
             sleeps: whether this rank sleeps.
             seed: seed of random sleeps.
         """
@@ -290,7 +290,7 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
     Args:
         result: result of ``straggler`` at one world size.
         condition: a measured condition of the result.
-        rank: the rank.
+        rank: rank whose extra time is returned.
     """
     alike = [each for each in result["conditions"] if each["strategy"] == condition["strategy"]]
     base = next(each for each in alike if each["milliseconds"] == 0)

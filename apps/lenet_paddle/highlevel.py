@@ -92,8 +92,8 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Prepare the model for distributed training.
 
         Args:
-            run: the run.
-            network: the network.
+            run: run that receives the progress of each step.
+            network: network to train.
             optimizer: optimizer of the network's parameters.
             images: any images [m, 1, 28, 28], m > 0, for `fix_reduction_order`.
             labels: labels of the images, int64 [m].
@@ -118,7 +118,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Train all steps of the run in one call of `fit`. If --verbose is 2, paddle.Model prints its progress.
 
         Args:
-            split: the training set.
+            split: training set, on the device that trains.
             batches: this rank's shards of the global batches.
             after_step: function that is called after each update with this rank's summed loss and `count_correct`.
         """

@@ -216,7 +216,7 @@ def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str
     """Return a completion of ``prompt`` with at most ``most`` tokens, by greedy decoding.
 
     Args:
-        model: the model.
+        model: model from `build_model`.
         tokenizer: the model's tokenizer.
         prompt: text of the user's message.
         most: largest number of new tokens.

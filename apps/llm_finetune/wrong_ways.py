@@ -100,7 +100,7 @@ def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: s
         training: the model and its data.
         step: number of the step, from 0.
         own: the rank's micro-batches.
-        way: the mistake.
+        way: name of the mistake, such as "clipping".
         ranks: number of simulated ranks.
     """
     torch.manual_seed(step_seed(1, step))  # all ranks use the same seed, as many programs do

@@ -8,7 +8,7 @@ connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for t
 The launcher runs a store by which ranks connect to each other, and torchft's lighthouse. The lighthouse proposes
 processes as the members of a group, and the launcher selects the ranks of this job among these processes. Only the
 launcher writes metrics.jsonl, checkpoints and the result. Every rank sends the values of each log line to the
-launcher, so that the loss of a rank loses no line. The launcher ignores a step that it has already recorded. If the
+launcher, so that no line is missing after the loss of a rank. The launcher ignores a step that it has recorded. If the
 launcher ends, the launch script restarts the job from the newest checkpoint.
 """
 

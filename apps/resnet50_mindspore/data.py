@@ -163,7 +163,7 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
     MindSpore reads the first batch when the first loop starts.
 
     Args:
-        run: the run.
+        run: run with the options, the monitor and the timer.
         train_step: cell that computes one update.
         shards: this rank's batches.
         sinks: whether to use data sinking.

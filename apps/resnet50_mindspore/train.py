@@ -75,11 +75,11 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
     The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
 
     Args:
-        run: the run.
+        run: run with the options and the monitor.
         trained: the trained model.
         model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. A second model then gets
             the assembled weights.
-        test_set: the test set.
+        test_set: test set, of which each rank evaluates a part.
     """
     if model is not trained:
         weights.load_model(model, weights.model_arrays(trained))  # collective
@@ -118,12 +118,12 @@ class AfterUpdate:
     """Log, evaluate or save after an update, if the action is due.
 
     Attributes:
-        run: the run.
+        run: run that determines the due actions.
         model: the trained model.
         evaluated: the model to evaluate, as `evaluate` describes.
         forward: the forward pass, which sums the losses in ``total``.
-        batches: the global batches.
-        test_set: the test set.
+        batches: global batches of the run.
+        test_set: test set for the evaluations.
     """
 
     run: Run
