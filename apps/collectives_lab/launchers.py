@@ -191,7 +191,7 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
 
     Raises:
         NonRetryableError: the job failed, or gradients or weights differ from the plain step's by more than CLOSE. The
-            function compares the weights only after at most CLOSE_STEPS steps.
+            function compares the weights only if the job has at most CLOSE_STEPS steps.
     """
     log.info(f"DataParallel, and DDP on {ranks_of(n)}, beside the plain step")
     arguments = [f"--run-dir={run_dir}", f"--steps={options.steps}", device_argument(options), "--quiet"]

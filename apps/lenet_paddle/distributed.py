@@ -244,7 +244,7 @@ def all_reduce(tensor: Tensor) -> list[float]:
 
 def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> tuple[nn.Layer, Any]:
     """Wrap model and optimizer for ``api``, "basic" or "fleet", and return both. All ranks get rank 0's weights."""
-    if dist.get_world_size() == 1:  # for one rank, DataParallel only warns, and fleet fails (Paddle 3.3.1)
+    if dist.get_world_size() == 1:  # DataParallel logs a warning for one rank, and fleet fails (Paddle 3.3.1)
         return model, optimizer
     if api == "fleet":
         return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective

@@ -6,7 +6,7 @@
     python apps/mnist_elastic/join.py RUN_DIR             # adds a rank
 
 launcher.py starts this file for each rank. The comment "collective" marks each call in which a rank waits for the
-others. If a rank is lost during the call, the other ranks regroup and repeat the step.
+other ranks. If a rank is lost during the call, the other ranks regroup and repeat the step.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python apps/mnist_lightning/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds more collectives: barriers at the start of fit, and a barrier and a sum of lengths
-for each loader in each epoch. It also adds a broadcast in each step, by which rank 0 would announce a SIGTERM.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks, here and
+in callback.py. Lightning's Trainer adds more collectives: barriers at the start of fit, and a barrier and a sum of
+lengths for each loader in each epoch. It also adds a broadcast in each step, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mappi
         run_dir: run dir of the job.
         more: result of `rehearsal`, or an empty dict.
     """
-    stopped: list[int] = []  # stop signals; the handler only records them, so that `run` ends every started rank
+    stopped: list[int] = []  # stop signals that the handler has recorded; `run` then ends every started rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
             signal.signal(number, lambda number, frame: stopped.append(number))

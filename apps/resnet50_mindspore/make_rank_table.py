@@ -187,7 +187,7 @@ def _check_servers(table: Table) -> list[str]:
         if re.fullmatch("[0-9.]+", name) and not _is_address(name):
             raise RankTableError(f"server_id {_q(name)} is not an IP address: correct it")
         if is_placeholder(name):
-            # HCCL only compares server_ids, so a table of one server may have any string.
+            # HCCL compares server_ids, but does not connect to them, so a table of one server may have any string.
             if len(table.servers()) != 1:
                 raise RankTableError(f"server_id {_q(name)} is a placeholder: write its real address")
             warnings.append(f"server_id {_q(name)} is a placeholder: write its real address before a merge")
@@ -693,7 +693,7 @@ def run_check(options: argparse.Namespace) -> int:
     """Report whether each table is right. If a table is wrong, print the broken rule and the remedy.
 
     A placeholder as server_id, such as 10.*.*.*, is an error in a table of several servers. A placeholder in a table of
-    one server gives a warning, because HCCL only compares server_ids.
+    one server gives a warning, because HCCL compares server_ids, but does not connect to them.
     """
     exit_code = 0
     for path in options.tables:

@@ -87,7 +87,7 @@ def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
     own = [is_own(server_id) for server_id in server_ids]
     certain = [i for i in range(count) if own[i]]
     unknown = [i for i in range(count) if own[i] is None]
-    if count == 1:  # HCCL only compares server_ids, so a single server may have any string
+    if count == 1:  # HCCL compares server_ids, so a single server may have any string
         certain += unknown
     possible = certain or unknown
     if not possible:

@@ -5,7 +5,7 @@
     python apps/resnet50_mindspore/train.py               # one process
 
 Every rank runs this file, and so does msrun's scheduler, through which the ranks connect. The comment "collective"
-marks each call in which a rank waits for the others:
+marks each call in which a rank waits for the other ranks:
 
 - the rendezvous, and the restore of a checkpoint;
 - the gradients at each step (in TrainStep, or in Model);
