@@ -79,7 +79,7 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
         trained: the trained model.
         model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. A second model then gets
             the assembled weights.
-        test_set: test set, of which each rank evaluates a part.
+        test_set: test set. Each rank evaluates a part of it.
     """
     if model is not trained:
         weights.load_model(model, weights.model_arrays(trained))  # collective
