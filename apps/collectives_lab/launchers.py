@@ -40,7 +40,7 @@ WAYS = {  # small_job.py's argument WAY for each launcher, and a description
     "Process": ("process", "one process each; no process watches them, and the caller must read exit codes"),
 }
 CLOSE = 1e-12  # limit of the differences that the order of summation causes in float64 gradients and weights
-CLOSE_STEPS = 100  # maximum number of steps before weights are compared, because training amplifies rounding
+CLOSE_STEPS = 100  # maximum number of steps for a comparison of weights, because training amplifies rounding
 
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:

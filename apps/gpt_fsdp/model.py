@@ -108,7 +108,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Add the outputs of attention and of a feed-forward network to the features. ``recompute`` saves memory."""
+    """Add the outputs of attention and of a feed-forward network to the features.
+
+    If ``recompute`` is true, the backward pass computes the activations again, to save memory.
+    """
 
     def __init__(self, width: int, heads: int, recompute: bool, dropout: float) -> None:
         super().__init__()

@@ -183,7 +183,8 @@ def check_ranks(options: Options, ranks: int) -> None:
 def setup_environment(options: Options) -> dict[str, str]:
     """Raise ConfigError if the options need GPUs, but the launch script would install the CPU build of Paddle.
 
-    The launch script calls this function before it installs the lock file. The user can avoid this by PYTHON=.
+    The launch script calls this function before it installs the lock file. PYTHON= prevents the installation and the
+    error.
 
     Returns:
         An empty dict, because no variable affects the app's environment.

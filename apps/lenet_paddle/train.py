@@ -206,7 +206,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:
-    """Return whether this rank writes scalars for VisualDL. Only rank 0 with --visualdl does, if the run trains."""
+    """Return whether this rank writes scalars for VisualDL: rank 0 with --visualdl and without --evaluate-only."""
     if not options.visualdl or options.evaluate_only:
         return False
     return world.rank == 0

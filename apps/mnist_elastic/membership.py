@@ -237,7 +237,7 @@ class Lighthouse:
         connect_time = timedelta(seconds=10)
         self._client = LighthouseClient(launcher.lighthouse, connect_time)
         heartbeats = LighthouseClient(launcher.lighthouse, connect_time)
-        heartbeats.heartbeat(self._name)  # the first group must contain all ranks with a heartbeat
+        heartbeats.heartbeat(self._name)  # the lighthouse waits for ranks with a heartbeat before it proposes a group
         threading.Thread(target=self._send_heartbeats, args=[heartbeats], daemon=True).start()
 
     def _send_heartbeats(self, client: LighthouseClient) -> None:
