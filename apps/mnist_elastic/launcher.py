@@ -144,7 +144,10 @@ class Job:
         self._records.finish()
 
     def _serve(self) -> None:
-        """Handle messages and watch the ranks until all members have sent the last step, or END_SECONDS after it."""
+        """Handle messages and watch the ranks until the run is over.
+
+        The run is over when a rank has sent the final state and all members have offered it, or END_SECONDS later.
+        """
         files = RunFiles(self._options.run_dir)
         begun_at = time.monotonic()
         while not self._is_over():
@@ -186,7 +189,7 @@ class Job:
             self._records.save_and_stop()
 
     def _kill_if_hung(self, each: Rank) -> None:
-        """Kill a rank outside the newest group if its start and its last update exceed its time limit."""
+        """Kill a rank outside the newest group if its start and its last update are older than its time limit."""
         now = time.monotonic()
         limit = self._options.timeout
         if not each.ready:
