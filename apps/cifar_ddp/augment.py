@@ -17,7 +17,7 @@ def choices(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return random crop positions and flips, which depend only on (seed, epoch, index).
 
-    With a generator per rank or worker, the values would depend on the number of ranks or workers, and on resumes.
+    A generator per rank or worker would make the values depend on the number of ranks or workers, and on resumes.
 
     Returns:
         Arrays [m]: top edge and left edge of each crop in the padded image, in pixels, and whether to flip the crop.
@@ -31,13 +31,16 @@ def choices(
 
 
 def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: int) -> Tensor:
-    """Pad images, crop each image to its old size at random, and flip about half of the images.
+    """Pad images with zeros, crop each at a random position to the original size, and flip each with probability 1/2.
 
     Args:
         images: images uint8 [m, s, s, 3].
         indices: numbers [m] of the images in the dataset.
         seed: seed of the random choices.
         epoch: number of the epoch.
+
+    Returns:
+        Images uint8 [m, s, s, 3].
     """
     device = images.device
     top, left, flipped = (torch.from_numpy(each).to(device) for each in choices(indices, seed, epoch))
@@ -46,6 +49,6 @@ def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: 
     windows = padded.unfold(1, side, 1).unfold(2, side, 1)  # a view: [m, 9, 9, 3, s, s]
     windows = windows.permute(0, 1, 2, 4, 5, 3)
     rows = torch.arange(len(images), device=device)
-    crops = windows[rows, top, left]  # copies only the chosen windows
+    crops = windows[rows, top, left]  # indexing copies only the chosen windows
     crops[flipped] = crops[flipped].flip(2)
     return crops

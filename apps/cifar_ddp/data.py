@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from vision import functional
 
-# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. The deviations
-# are the means of each image's own deviation, as in most programs for CIFAR-10.
+# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. The deviations of cifar10
+# are means of the deviations within single images, as in most programs for CIFAR-10.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "fashion-mnist": ((0.2860,) * 3, (0.3530,) * 3),
@@ -30,7 +30,7 @@ SIDE = 32
 class Split(Dataset[tuple[Tensor, Tensor]]):
     """A dataset of images uint8 [n, 32, 32, 3] and labels int64 [n], on one device.
 
-    A `samestep.torch.DataLoader` reads whole batches from it.
+    A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
 
     Attributes:
         mean, std: statistics [3] of the training pixels, by which images are normalized.
@@ -70,7 +70,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Read one sample at a time. For a dataset that does not fit into memory, change `read` to read a file."""
+    """A dataset that reads one sample at a time. If your dataset exceeds the memory, let `read` read a file."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -79,11 +79,11 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return len(self._split)
 
     def __getitems__(self, indices: IndexArray) -> list[tuple[Tensor, Tensor]]:
-        """Return the samples of a batch. A DataLoader's worker calls this method."""
+        """Return the samples of a batch. A DataLoader calls this method."""
         return [self.read(index, indices.epoch) for index in indices.tolist()]
 
     def read(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return an image uint8 [3, 32, 32] and its label. With an augment_seed, crop and flip the image."""
+        """Return an image uint8 [3, 32, 32] and its label. An ``augment_seed`` enables random crops and flips."""
         split = self._split
         image = split.images[index].permute(2, 0, 1)
         if split.augment_seed is not None:
@@ -102,7 +102,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler) -> DataLoader:
-    """Return the loader that --input selects. Both loaders return the same batches."""
+    """Return the loader that --input selects. Every choice of --input yields the same batches."""
     if options.input == "memory":
         return DataLoader(train_set, batch_sampler=sampler)
     samples = Samples(train_set)
@@ -123,7 +123,7 @@ def no_empty_shards(sampler: GlobalBatchSampler, step: int) -> bool:
 
 
 def load(options: Options, device: torch.device) -> tuple[Split, Split]:
-    """Return the training and the test set. With --input loader, the training set stays on the CPU.
+    """Return the training set and the test set. The training set stays on the CPU with --input loader.
 
     Raises:
         ConfigError: a file is missing or damaged.

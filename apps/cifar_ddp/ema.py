@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 class Average:
     """Keep an exponential moving average of weights and running statistics in ``model``, a copy of the model.
 
-    After update ``step`` (from 0), the average moves towards the weights by the fraction
-    1 - min(decay, (step + 1) / (step + 10)). Early updates therefore move it faster, so that the initial weights fade
-    soon. The fraction depends only on the step, so checkpoints contain the average and no other state.
+    Update ``step`` (from 0) moves the average towards the weights by the fraction
+    1 - min(decay, (step + 1) / (step + 10)). This fraction is larger in early updates, so the initial weights soon lose
+    their influence. It depends only on the step, so a checkpoint stores the average and no counter.
     Source: TensorFlow's ExponentialMovingAverage with ``num_updates``.
     """
 
@@ -44,7 +44,7 @@ def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> d
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """Load arrays that `groups` returned, or only weights. If "ema" is missing, the average starts at the weights.
+    """Load a checkpoint's groups, or only "model". The average starts at the model's weights if "ema" is missing.
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -43,7 +43,7 @@ positive = bounded_float(0.0, above=True)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     lr: float = lr_option("0.1 with sgd, 0.003 with adamw")
     device: str = device_option("auto", "cpu", "cuda")
@@ -125,7 +125,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel: every "
         "step is the same at any number of ranks, and a killed run resumes."
@@ -158,12 +158,12 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def is_resnet(model: str) -> bool:
-    """Return whether ``model`` names a ResNet of torchvision."""
+    """Return whether ``model`` is a ResNet of torchvision."""
     return model.startswith("resnet")
 
 
 def check(options: Options) -> None:
-    """Raise ConfigError if options contradict each other, or if --compile lacks a C++ compiler."""
+    """Raise ConfigError if options contradict each other, or if --compile finds no C++ compiler."""
     if options.stem and not is_resnet(options.model):
         raise ConfigError(f"--stem {options.stem} needs a ResNet: choose --model resnet18 or resnet50, or leave it out")
     if options.freeze_bn and options.norm != "batch":
@@ -172,7 +172,7 @@ def check(options: Options) -> None:
         raise ConfigError(f"--autocast {options.autocast} is less precise than --dtype float64: leave one of them out")
     if options.virtual_ranks and options.compile:
         raise ConfigError("--compile makes kernels for the shapes that a rank sees: leave it or --virtual-ranks out")
-    compiler = os.environ.get("CXX", "g++")  # torch.compile uses the same compiler
+    compiler = os.environ.get("CXX", "g++")  # torch.compile chooses its compiler in the same way
     if options.compile and not shutil.which(compiler):
         raise ConfigError(f"--compile needs a C++ compiler, but {compiler!r} is missing: install g++, or set CXX")
 

@@ -113,18 +113,18 @@ def train_step(
     labels: Tensor,
     compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch, and return the shard's summed loss."""
+    """Update once with this rank's shard of a global batch, and return the loss that ``compute_gradients`` returns."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(options, model, sampler, images, labels)  # collective
     if options.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # DDP has reduced the gradients
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # all ranks have equal gradients now
     optimizer.step()
     return loss_sum
 
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -161,7 +161,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
     evaluated = "ema" if average else "model"
-    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
+    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads the checkpoint
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
@@ -181,7 +181,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make batch norm, dropout and all-reduces independent of the world size, and of when a run restarts.
+    # Make batch norm, dropout and all-reduces independent of the world size and of restarts.
     if options.virtual_ranks:
         check_sub_shards(options, sampler)
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
@@ -192,7 +192,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
     compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
-    for images, labels in run.batches(loader):  # ends at the run's last step
+    for images, labels in run.batches(loader):  # the loop ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
@@ -204,18 +204,18 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             average.update(model, run.step)
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
 
     stop_workers()  # end the worker processes of --input loader
     metrics = run.eval_metrics or evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def check_sub_shards(options: Options, sampler: GlobalBatchSampler) -> None:
-    """Raise ConfigError if a sub-shard has fewer than 2 samples, which batch norm needs for its statistics."""
+    """Raise ConfigError if batch norm must compute statistics of a sub-shard with fewer than 2 samples."""
     batches = sampler.batches
     last = len(sampler) - 1
     size = batches.size(last)
@@ -45,7 +45,7 @@ class VirtualRanks:
     def compute_gradients(
         self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set the gradients of the global batch. Return its summed loss on rank 0, and 0 on other ranks."""
+        """Set ``.grad`` to the global batch's gradients. Return its summed loss on rank 0, and 0 on other ranks."""
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = self.summed_loss(options, model, sub_images, sub_labels)
             sampler.scale(loss_sum).backward()

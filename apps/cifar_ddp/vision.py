@@ -1,6 +1,6 @@
 """Import torchvision with CUDA or CPU builds of torch. Other files of this app import torchvision through this file.
 
-The published wheel for x86-64 needs a CUDA build of torch. With a CPU build, its operators are not registered, and the
+The published wheel for x86-64 needs a CUDA build of torch. A CPU build does not register the wheel's operators, so the
 import fails. This file then declares the operators that the import needs. The app does not call these operators.
 """
 

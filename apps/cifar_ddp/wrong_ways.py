@@ -2,10 +2,10 @@
 
     .venvs/cifar_ddp/bin/python apps/cifar_ddp/wrong_ways.py      # prints JSON
 
-The program trains twelve steps in float64 on whole global batches. Then it trains again on two ranks, in three
+The program trains twelve steps in float64 on undivided global batches. Then it trains again on two ranks, in three
 micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
-mistake. One process simulates DDP with each rank's shard and random numbers, and the mean of the ranks' gradients.
-Without a mistake ("none"), the losses differ only by rounding.
+mistake. One process simulates DDP: it uses each rank's shard and random numbers, and averages the ranks' gradients.
+The losses differ only by rounding if the training makes no mistake ("none").
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LR = 0.2
 SEED = 1
 CLIP = 0.5  # maximum norm of the gradient
 DECAY = 0.9  # decay of the averaged weights
-# Common mistakes, by how the training is divided.
+# Common mistakes for each way to divide the training.
 WAYS = {
     "ranks": ("none", "mean over ranks", "augmentation", "dropout", "batch norm", "clipping"),
     "micro-batches": ("none", "mean over micro-batches", "dropout"),
@@ -41,7 +41,7 @@ PLACE = FixedRows()  # rows of the global batch that the current part contains
 
 
 class Net(nn.Module):
-    """Classify images by two convolutions, a norm and dropout."""
+    """Classify images by two convolutions, a norm, dropout and a linear layer."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Net(nn.Module):
 
 
 def crop_by_rank(images: Tensor) -> Tensor:
-    """Crop each image at random by the process's generator, as many programs do."""
+    """Crop each image at a position that torch's global generator draws, as many programs do."""
     padded = F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     corners = torch.randint(0, 2 * PADDING + 1, (len(images), 2)).tolist()
     crops = []
@@ -91,7 +91,7 @@ def compute_gradients(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[
     """Return the clipped gradients of the mean loss over the global batch.
 
     Args:
-        model: the model.
+        model: model with the parameters to differentiate.
         sums: summed loss of each part.
         sizes: number of samples of each part.
         wrong: the mistake, one of WAYS.
@@ -124,7 +124,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
     """Return losses [STEPS + 1]: each step's mean loss over the global batch, then the loss of the averaged weights.
 
     Args:
-        train_set: the training set.
+        train_set: training set, from which the global batches come.
         divided: key of WAYS.
         parts: number of ranks, micro-batches or runs.
         wrong: the mistake, or "none".
@@ -135,7 +135,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
         norm = nn.GroupNorm(4, 16)
     model = Net(norm).double()
     if wrong != "dropout":
-        exact(model.dropout, PLACE)  # draw masks by row of the global batch
+        exact(model.dropout, PLACE)  # draw a mask for each row of the global batch
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -180,10 +180,10 @@ def move(average: nn.Module, model: nn.Module) -> None:
 
 
 def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
-    """Return the images [m, 3, 32, 32], labels [m] and rows of each of ``count`` parts of a global batch.
+    """Split a global batch into ``count`` parts, and return each part's images [m, 3, 32, 32], labels [m] and rows.
 
     Args:
-        train_set: the training set.
+        train_set: training set, from which the global batches come.
         step: number of the step, from 0.
         count: number of parts.
         wrong: the mistake, one of WAYS.
@@ -208,7 +208,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
 
 
 def lost_updates(train_set: Split) -> float:
-    """Return the fraction of weights that a step leaves unchanged in bfloat16. In float32, the fraction is nearly 0."""
+    """Return the fraction of weights that a step leaves unchanged in bfloat16. It is nearly 0 in float32."""
     torch.manual_seed(SEED)
     model = Net(nn.BatchNorm2d(16))
     images, labels, rows = split_batch(train_set, 0, 1, "none")

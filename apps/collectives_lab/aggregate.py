@@ -46,7 +46,7 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
     counts: dict[str, list[int]] = {}
     mean = (world.world_size - 1) / 2
     bar = log.progress((options.rounds + 1) * len(SCHEMES), 0)
-    for _ in range(options.rounds + 1):  # the first round warms up
+    for _ in range(options.rounds + 1):  # the first round is a warm-up
         for name, scheme in SCHEMES.items():
             x.fill_(world.rank)
             sent.clear()
@@ -107,7 +107,7 @@ def loopback_after_barrier() -> int:
 
 @torch.inference_mode()
 def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model = trainer.model.eval()
     first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
     images, labels = test.batch(np.arange(first, last), trainer.dtype)
@@ -129,8 +129,8 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
         name: name of the strategy.
         options: options of ``aggregate``.
         world: this process's place among the ranks.
-        training: the training set.
-        test: the test set.
+        training: training set, on the device that trains.
+        test: test set for the evaluations, on the same device.
     """
     strategy = STRATEGIES[name]()
     trainer = Trainer(strategy, options, training, world)
@@ -182,7 +182,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
 
 
 def seconds_in_collectives(strategy: Strategy) -> float:
-    """Return the seconds that this rank spent in collectives since the events were cleared, except backward passes."""
+    """Return the seconds that this rank spent in collectives since `session.events` was cleared, without backward."""
     return sum(end - begin for event, begin, end in session.events if event != strategy.backward)
 
 
@@ -274,7 +274,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     if "weights_difference" in each:
         difference = f"{each['weights_difference']:.1e}"
     in_collectives = ""
-    if each["strategy"] not in ("ddp", "module"):  # these communicate in the backward pass
+    if each["strategy"] not in ("ddp", "module"):  # these strategies communicate in backward
         in_collectives = duration(statistics.mean(each["collective_seconds_per_step"]))
     counts = ["", ""]
     if each["sent_messages_per_step"] > 0:

@@ -28,7 +28,7 @@ class Split:
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
-    """Return the training and the test set.
+    """Return the training set and the test set.
 
     Raises:
         ConfigError: a file is missing or damaged.

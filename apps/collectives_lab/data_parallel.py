@@ -3,15 +3,15 @@
     bash scripts/run_collectives_lab.sh 2 launchers
     torchrun --standalone --nproc-per-node=2 apps/collectives_lab/data_parallel.py
 
-DataParallel runs in one process without ranks. In every step, it splits the batch into a piece per GPU, and copies the
-model to each GPU. It computes each piece in its own thread, and gathers the outputs on the first GPU. The loss is the
-loss of the global batch, so its gradient needs no factor. With DDP, a rank has only the loss of its own shard.
+DataParallel runs in one process without ranks. It splits the batch of each step into a piece per GPU, and copies the
+model to each GPU. It computes each piece in a separate thread, and gathers the outputs on the first GPU. The loss is
+the loss of the global batch, so its gradient needs no factor. A rank of DDP computes only the loss of its shard.
 
-Without a GPU, DataParallel calls the module itself, because its __init__ leaves ``device_ids`` empty (torch 2.13,
+DataParallel calls the wrapped module directly if torch finds no GPU. ``device_ids`` is then empty (torch 2.13,
 torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). `in_pieces` runs DataParallel's algorithm
-for several devices on one device. DataParallel itself has not run on a GPU for this app.
+for several devices on one device. This program was never run with DataParallel on a GPU.
 
-The output device needs more memory than the other devices. By default, the output device is the first GPU (line 158).
+The output device needs more memory than the other devices. The output device is the first GPU by default (line 158).
 This GPU holds the outputs of all pieces (line 197; torch/nn/parallel/_functions.py, line 109) and the loss. The
 first GPU also holds the weights, the sum of all gradients (_functions.py, lines 39 to 41) and the optimizer's state.
 """
@@ -43,7 +43,7 @@ ALONE = World(0, 1)
 
 
 class Wrapped(Strategy):
-    """A strategy for one process, which trains the wrapped model on the whole global batch without averaging."""
+    """A strategy of one process that trains the wrapped model on the global batch, without averaging."""
 
     def __init__(self, wrap: Callable[[nn.Module], Any]) -> None:
         self.wrap = wrap
@@ -66,9 +66,9 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
     """Train ``steps`` steps by a strategy. All ranks of ``world`` must call this function.
 
     Args:
-        strategy: the strategy.
+        strategy: strategy that prepares the model.
         steps: number of steps.
-        training: the training set.
+        training: training set, on the device that trains.
         world: this process's place among the ranks; by default a single rank.
 
     Returns:
@@ -93,7 +93,7 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
 
 
 def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes on the output device and on each other device, without activations.
+    """Return the bytes of each kind of data on the output device and on each other device, without activations.
 
     Args:
         model_bytes: size of all parameters in float64, in bytes.
@@ -112,7 +112,7 @@ def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[st
 
 
 def main() -> None:
-    """Train by DDP, by DataParallel and by the plain step, and write data_parallel.json on rank 0."""
+    """Train by DDP, by DataParallel and by the plain step (without a wrapper). Rank 0 writes data_parallel.json."""
     options = parse(["launchers", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, _ = load("mnist-5k", Path("data"), device)

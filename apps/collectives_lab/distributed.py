@@ -1,11 +1,11 @@
 """Join the other ranks, name and time every collective, and exchange results as JSON.
 
-Every collective of this app runs inside ``with collective("its name"):``. The context sets the collective's name in
-errors and its time limit, and records its timestamps.
+Every collective of this app runs inside ``with collective("its name"):``. The context sets the collective's name for
+errors and the collective's time limit, and records timestamps.
 
-On a GPU, calls return before their work is done, so each timestamp is read after `finish`. A collective begins when
-this rank's computation is done, and ends when its result is available. Unlike in other programs, a rank therefore
-cannot queue a collective before its computation is done.
+Calls on a GPU return before their work is done, so each timestamp is read after `finish`. A collective begins when
+this rank's computation is done, and ends when the collective's result is available. A rank therefore cannot queue a
+collective before the rank's computation is done, as other programs do.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def missing_rank(text: str) -> str:
 
 
 def _exit_on_signal(stopped: Stopped) -> None:
-    """End this rank. At SIGTERM, first report the pending collective, because another rank may have failed."""
+    """End this rank. Report the pending collective first at SIGTERM, because another rank may have failed."""
     if stopped.exit_code != 128 + signal.SIGTERM:
         os._exit(stopped.exit_code)
     deadline = time.monotonic() + 0.5
@@ -219,7 +219,7 @@ def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
 
 
 def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
-    """Return the facts, in addition to the options, on which a measurement's numbers depend."""
+    """Return the facts about software, machine and ranks that affect a measurement's results."""
     processors = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
@@ -238,8 +238,8 @@ def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
 def slowest_seconds(spans: list[tuple[float, float]]) -> list[float]:
     """Return the duration of each of m calls over all ranks.
 
-    On one machine, all ranks read the same clock. A call then lasts from the last rank's entry to the last rank's exit,
-    so that the wait for a late rank does not count. On several machines, the duration is the slowest rank's own time.
+    All ranks of one machine read the same clock. A call then lasts from the last rank's entry to the last rank's exit,
+    so that the wait for a late rank does not count. The duration on several machines is the slowest rank's time.
 
     Args:
         spans: (begin, end) of each of this rank's m calls, by time.monotonic().

@@ -48,7 +48,8 @@ def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequen
 def own_network() -> list[str]:
     """Return a command prefix that runs a command in a new network namespace, which has only a loopback interface.
 
-    Without root and without user namespaces, return [].
+    Returns:
+        The prefix as a list of arguments; [] if this process may not create a namespace.
     """
     for unshare in (["unshare", "--net"], ["unshare", "--net", "--map-root-user"]):
         words = [*unshare, sys.executable, str(HERE / "loopback.py")]
@@ -60,7 +61,7 @@ def own_network() -> list[str]:
 
 
 def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: Sequence[str]) -> None:
-    """Run ``aggregate`` at each world size. If possible, use a new network namespace, to count only its bytes."""
+    """Run ``aggregate`` at each world size, in a network namespace that excludes other programs' bytes if possible."""
     counts = options.ranks or sorted({r for r in RANKS if r <= n} | {n})
     if max(counts) > n:
         raise ConfigError(f"--ranks {max(counts)} is more than N={n}")
@@ -115,7 +116,7 @@ def main() -> None:
         for each in commands:
             run(each, torchrun, n, arguments)
     except (ConfigError, NonRetryableError) as error:
-        # Write the launch script's exit code, as `log` does for a rank.
+        # Write the exit code for the launch script, as `log` does for a rank.
         code = 2 if isinstance(error, ConfigError) else 1
         write_atomic(options.run_dir / "log" / "no-restart", json.dumps({"code": code}).encode())
         raise

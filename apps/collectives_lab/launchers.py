@@ -40,7 +40,7 @@ WAYS = {  # small_job.py's argument WAY for each launcher, and a description
     "Process": ("process", "one process each; no process watches them, and the caller must read exit codes"),
 }
 CLOSE = 1e-12  # limit of the differences that the order of summation causes in float64 gradients and weights
-CLOSE_STEPS = 100  # largest number of steps after which weights are compared, because training amplifies rounding
+CLOSE_STEPS = 100  # maximum number of steps for a comparison of weights, because training amplifies rounding
 
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
@@ -138,14 +138,14 @@ def read_results(run_dir: Path, environ: Mapping[str, str], ended: float) -> dic
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes whose environment has the variable MARK with this value."""
+    """Kill the processes that have the value ``mark`` in the environment variable MARK."""
     for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def marked(mark: str) -> list[int]:
-    """Return the PIDs of processes whose environment has the variable MARK with this value."""
+    """Return the PIDs of the processes that have the value ``mark`` in the environment variable MARK."""
     entry_of_mark = f"{MARK}={mark}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
@@ -180,7 +180,7 @@ def compare(n: int, options: Options) -> None:
 
 
 def is_complete(job: dict[str, Any], n: int) -> bool:
-    """Return whether a job succeeded, and all of its ``n`` ranks have the same weights."""
+    """Return whether a job succeeded and all of its ``n`` ranks ended with the same weights."""
     if job["code"] != 0 or job["ranks_done"] != n:
         return False
     return len(job["weights_sha256"]) == 1
@@ -190,7 +190,8 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
     """Compare DataParallel, and DDP on ``n`` ranks, with the plain step of one process.
 
     Raises:
-        NonRetryableError: the first gradients, or the weights within CLOSE_STEPS steps, differ from the plain step's.
+        NonRetryableError: the job failed, or gradients or weights differ from the plain step's by more than CLOSE. The
+            function compares the weights only if the job has at most CLOSE_STEPS steps.
     """
     log.info(f"DataParallel, and DDP on {ranks_of(n)}, beside the plain step")
     arguments = [f"--run-dir={run_dir}", f"--steps={options.steps}", device_argument(options), "--quiet"]

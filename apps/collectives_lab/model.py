@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
-    """Set channels of x [m, c, ...] to zero with probability ``p``, and scale the remaining ones by 1 / (1 - p).
+    """Set channels of x [m, c, ...] to zero with probability ``p``, and scale the other channels by 1 / (1 - p).
 
-    Every rank draws masks for the whole global batch from the same seed, and uses the masks of its own rows. The result
+    Every rank draws masks for the global batch from the same seed, and uses the masks of the rank's rows. The result
     therefore does not depend on the world size. torch's dropout draws masks only for the rank's shard.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)
@@ -51,6 +51,6 @@ class Net(nn.Module):
 
 
 def build_model(dropout: float, dtype: torch.dtype, seed: int) -> Net:
-    """Return the model in ``dtype``. Its initial weights are drawn in float32, so they depend on ``seed`` alone."""
+    """Return the model in ``dtype``. Its initial weights are drawn in float32, so they depend only on ``seed``."""
     torch.manual_seed(seed)
     return Net(dropout).to(dtype)

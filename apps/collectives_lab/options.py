@@ -38,7 +38,7 @@ KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
-RANKS = (1, 2, 4)  # aggregate's default world sizes are those up to N, and N
+RANKS = (1, 2, 4)  # default world sizes of aggregate: each number up to N, and N itself
 TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls of ``primitives``, by the largest size in bytes
 DEFAULT = "(default: %(default)s)"
 
@@ -85,7 +85,7 @@ def device_argument(options: Options) -> str:
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of all commands. In ``usage``, the name of a command replaces COMMAND."""
+    """Return the parser of all commands. The name of a command replaces COMMAND in ``usage``."""
     description = "Measure and predict collectives among N processes; write tables, pictures and JSON to the run dir."
     parser = Parser(prog=prog, usage=usage, description=description)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
@@ -184,7 +184,7 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
-    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these communicate in the backward pass
+    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these two communicate in backward
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
     places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only"
@@ -226,7 +226,7 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _integers(minimum: int) -> Callable[[str], list[int]]:
-    """Return an argparse type for a comma-separated list of integers >= ``minimum``, which the type sorts."""
+    """Return an argparse type that converts a comma-separated list to sorted, distinct integers >= ``minimum``."""
     integer = bounded_int(minimum)
 
     def convert(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Fit latency and bandwidth of this machine's ranks, and predict times for up to 65,536 ranks.
+"""Fit latency and bandwidth between this machine's ranks, and predict times of reductions for up to 65,536 ranks.
 
     bash scripts/run_collectives_lab.sh 2 predict --run-dir=RUN     after primitives with the same --run-dir
 
@@ -41,7 +41,7 @@ BACKWARD_SHARE = 2 / 3  # fraction of a step's computation that can overlap with
 
 @dataclass(frozen=True)
 class Link:
-    """Hockney's model of a link, with the cost of a sum.
+    """Hockney's model of a link, extended by the cost of summing received bytes.
 
     Attributes:
         latency: seconds per message.
@@ -71,7 +71,7 @@ def ring(n: float, p: int, link: Link) -> float:
 def halving_doubling(n: float, p: int, link: Link) -> float:
     """Return the seconds of recursive halving and doubling (Rabenseifner): 2 lg p a + 2n(p-1)/p b + n(p-1)/p c.
 
-    ``p`` is a power of 2.
+    ``p`` must be a power of 2.
     """
     return _reduce_scatter_all_gather(n, p, link, math.log2(p))
 
@@ -85,7 +85,7 @@ def _reduce_scatter_all_gather(n: float, p: int, link: Link, messages: float) ->
 
 
 def tree(n: float, p: int, link: Link) -> float:
-    """Return the seconds of a binomial tree to the root and back: 2 lg p (a + n b) + lg p n c."""
+    """Return the seconds of a reduce and a broadcast in a binomial tree: 2 lg p (a + n b) + lg p n c."""
     rounds = math.log2(p)
     transfer = 2 * rounds * (link.latency + n * link.byte)
     reduction = rounds * n * link.reduce
@@ -93,7 +93,7 @@ def tree(n: float, p: int, link: Link) -> float:
 
 
 def parameter_server(n: float, p: int, link: Link, shards: int = 1) -> float:
-    """Return the seconds with s = ``shards`` parameter servers of n/s bytes each: 2p(a + n b / s) + p n c / s.
+    """Return the seconds of a sum by s = ``shards`` parameter servers of n/s bytes each: 2p(a + n b / s) + p n c / s.
 
     All ranks send to each server over the server's single link. The cost therefore counts p messages to a server, and p
     messages from it. Source of the scheme: Li et al., "Scaling distributed machine learning with the parameter server",
@@ -106,7 +106,7 @@ def parameter_server(n: float, p: int, link: Link, shards: int = 1) -> float:
 
 
 def eight_parameter_servers(n: float, p: int, link: Link) -> float:
-    """Return the seconds with 8 parameter servers, or with p servers if p < 8."""
+    """Return the seconds of a sum by 8 parameter servers, or by p servers if p < 8."""
     return parameter_server(n, p, link, shards=min(8, p))
 
 
@@ -134,7 +134,7 @@ def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
         return float(((design @ line - 1) ** 2).sum())
 
     line, *_ = np.linalg.lstsq(design, np.ones_like(t), rcond=None)
-    if line.min() < 0:  # A or B is at its bound, 0
+    if line.min() < 0:  # fit A alone and B alone, with 0 for the other
         alone = design.sum(axis=0) / (design**2).sum(axis=0)
         line = min(np.diag(alone), key=squared_error)
     return float(line[0]), float(line[1])
@@ -146,7 +146,7 @@ def errors(points: list[tuple[float, float]], model: Callable[[float], float]) -
 
 
 def fit(measured: dict[str, Any]) -> dict[str, Any]:
-    """Fit a line for each primitive, and the link, to measurements at one world size.
+    """Fit the link, and a line for each primitive, to the measurements at one world size.
 
     Returns:
         "world_size", "lines" by primitive, "link", and "ring_errors" of the ring formula on the held-out sizes.
@@ -165,7 +165,7 @@ def fit(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
-    """Fit a line to every second size, and return it with its errors on the held-out sizes."""
+    """Fit a line to the times of every second size, and return the line with its errors on the held-out sizes."""
     points = sorted(points)
     fitted = points[::2]
     held_out = points[1::2]
@@ -176,7 +176,7 @@ def fit_held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def fit_reduce(points: list[tuple[float, float]], p: int, link: Link) -> float:
-    """Return c, the seconds per summed byte of a ring, given its latency a and seconds per byte b.
+    """Return c, the seconds per summed byte of a ring, given the link's latency a and seconds per byte b.
 
     The fit minimizes the squared relative errors of n(p-1)/p c plus the time that a and b explain.
     """
@@ -194,7 +194,7 @@ def fit_reduce(points: list[tuple[float, float]], p: int, link: Link) -> float:
 
 
 def simulate(compute: float, mean_delay: float, communicate: dict[int, float], seed: int) -> list[dict[str, float]]:
-    """Simulate steps in which every rank needs ``compute`` seconds and an exponential delay.
+    """Simulate steps in which every rank computes for ``compute`` seconds plus an exponentially distributed delay.
 
     The expected longest of p exponential delays is mean * (1 + 1/2 + ... + 1/p). Source: Renyi, "On the theory of order
     statistics", Acta Math. Hung. 4, 1953.
@@ -249,7 +249,7 @@ def predict(options: Options) -> None:
             "run primitives with N=2 and the same --run-dir first"
         )
     fits = [fit(each) for each in usable]
-    link = Link(**fits[0]["link"])  # from the fewest ranks, which wait least for a processor
+    link = Link(**fits[0]["link"])  # the link of the fewest ranks, which wait least for a processor
     result = {
         "facts": usable[0]["facts"],
         "fits": fits,
@@ -376,7 +376,7 @@ def _straggler_table(simulation: dict[str, Any]) -> Table:
 
 
 def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield the fit with the simulation, and the predicted times."""
+    """Yield a picture of the fit and the simulation, and a picture of the predicted times."""
     for result in results:
         yield _fit_picture(result["fits"][0], result["simulation"])
         yield _times_picture(result["times"])
@@ -427,7 +427,7 @@ def _fit_picture(fitted: dict[str, Any], simulation: dict[str, Any]) -> Picture:
 
 
 def _scatter(axes: Any, points: list[tuple[float, float]], color: str, fill: str) -> None:
-    """Draw points (bytes, seconds), with seconds in milliseconds."""
+    """Draw points (bytes, seconds) on axes of bytes and milliseconds."""
     counts = [count for count, _ in points]
     milliseconds = [seconds * 1e3 for _, seconds in points]
     axes.scatter(counts, milliseconds, s=18, facecolor=fill, edgecolor=color)

@@ -55,8 +55,8 @@ FAULT_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 # --- the primitives ----------------------------------------------------------------------------------------------
-# Each function takes this rank's tensor and the root's rank, and returns this rank's result, or None if the definition
-# gives this rank no result. As in torch, the first three functions work in place.
+# Each function receives this rank's tensor and the root's rank. It returns this rank's result, or None if the
+# definition has no result for this rank. The first three functions work in place, as in torch.
 
 
 def broadcast(x: Tensor, root: int) -> Tensor:
@@ -67,7 +67,7 @@ def broadcast(x: Tensor, root: int) -> Tensor:
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Sum all ranks' whole tensors on the root. Results on other ranks are undefined (gloo leaves partial sums)."""
+    """Reduce all ranks' whole tensors by ``op`` on the root. Other ranks return None: their results are undefined."""
     y = x.contiguous()
     dist.reduce(y, dst=root, op=op, group=group)
     result = in_place(x, y)
@@ -77,7 +77,7 @@ def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | N
 
 
 def all_reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Sum all ranks' whole tensors on every rank."""
+    """Reduce all ranks' whole tensors by ``op`` on every rank."""
     y = x.contiguous()
     dist.all_reduce(y, op=op, group=group)
     return in_place(x, y)
@@ -112,7 +112,7 @@ def scatter(x: Tensor, root: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
-    """Sum row i of all ranks' whole tensors on rank i."""
+    """Reduce row i of all ranks' whole tensors by ``op`` on rank i."""
     part = x.new_empty(x.shape[1:])
     dist.reduce_scatter(part, list(x.contiguous()), op=op, group=group)
     return part
@@ -148,14 +148,14 @@ def send_recv(x: Tensor, root: int) -> Tensor:
 
 
 def isend_irecv(x: Tensor, root: int) -> Tensor:
-    """Exchange whole tensors in the same ring by isend and irecv, which do not block and may have any order."""
+    """Exchange whole tensors in the ring of `send_recv` by isend and irecv, which do not block and need no order."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x.contiguous(), received)
     return received
 
 
 def in_place(x: Tensor, y: Tensor) -> Tensor:
-    """Copy ``y``, which is ``x`` or its contiguous copy for the backend, into ``x``, and return ``x``."""
+    """Copy ``y`` into ``x``, and return ``x``. ``y`` is ``x`` or the contiguous copy that the backend changed."""
     if y is not x:
         x.copy_(y)
     return x
@@ -165,12 +165,12 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 class Primitive:
     """A collective and its definition.
 
-    The bus bandwidth of nccl-tests can be compared with the hardware's bandwidth at any world size. As in nccl-tests,
-    sizes refer to the whole tensor. Source: nccl-tests, doc/PERFORMANCE.md, src/gather.cu, scatter.cu and sendrecv.cu.
+    The bus bandwidth of nccl-tests can be compared with the hardware's bandwidth at any world size. Sizes refer to the
+    whole tensor, as in nccl-tests. Source: nccl-tests, doc/PERFORMANCE.md, src/gather.cu, scatter.cu and sendrecv.cu.
 
     Attributes:
-        run: function of this rank's input and the root that calls the collective.
-        definition: function of all ranks' inputs, a rank and the root that returns the rank's result.
+        run: function that calls the collective. Its arguments are this rank's input and the root.
+        definition: function that returns a rank's result. Its arguments are all ranks' inputs, the rank and the root.
         takes: input of a rank, "whole" or "part".
         bus: function of the world size that returns bus bandwidth / algorithm bandwidth.
         least_ranks: minimum world size.
@@ -268,8 +268,8 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
     Every rank can compute the inputs of all ranks, so checking a result needs no collective.
 
     Args:
-        primitive: the primitive.
-        rank: the rank.
+        primitive: primitive that receives the input.
+        rank: rank that has the input.
         m: length of a row.
         dtype: dtype of the tensor.
         device: device of the tensor.
@@ -304,7 +304,11 @@ def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
 
 
 def check(names: list[str], world: env.World, device: torch.device) -> list[dict[str, Any]]:
-    """Compare each primitive with its definition for every dtype, layout and root. List the wrong roots by rank."""
+    """Compare each primitive with its definition for every dtype, layout and root.
+
+    Returns:
+        A dict for each primitive, dtype and layout. Its "wrong" has the roots with wrong results, by rank.
+    """
     p = dist.get_world_size()
     has_one_clock = world.node_count == 1
     checks = []
@@ -375,7 +379,7 @@ REDUCERS = {"all_reduce": all_reduce, "reduce": reduce, "reduce_scatter": reduce
 
 @dataclass(frozen=True)
 class Operator:
-    """A reduction operator and its definition, which reduces all ranks' tensors, [world_size, ...]."""
+    """A reduction operator, and its definition: a function that reduces all ranks' tensors [world_size, ...]."""
 
     op: Any
     definition: Callable[[Tensor], Tensor]
@@ -388,13 +392,13 @@ class Operator:
 
 
 def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
-    """Return the bitwise operator ``op`` of integers, which is defined by ``of_two`` for two tensors."""
+    """Return the bitwise operator ``op`` for integers. ``of_two`` defines its result for two tensors."""
     return Operator(op, lambda xs: functools.reduce(of_two, xs), dtypes=["int64"], not_by="nccl")
 
 
 OPERATORS = {
     "SUM": Operator(SUM, lambda xs: xs.sum(dim=0)),
-    # The mean of integers may not be an integer, and backends may round it in different ways.
+    # Backends may round a mean of integers in different ways.
     "AVG": Operator(dist.ReduceOp.AVG, lambda xs: xs.mean(dim=0), dtypes=["float32", "float64"]),
     "PRODUCT": Operator(dist.ReduceOp.PRODUCT, lambda xs: xs.prod(dim=0)),
     "MIN": Operator(dist.ReduceOp.MIN, lambda xs: xs.amin(dim=0)),
@@ -459,7 +463,7 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
     Raises:
         NonRetryableError: a supported reduction failed.
     """
-    with collective("new_group"):  # calls that may fail use their own group, because later barriers in it fail too
+    with collective("new_group"):  # a separate group, because later barriers in a group with a failed call fail too
         group = dist.new_group(timeout=timedelta(seconds=session.timeout))
     checks = []
     for operator, name, dtype in itertools.product(operators, names, DTYPES):
@@ -591,8 +595,8 @@ def demonstrate_fault(options: Options, world: env.World, device: torch.device) 
 def compare(name: str, x: Tensor) -> None:
     """Raise NonRetryableError if ranks are about to call ``name`` with tensors of different shape or dtype.
 
-    Without this check, gloo aborts the process (signal 6). With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch itself compares
-    shapes and dtypes before each collective except all_to_all, send and recv.
+    gloo would otherwise abort the process (signal 6). If TORCH_DISTRIBUTED_DEBUG is DETAIL, torch compares shapes and
+    dtypes before each collective except all_to_all, send and recv.
     """
     calls = gather_json(f"{x.dtype} {list(x.shape)}")
     differing = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
@@ -693,7 +697,7 @@ def rank_names(p: int) -> list[str]:
 
 
 def rank_note(p: int, note: str) -> str:
-    """Return the note of a table. If the table does not show all ranks, name the shown ranks."""
+    """Return the note of a table. If the table does not show all ranks, the note lists the shown ranks."""
     if p > SHOWN_RANKS:
         return f"{note} Ranks 0 to {SHOWN_RANKS - 1}."
     return note
@@ -753,7 +757,7 @@ def _operator_row(operator: str, checks: list[dict[str, Any]]) -> list[str]:
 
 
 def _outcome(cases: list[dict[str, Any]]) -> str:
-    """Return the number of correct cases of one operator and dtype, and the reductions that reject it, as text."""
+    """Return a table cell for one operator and dtype: the number of correct cases, and the rejecting reductions."""
     refused = [case["primitive"] for case in cases if case["refused"]]
     if len(refused) == len(cases):
         return "refused"
@@ -783,7 +787,7 @@ def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
         of_primitive = medians.setdefault(t["primitive"], {})
         of_primitive[column] = duration(statistics.median(t["seconds"]))
     rows = []
-    for name in sorted(medians, key="barrier".__eq__):  # sorts the barrier to the end
+    for name in sorted(medians, key="barrier".__eq__):  # moves the barrier to the end
         cells = [medians[name].get(column, "") for column in columns]
         rows.append([name, *cells])
     yield Table(

@@ -1,4 +1,4 @@
-"""Write one HTML file, without scripts, that has all tables and pictures of a run dir.
+"""Write all tables and pictures of a run dir to one HTML file without scripts.
 
 bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 """
@@ -31,7 +31,7 @@ SECTIONS = {  # first paragraph of each command's section
     "predict": "Predictions by formulas from the latency and bandwidth fitted here; nothing is measured.",
     "trace": "The times before and after each collective, which each rank wrote.",
 }
-MODULES = {"trace": "waits"}  # other modules are named after their command
+MODULES = {"trace": "waits"}  # every other module has the name of its command
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
@@ -47,7 +47,9 @@ summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
 
 
 def write(run_dir: Path, markdown: bool) -> None:
-    """Write ``report.html``. With ``markdown``, also write all except long tables to ``report.md`` and the console.
+    """Write ``report.html``.
+
+    If ``markdown`` is true, also write all tables except long ones to ``report.md`` and the console.
 
     Raises:
         ConfigError: the run dir has no results.

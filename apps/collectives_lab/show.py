@@ -110,7 +110,7 @@ def write_json(run_dir: Path, name: str, value: Any) -> None:
 
 
 def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
-    """Return a command's results in the run dir, in ascending order of the world size if there are several."""
+    """Return a command's results in the run dir, in ascending order of their world sizes."""
 
     def ranks(path: Path) -> int:
         _, _, number = path.stem.rpartition("-")
@@ -137,7 +137,7 @@ def publish(
         name: name of the command, with the world size if the command has several results.
         result: result of the command, which can be encoded as JSON.
         tables: tables of the result.
-        pictures: function of all results of the command in the run dir that returns its pictures.
+        pictures: function that returns the pictures. Its argument is a list of the command's results in the run dir.
     """
     write_json(run_dir, name, result)
     for table in tables:

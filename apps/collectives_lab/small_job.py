@@ -2,9 +2,9 @@
 
     small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn or process; DYING: a rank, or -1
 
-With `rank`, the process is one rank, started by torchrun or torch.distributed.launch. The latter adds --local-rank
-before the arguments. With `spawn` and `process`, the program starts N ranks itself by torch.multiprocessing. Rank DYING
-sends itself SIGKILL halfway.
+If WAY is `rank`, the process is one rank, started by torchrun or torch.distributed.launch. torch.distributed.launch
+adds --local-rank before the arguments. If WAY is `spawn` or `process`, the program starts N ranks by
+torch.multiprocessing. Rank DYING sends itself SIGKILL halfway.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
     trainer = Trainer(STRATEGIES["all_reduce"](), options, training, world)
     for step in range(steps):
         if step == steps // 2 and world.rank == dying:
-            time.sleep(1)  # until the other ranks wait in the all_reduce, where a killed rank is hardest to detect
+            time.sleep(1)  # the other ranks then wait in the all_reduce, where a killed rank is hardest to detect
             write_json(run_dir, "died", time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.update(trainer.batch())
@@ -70,7 +70,7 @@ def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -
         steps: number of steps.
         dying: rank that kills itself halfway, or -1.
     """
-    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # only the launcher's variables
+    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # the environment that the launcher set
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     log.run(lambda: rank_main(run_dir, steps, dying))

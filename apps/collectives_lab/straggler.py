@@ -1,4 +1,4 @@
-"""Measure how much time slow ranks cost under several strategies, by every rank's time and waits.
+"""Measure the time that slow ranks cost with several strategies, from every rank's timestamps.
 
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
@@ -6,11 +6,11 @@
 mnist_ddp's model trains in blocks of 16 steps while one rank or every rank sleeps. A rank sleeps once in the training,
 at the start of each block, before each aggregation, or in the middle of each backward pass. The length of a sleep is
 constant, or exponentially distributed with the same mean. The conditions alternate, so that other work on the machine
-affects all conditions.
+affects all conditions alike.
 
-The results come only from measured times, not from the configured delay. Each rank records when it entered and left
-each collective and each sleep, by a clock that all ranks share. In a collective, a rank waits until the last rank has
-entered it. The remaining time is communication.
+The results come only from measured times, not from the configured delay. Each rank records the start and the end of
+each collective and each sleep, by a clock that all ranks share. A rank waits in a collective until the last rank has
+entered it. The remaining time in the collective is communication.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PARTS = ("computed", "slept", "waited", "communicated")  # parts of a rank's tim
 
 @dataclass(frozen=True)
 class Condition:
-    """A measured condition: a strategy, and which ranks sleep, where, and for how long."""
+    """A measured condition: a strategy, and the ranks, the place and the length of the sleeps."""
 
     strategy: str
     where: str = "aggregation"  # or "once" (in the first block), "start" (of each block), "backward"
@@ -70,8 +70,8 @@ def conditions(options: Options) -> list[Condition]:
     """Return the conditions to measure.
 
     The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
-    one delay in every place and kind that the options select. With --sleeps, each strategy gets exactly the sleeps of
-    this option.
+    one delay in every place and kind that the options select. If --sleeps is given, each strategy gets exactly these
+    sleeps.
     """
     if options.sleeps:
         return _listed(options)
@@ -94,7 +94,7 @@ def conditions(options: Options) -> list[Condition]:
 
 
 def _listed(options: Options) -> list[Condition]:
-    """Return for each strategy a condition without sleeps, and the conditions of --sleeps."""
+    """Return a condition without sleeps, and the conditions of --sleeps, for each strategy."""
     listed = []
     for strategy in options.strategies:
         listed.append(Condition(strategy))
@@ -122,7 +122,7 @@ class Delayed(Strategy):
         """Start a block under a condition.
 
         Args:
-            condition: the condition.
+            condition: place, kind and length of the sleeps.
             sleeps: whether this rank sleeps.
             seed: seed of random sleeps.
         """
@@ -132,7 +132,7 @@ class Delayed(Strategy):
         self.slept: list[tuple[float, float]] = []  # (begin, end), by time.monotonic()
 
     def sleep(self, where: str) -> None:
-        """Sleep if the condition has a sleep at the place ``where``."""
+        """Sleep if the condition has a sleep of this rank at the place ``where``."""
         is_due = self.sleeps and self.condition.where == where
         if not is_due or not self.condition.milliseconds:
             return
@@ -145,8 +145,8 @@ class Delayed(Strategy):
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. Like
-        # a slow layer, it delays the strategy's own hook, which is registered later.
+        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. It
+        # delays the strategy's hook, which is registered later, as a slow layer would.
         assert isinstance(model, Net)
         model.fc1.weight.register_post_accumulate_grad_hook(lambda _: self.sleep("backward"))
         return self.inner.prepare(model)
@@ -245,7 +245,7 @@ def main() -> None:
     timelines: dict[str, Any] = {}
     rounds = max(1, options.steps // BLOCK)
     bar = log.progress((rounds + 1) * len(tried), 0)
-    for i in range(-1, rounds):  # round -1 warms up
+    for i in range(-1, rounds):  # round -1 is the warm-up
         for index, condition in enumerate(tried):
             name = condition.strategy
             is_slow = condition.who == "every rank" or world.rank == slow_rank
@@ -256,7 +256,7 @@ def main() -> None:
             gathered = gather_json(block)
             if i >= 0:
                 measured[index].append(analyze(gathered))
-                timelines.setdefault(str(condition), gathered)  # keeps the first round
+                timelines.setdefault(str(condition), gathered)  # stores only the first round
             bar.update()
     bar.close()
     found = []
@@ -285,12 +285,12 @@ def sleeps_in_round(condition: Condition, i: int) -> bool:
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
-    """Return, in milliseconds per step, the longest sleep of any rank and the extra time of ``rank``.
+    """Return the longest sleep of any rank and the extra time of ``rank``, both in milliseconds per step.
 
     Args:
         result: result of ``straggler`` at one world size.
         condition: a measured condition of the result.
-        rank: the rank.
+        rank: rank whose extra time is returned.
     """
     alike = [each for each in result["conditions"] if each["strategy"] == condition["strategy"]]
     base = next(each for each in alike if each["milliseconds"] == 0)
@@ -305,9 +305,9 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
 def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> float:
     """Return the seconds per step under the condition ``measured``, by the statistic for the condition ``like``.
 
-    The default is the median over the strategy's cycles (one step, or several steps for local SGD). For random delays,
-    the statistic is the mean, because a median would ignore the longest delays. For a sleep per block, it is the median
-    over blocks. For a single sleep in the training, it is the mean over blocks.
+    The default is the median over the strategy's cycles (one step, or several steps for local SGD). Random delays need
+    the mean over cycles, because a median would ignore the longest delays. Conditions with a sleep per block use the
+    median over blocks. Conditions with a single sleep in the training use the mean over blocks.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] in ("once", "start"):
@@ -376,7 +376,7 @@ def _time_row(condition: dict[str, Any]) -> list[str]:
 
 
 def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
-    """Return a row with the parts of each shown rank's time. The first row also names the rank that was last most."""
+    """Return a row of PARTS for each shown rank. The first row also has the rank that most often entered last."""
     blocks = condition["blocks"]
     last = Counter[int]()
     for block in blocks:
@@ -444,7 +444,7 @@ def _costs(result: dict[str, Any]) -> Picture:
 
 
 def _drawn(names: list[str]) -> list[str]:
-    """Return the names of the timelines to draw. Other timelines are only in the tables."""
+    """Return the names of the timelines to draw. The tables contain all conditions."""
     wanted = (
         "all_reduce, nobody",
         "all_reduce, one rank sleeps 10 ms in aggregation",

@@ -10,7 +10,7 @@ therefore the mean over the samples of the global batch, for any sizes of shards
     optimizer.step()
     strategy.after_step(step, is_last)         # local SGD averages parameters here
 
-All strategies use the default process group, because creating a group for each step would take longer than the step.
+All strategies use the default process group, because the creation of a group needs more time than a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ sent: Counter[str] = Counter()  # "bytes" and "messages" that this rank has sent
 
 
 def all_reduce(x: Tensor) -> None:
-    """Average by one all_reduce."""
+    """Average ``x`` over ranks by one all_reduce."""
     with collective("all_reduce"):
         dist.all_reduce(x)
     x /= dist.get_world_size()
@@ -77,16 +77,16 @@ def all_gather(x: Tensor) -> None:
 
 
 def ring(x: Tensor) -> None:
-    """Average by sends in a ring, first by a reduce-scatter, then by an all-gather.
+    """Average ``x`` over ranks by sends in a ring: first a reduce-scatter, then an all-gather.
 
-    In each of 2(p-1) steps, every rank sends one of p pieces to the next rank. Source: Patarasuk & Yuan, "Bandwidth
+    Every rank sends one of p pieces to the next rank in each of 2(p-1) steps. Source: Patarasuk & Yuan, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
     """
     rank = dist.get_rank()
     p = dist.get_world_size()
     pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
-    received = torch.empty_like(pieces[0])  # piece 0 is one of the longest
-    for step in range(p - 1):  # after this loop, this rank has the sum of the piece rank + 1
+    received = torch.empty_like(pieces[0])  # no piece is longer than piece 0
+    for step in range(p - 1):  # after this loop, this rank has the sum of piece (rank + 1) % p
         outgoing = pieces[(rank - step) % p]
         target = pieces[(rank - step - 1) % p]
         incoming = received[: len(target)]
@@ -129,9 +129,8 @@ def gloo_reduce_bytes(n: float, p: int) -> float:
     """Return the bytes that all ranks send in total in gloo's reduce of n bytes to rank 0.
 
     gloo uses a ring with segments of at most 1 MiB, and at least two segments per rank. Then the ranks send the
-    reduced pieces to the root. The ring always omits two segments per rank. With two segments per rank, the ring
-    therefore stops after (p-1)/p of a round. With many segments, the ring needs nearly a whole round. Source:
-    gloo/reduce.cc.
+    reduced pieces to the root. The ring always omits two segments per rank. A ring of two segments per rank therefore
+    stops after (p-1)/p of a round. A ring of many segments needs nearly a full round. Source: gloo/reduce.cc.
     """
     if p == 1 or n == 0:
         return 0.0
@@ -157,9 +156,9 @@ def _twice_around(n: float, p: int) -> float:
     return 2 * (p - 1) * n
 
 
-# In gloo, all_reduce is a ring. Broadcast is a binomial tree, in which every rank except the root receives once. Gather
-# and scatter send directly between the root and each other rank. All_gather is a ring, in which every vector passes
-# p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
+# gloo's all_reduce is a ring. Its broadcast is a binomial tree, in which every rank except the root receives once. Its
+# gather and scatter send directly between the root and each other rank. Its all_gather is a ring, in which every vector
+# passes p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
 SCHEMES = {
     "all_reduce": Scheme(all_reduce, _twice_around),
     "reduce_broadcast": Scheme(reduce_broadcast, gloo_reduce_broadcast_bytes),
@@ -183,7 +182,7 @@ class Strategy:
     backward = "backward"  # name of the backward pass in timelines and errors
     synchronous = True  # whether all ranks have the same weights after every step
     every = 0  # number of steps between two averages of the parameters; 0 if gradients are averaged instead
-    scheme = SCHEMES["all_reduce"]  # scheme whose formula gives the bytes
+    scheme = SCHEMES["all_reduce"]  # scheme that computes the number of sent bytes
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Prepare the model, and return the module that the forward pass must call."""
@@ -202,7 +201,7 @@ class Strategy:
 
 
 class TorchDDP(Strategy):
-    """Average by torch's DDP, which calls all_reduce on buckets during the backward pass."""
+    """Average gradients by torch's DDP, which calls all_reduce on buckets during the backward pass."""
 
     backward = "backward (with DDP's all_reduce)"
 
@@ -212,10 +211,10 @@ class TorchDDP(Strategy):
 
 
 class Overlap(Strategy):
-    """Average like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
+    """Average gradients like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
 
-    Buckets begin at the last layer. A rank sends a bucket when all its gradients are ready and all earlier buckets are
-    sent. All ranks therefore send buckets in the same order.
+    Buckets begin at the last layer. A rank sends a bucket when all gradients of the bucket are ready and all earlier
+    buckets are sent. All ranks therefore send buckets in the same order.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -254,7 +253,7 @@ class Overlap(Strategy):
 
 
 class Module(Strategy):
-    """Average by the module `GradientAverage`, as programs did before torch's DDP supported CPUs."""
+    """Average gradients by the module `GradientAverage`, as programs did before torch's DDP supported CPUs."""
 
     backward = "backward (with an all_reduce of each dtype)"
 
@@ -301,7 +300,7 @@ class GradientAverage(nn.Module):
 
 
 class PerParameter(Strategy):
-    """Average by one all_reduce per parameter, which sends many small messages."""
+    """Average gradients by one all_reduce per parameter, which sends many small messages."""
 
     def after_backward(self) -> None:
         for gradient in _gradients(self.parameters):
@@ -321,9 +320,9 @@ class Flat(Strategy):
 
 
 class LocalSGD(Strategy):
-    """Update by the rank's own gradients, and average the parameters after every ``every`` steps.
+    """Update by this rank's gradients, and average the parameters after every ``every`` steps.
 
-    With every = 1, the update is synchronous: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
+    The update is synchronous if every = 1: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019.
     """
 

@@ -1,4 +1,4 @@
-"""Show how long each rank waited and which rank came last, by each rank's times in each collective (--trace).
+"""Show each rank's waits in collectives, and the rank that most often entered last, from the files of --trace.
 
     bash scripts/run_collectives_lab.sh 2 straggler --trace
 
@@ -40,7 +40,7 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
 
 
 def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[Any]]:
-    """Return for each rank the seconds that it waited in all calls, and the number of calls that it entered last.
+    """Return each rank's seconds of waiting in all calls, and the number of calls that the rank entered last.
 
     Args:
         calls: (before, after) of each call on each rank.

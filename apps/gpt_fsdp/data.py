@@ -23,7 +23,7 @@ class Windows(Dataset[Any]):
     """A dataset of windows, which divide the bytes [first, stop) of ``text`` into sequences of ``context`` targets.
 
     The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the bytes
-    before it in the window. A `samestep.torch.DataLoader` reads whole batches.
+    before it in the window. A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
     """
 
     text: NDArray[np.uint8]
@@ -42,7 +42,7 @@ class Windows(Dataset[Any]):
         return self.stop - self.first
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the windows ``indices`` [m]; m may be 0, because ranks without windows also join the collectives.
+        """Return the windows ``indices`` [m]; m may be 0, because ranks without windows also call the collectives.
 
         Returns:
             Bytes and targets, int64 [m, context]. A target is the byte after its input, or IGNORED beyond the end.
@@ -78,7 +78,7 @@ def read(options: Options) -> NDArray[np.uint8]:
 
 
 def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
-    """Return the training set, which has complete windows only, and the test set.
+    """Return the training set, which has only complete windows, and the test set.
 
     Raises:
         ConfigError: the file is unreadable or too short.
@@ -95,9 +95,11 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
     """Return the test set's bits per byte under a Markov model with two bytes of context, as a reference value.
 
     The model counts bytes in the training set. It interpolates each context with the next shorter context, weighted by
-    the number of distinct successors. The function returns None for a text above
-    256 MB.
-    Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory 37(4), 1991, method C.
+    the number of distinct successors. Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory
+    37(4), 1991, method C.
+
+    Returns:
+        The number of bits, or None for a text of more than 256 MiB.
     """
     if len(text) > 2**28:
         return None
@@ -119,7 +121,7 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
 
 
 def _with_context(text: NDArray[np.int64], order: int, first: int) -> NDArray[np.int64]:
-    """Return one number for each byte from ``first`` on, which encodes the byte and the ``order`` bytes before it."""
+    """Encode each byte from ``first`` on, together with the ``order`` bytes before it, as one number."""
     key = np.zeros(len(text) - first, np.int64)
     for back in range(order + 1):
         key += text[first - back : len(text) - back] << 8 * back

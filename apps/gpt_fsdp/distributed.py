@@ -30,9 +30,9 @@ def choose_device(requested: str, world: World) -> torch.device:
 
 
 def release_memory_early() -> None:
-    """Make malloc return freed blocks of 2 MB or more, such as gathered weights, to the system at once.
+    """Make malloc return freed blocks of 2 MiB or more, such as gathered weights, to the system immediately.
 
-    By default the GNU C library raises this limit up to 32 MB, so a rank would keep memory that it does not use.
+    The GNU C library raises this limit up to 32 MiB by default, so a rank would keep memory that it does not use.
     """
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**21)

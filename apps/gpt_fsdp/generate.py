@@ -2,8 +2,8 @@
 
     python generate.py RUN_DIR [--text ":hacker:"] [--bytes 400] [--temperature 0.8] [--seed 1]
 
-The program runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file. For a stopped run,
-first write the file by gather_weights.py.
+The program runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file. If the run was
+stopped, write the file by gather_weights.py first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def generate(model: GPT, context: int, text: bytes, count: int, temperature: flo
     """Return ``text`` and ``count`` more bytes, which are drawn from the model's distribution one at a time.
 
     Args:
-        model: the whole model, in one process.
+        model: the unsharded model.
         context: the model's window, in bytes.
         text: the bytes to continue, at least one.
         count: number of bytes to draw.

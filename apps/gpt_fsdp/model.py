@@ -65,7 +65,7 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Compute causal multi-head attention. With tensor parallelism, each rank has some of the heads."""
+    """Compute causal multi-head attention. Tensor parallelism divides the heads among the ranks."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -91,7 +91,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Compute SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020.
 
-    The hidden size is 8/3 of the width, so three matrices have as many parameters as two with 4 times the width.
+    The hidden size is about 8/3 of the width. The three matrices therefore have about as many parameters as two
+    matrices with a hidden size of 4 times the width.
     """
 
     def __init__(self, width: int) -> None:
@@ -107,7 +108,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Add attention and a feed-forward network to the features; optionally recompute both in the backward pass."""
+    """Add the outputs of attention and of a feed-forward network to the features.
+
+    If ``recompute`` is true, the backward pass computes the activations again, to save memory.
+    """
 
     def __init__(self, width: int, heads: int, recompute: bool, dropout: float) -> None:
         super().__init__()
@@ -193,7 +197,7 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
     """Draw normal weights that are the same at any mesh, because each weight depends only on (seed, parameter, index).
 
-    Output matrices of a residual branch have a standard deviation that is smaller by the factor 1 / sqrt(2 * layers).
+    The factor 1 / sqrt(2 * layers) reduces the standard deviation of the output matrices of residual branches.
     Source: Radford et al., GPT-2, 2019, section 2.3.
 
     Args:

@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -43,7 +43,9 @@ BLOCK = 2**16  # size of a block, in bytes
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file, which is fast for large files.
+    """Return the SHA-256 of a file's size and of BLOCKS blocks spread over the file.
+
+    The function reads only these blocks, because reading a large file would need too much time.
 
     Raises:
         OSError: the file cannot be read.
@@ -81,7 +83,7 @@ positive = bounded_int(1)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     epochs: int = 1
     global_batch_size: int = 16
@@ -138,7 +140,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train a small GPT on a text's bytes with PyTorch FSDP2 and tensor parallelism: every "
         "step is the same at any mesh, and a killed run resumes at any other."
@@ -188,7 +190,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or 0.001
-    options.dropout = options.dropout or None  # checkpoints from before this option contain None
+    options.dropout = options.dropout or None  # checkpoints of versions without this option contain None
     if options.width % (2 * options.heads):
         raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")
     if options.autocast != "none" and options.dtype == "float64":

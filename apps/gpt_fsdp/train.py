@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-EVAL_BATCH_SIZE = 32  # windows; does not change the result
+EVAL_BATCH_SIZE = 32  # number of windows; the result does not depend on it
 
 
 def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
@@ -77,11 +77,11 @@ def train_step(
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch, and return the sum of the mean losses of its windows.
+    """Update once with this rank's windows of a global batch, and return the sum of the windows' mean losses.
 
     FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
     be empty. The function therefore scales each loss, so that the gradients are the mean over the global batch. FSDP
-    reduces the gradients of each micro-batch at once. Otherwise, a rank would hold gradients of the whole model.
+    reduces gradients after each micro-batch, because a rank would otherwise hold the gradients of the whole model.
     """
     dtype = getattr(torch, options.dtype)
     losses = []
@@ -124,7 +124,10 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the test set. Each byte counts once. All ranks run equally many passes."""
+    """Return loss and bits per byte over the test set. Each byte counts once.
+
+    All ranks run the same number of forward passes, because a rank waits for other ranks in each pass.
+    """
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -135,7 +138,7 @@ def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: 
             sums += torch.stack([loss.double(), count.double()])
         run.monitor.beat()
     model.train()
-    # Without a backward pass, FSDP keeps the last gathered weights whole. `weights.place` would reject them.
+    # FSDP keeps the last gathered weights if no backward pass follows. `weights.place` would reject gathered weights.
     cast(FSDPModule, model).reshard()
     dist.all_reduce(sums)  # collective
     loss_sum, examples = sums.tolist()
@@ -175,14 +178,14 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     description = f"a GPT of {parameters:,} parameters, mesh {shape},"
     run.start(sampler.batches, test_set.bytes, description, device.type, metadata)
 
-    exact(model, sampler)  # draws dropout masks by row of the global batch
+    exact(model, sampler)  # draws a dropout mask for each row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
-    for windows in run.batches(loader):  # ends at the run's last step
+    for windows in run.batches(loader):  # the loop ends at the run's last step
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
         actions = run.after_step(loss * counts)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:

@@ -27,7 +27,7 @@ def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups
     """Load this rank's shards from arrays that were saved at any mesh. The optimizer's arrays may be missing.
 
     Args:
-        model: the model.
+        model: model that is sharded on ``mesh``.
         optimizer: the model's optimizer.
         mesh: mesh (dp, tp) of the ranks.
         stored_groups: stored arrays by group and name.

@@ -32,11 +32,10 @@ def gpu_count() -> int:
 
 
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
-    """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
+    """Select the CPU or this rank's GPU, and return "cpu" or "gpu".
 
-    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank cannot determine the number of ranks on its machine. "auto"
-    then selects the GPU only if the machine has a GPU for every rank of the job, so that all ranks choose the same
-    device.
+    A rank that has LOCAL_RANK but no LOCAL_WORLD_SIZE cannot determine the number of ranks on its machine. "auto" then
+    requires a GPU for every rank of the job, so that all ranks choose the same device.
 
     Args:
         requested: "auto", "cpu" or "gpu".
@@ -143,7 +142,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
+    """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     return {
         "paddle": paddle.__version__,
@@ -160,8 +159,8 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
     Args:
         world: this rank's place in the job. A single rank gets no process group.
         device: "cpu" for gloo, or "gpu" for NCCL.
-        timeout: seconds without progress after which the watchdog acts. NCCL times out 30 s later, so that the
-            watchdog, which can name the missing rank, reports first.
+        timeout: seconds without progress after which the watchdog reports a missing rank. NCCL, which cannot identify
+            this rank, times out 30 s later.
         api: the value of --api.
 
     Raises:
@@ -194,8 +193,8 @@ def fresh_store() -> None:
     """Join the other ranks, and create a second store for the groups that fleet creates.
 
     A gloo group stores its ranks' addresses under keys without the group's name (Paddle 3.3.1). Fleet creates a second
-    group of all ranks. In this group, a rank that reads early gets the first group's addresses and hangs, as in 5 of 40
-    starts on 3 ranks.
+    group of all ranks. A rank that reads the keys early gets the first group's addresses and hangs. This happened in 5
+    of 40 starts on 3 ranks.
     """
     dist.init_parallel_env()  # collective
     # spawn sets no PADDLE_MASTER, and other launchers set no endpoints. init_parallel_env finds rank 0 in the same way.
@@ -245,7 +244,7 @@ def all_reduce(tensor: Tensor) -> list[float]:
 
 def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> tuple[nn.Layer, Any]:
     """Wrap model and optimizer for ``api``, "basic" or "fleet", and return both. All ranks get rank 0's weights."""
-    if dist.get_world_size() == 1:  # for one rank, DataParallel only warns, and fleet fails (Paddle 3.3.1)
+    if dist.get_world_size() == 1:  # DataParallel logs a warning for one rank, and fleet fails (Paddle 3.3.1)
         return model, optimizer
     if api == "fleet":
         return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective
@@ -255,9 +254,9 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
 class GradientTree:
     """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any world size.
 
-    The tree replaces DataParallel. Paddle's gloo has no all-to-all, so every rank receives and sums the nodes of all
-    ranks. A rank receives at most (log2(micro-batches) + 1) * ranks * the bytes of the gradients. NumPy computes the
-    sums on the host.
+    The tree replaces DataParallel. Its nodes are partial sums. Paddle's gloo has no all-to-all, so every rank receives
+    and sums the nodes of all ranks. A rank receives at most (log2(micro-batches) + 1) * ranks times the size of the
+    gradients. NumPy computes the sums on the host.
     """
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
@@ -277,7 +276,7 @@ class GradientTree:
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int, count: int) -> list[Tensor]:
-        """Set the gradients of the global batch, and return its ``count`` sums on rank 0.
+        """Set ``.grad`` to the gradients of the global batch, and return its ``count`` sums on rank 0.
 
         Other ranks return zeros, so that a later sum over ranks counts the global batch once.
         """
@@ -307,15 +306,15 @@ class GradientTree:
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:
     """Make DataParallel order its gradient buckets before training. The model does not change.
 
-    DataParallel orders the buckets after the first backward pass, by the order in which gradients were ready. From 3
-    ranks on, the position of a gradient in its bucket determines the order of its summation. Without this function, the
-    first step of a resumed run would use another order, and the run would end with different bits.
+    DataParallel orders the buckets after the first backward pass, by the order in which gradients were ready. The
+    position of a gradient in its bucket determines the order of its summation on 3 or more ranks. The first step of a
+    resumed run would otherwise use another order, and the run would end with different bits.
 
     Args:
         model: the network. The function restores its weights and buffers, and clears its gradients.
         backward: function that computes one forward and one backward pass of the distributed model.
     """
-    # In Paddle, batch normalization's running mean and variance are parameters.
+    # Paddle stores the running mean and variance of batch normalization as parameters.
     before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     for _ in range(2):
         backward()  # collective

@@ -92,9 +92,9 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Prepare the model for distributed training.
 
         Args:
-            run: the run.
-            network: the network.
-            optimizer: its optimizer.
+            run: run that receives the progress of each step.
+            network: network to train.
+            optimizer: optimizer of the network's parameters.
             images: any images [m, 1, 28, 28], m > 0, for `fix_reduction_order`.
             labels: labels of the images, int64 [m].
         """
@@ -106,7 +106,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         targets = [labels, paddle.to_tensor(1)]
         sample_step = partial(self.train_batch, [images], targets, update=False)
         distributed.fix_reduction_order(network, sample_step)  # collective
-        self.accuracy.reset()  # forget the sample
+        self.accuracy.reset()  # discard the counts of the sample
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:
@@ -115,17 +115,17 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
             return super().train_batch(*arguments, **settings)  # collective
 
     def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[Tensor, Tensor], None]) -> None:
-        """Train all steps of the run in one call of `fit`. With --verbose 2, paddle.Model prints its progress.
+        """Train all steps of the run in one call of `fit`. If --verbose is 2, paddle.Model prints its progress.
 
         Args:
-            split: the training set.
+            split: training set, on the device that trains.
             batches: this rank's shards of the global batches.
             after_step: function that is called after each update with this rank's summed loss and `count_correct`.
         """
         run = self.run
 
         def on_train_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
-            run.timer.mark(COMMUNICATION)  # includes the optimizer, because paddle.Model has no callback before it
+            run.timer.mark(COMMUNICATION)  # includes the update, because paddle.Model has no callback before the update
             values = dict(logs or {})
             after_step(self.loss.loss_sum, self.loss.correct)  # collective
             if logs:  # undo an evaluation's changes, because fit and evaluate share this dict, a default argument
@@ -150,7 +150,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         first, last = shard(n, rank, world_size)
-        rows = first + np.arange(-(-n // world_size))  # as many rows as the longest shard
+        rows = first + np.arange(-(-n // world_size))  # every rank has as many rows as the longest shard
         sums = np.zeros(4)
 
         def padded() -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,12 +163,12 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
 
         def on_eval_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             sums[0] += self.loss.loss_sum.item()
-            sums[1:3] = self.accuracy.total if rank == 0 else 0  # counts of all ranks
+            sums[1:3] = self.accuracy.total if rank == 0 else 0  # rank 0 adds the counts of all ranks
             self.run.monitor.beat()
 
         callback = paddle.callbacks.Callback()
         callback.on_eval_batch_end = on_eval_batch_end
-        self.accuracy.reset()  # forget the counts of training
+        self.accuracy.reset()  # discard the counts of training
         self.evaluate(padded(), verbose=0, callbacks=[callback])  # collective
         self.accuracy.reset()
         return paddle.to_tensor(sums)

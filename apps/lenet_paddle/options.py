@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The module uses only the standard library and samestep.
 """
@@ -51,7 +51,7 @@ def gpu_list(text: str) -> str:
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     epochs: int = 20
     global_batch_size: int = 64
@@ -107,7 +107,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train LeNet on MNIST with any of PaddlePaddle's three APIs: every step is the same at "
         "any number of ranks, and a killed run resumes."
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None:
-    """Raise ConfigError unless --gpus, if given, names a visible GPU for each rank of this machine.
+    """Raise ConfigError if --gpus is set and does not list a visible GPU for each rank of this machine.
 
     Args:
         options: options of the app.
@@ -173,7 +173,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     check_gpus(options, ranks)
     visible = visible_gpus()
     if options.launcher == "launch" and visible is not None and max(1, len(visible)) < ranks:
-        # Without this check, the launcher fails with an IndexError, even with --device cpu.
+        # The launcher would fail with an IndexError without this check, even with --device cpu.
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={','.join(visible)} lists {len(visible)} GPUs, and Paddle's launcher gives each of "
             f"{ranks} ranks one of them: start fewer, unset it, or use --launcher spawn"
@@ -181,9 +181,10 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def setup_environment(options: Options) -> dict[str, str]:
-    """Raise ConfigError if the options need GPUs, because the app's lock file has the CPU build of Paddle.
+    """Raise ConfigError if the options need GPUs, but the launch script would install the CPU build of Paddle.
 
-    The launch script calls this function before it installs the lock file.
+    The launch script calls this function before it installs the lock file. PYTHON= prevents the installation and the
+    error.
 
     Returns:
         An empty dict, because no variable affects the app's environment.
@@ -225,14 +226,14 @@ def check_installed(options: Options, ranks: int) -> None:
 
 
 def assigns_gpus(options: Options, ranks: int) -> bool:
-    """Return whether Paddle's launcher counts the GPUs itself, and assigns one to each rank."""
+    """Return whether Paddle's launcher counts the machine's GPUs and assigns one GPU to each rank."""
     if ranks == 1 or options.launcher == "spawn":
         return False
     return not options.gpus and visible_gpus() is None
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is not set. For Paddle, "all" means not set."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if it is unset, or "all", which Paddle treats as unset."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

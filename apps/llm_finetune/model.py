@@ -30,7 +30,7 @@ from transformers import (
 class TokenLoss(nn.Module):
     """Compute the loss summed over a batch's target tokens.
 
-    To save memory, the module computes scores only for targets: the 49,152 scores of a token take 0.2 MB in float32.
+    The module computes scores only for targets, to save memory. The 49,152 scores of a token need 0.2 MB in float32.
     """
 
     def __init__(self, model: nn.Module, autocast: bool = False, pack: bool = False) -> None:
@@ -55,7 +55,7 @@ class TokenLoss(nn.Module):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
             hidden = causal.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
             scores = causal.lm_head(hidden[is_target])
-        # The model's own loss rounds the scores of a float64 model to float32.
+        # The loss function of transformers would round the scores of a float64 model to float32.
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
 
     def _loss_of_nothing(self) -> Tensor:
@@ -70,8 +70,8 @@ class TokenLoss(nn.Module):
 def pack(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert padded tokens and labels [m, length] to tokens, labels and positions int64 [1, tokens of all samples].
 
-    The samples share a row, without padding. Positions restart at 0 with each sample, so
-    transformers hides the samples from each other if no attention mask is given.
+    The samples share a row, without padding. Positions restart at 0 with each sample. If no attention mask is given,
+    transformers therefore masks the attention between different samples.
     """
     is_token = labels != PADDING
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -123,7 +123,7 @@ def load_tokenizer(options: Options) -> Tokenizer:
 
 
 def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
-    """Return the model in training mode. With --lora, only LoRA's matrices require gradients.
+    """Return the model in training mode. If --lora is above 0, only LoRA's matrices require gradients.
 
     Raises:
         ConfigError: the folder has no usable model, or a name of --lora-targets matches no layer.
@@ -184,7 +184,7 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
 
 
 def tiny_model() -> LlamaForCausalLM:
-    """Return a small Llama with random weights, whose tokens are bytes."""
+    """Return a small Llama over bytes with random weights."""
     config = LlamaConfig(
         vocab_size=ByteTokenizer.size,
         hidden_size=64,
@@ -204,7 +204,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def compute_norms_in_float64(model: nn.Module) -> None:
-    """Replace the forward pass of transformers' RMSNorm, which computes in float32."""
+    """Replace the forward pass of transformers' RMSNorm, which always computes in float32, by torch's rms_norm."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             norm = cast(Any, module)
@@ -216,7 +216,7 @@ def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str
     """Return a completion of ``prompt`` with at most ``most`` tokens, by greedy decoding.
 
     Args:
-        model: the model.
+        model: model from `build_model`.
         tokenizer: the model's tokenizer.
         prompt: text of the user's message.
         most: largest number of new tokens.

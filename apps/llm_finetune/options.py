@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -54,7 +54,7 @@ count = bounded_int(1)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app. The sizes of its global batches are numbers of tokens.
+    """The options of this app. The sizes of global batches are numbers of tokens.
 
     Attributes:
         model_sha256: fingerprint of the model's files, or None for the model tiny.
@@ -121,7 +121,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Fine-tune a language model on prompts and completions with PyTorch DistributedDataParallel: every "
         "step is the same at any number of ranks, and a killed run resumes."
@@ -234,7 +234,9 @@ def set_model(options: Options) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 of the names, sizes and BLOCKS blocks of all files of a model, which is fast for large files.
+    """Return the SHA-256 of the names, sizes and BLOCKS blocks of a model's files.
+
+    The function reads only these blocks, because reading large files would need too much time.
 
     Raises:
         ConfigError: the folder lacks config.json or *.safetensors, or a file cannot be read.

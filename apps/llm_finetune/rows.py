@@ -51,7 +51,7 @@ def conversation(row: Any) -> Messages:
     """Return the messages of one row.
 
     Raises:
-        ValueError: the row is invalid.
+        ValueError: the row is not an object, or lacks a prompt, a completion or valid messages.
     """
     if not isinstance(row, dict):
         raise ValueError("the row is not an object: write {...}")

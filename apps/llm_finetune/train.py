@@ -98,10 +98,10 @@ def train_step(
     labels: Tensor,
     compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's part of a global batch, and return the part's summed loss."""
+    """Update once with this rank's part of a global batch, and return the loss that ``compute_gradients`` returns."""
     optimizer.zero_grad()
     loss_sum = compute_gradients(model, sampler, tokens, labels)  # collective
-    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # DDP has reduced the gradients
+    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # all ranks have equal gradients now
     optimizer.step()
     return loss_sum
 
@@ -134,7 +134,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, weights.trained_parameters(model)),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
 
     # The global batches and micro-batches are the same at any world size.
     train_set, test_set = load(options, tokenizer)
@@ -147,7 +147,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         check_packing(model)
     loss_model = TokenLoss(model, options.autocast == "bfloat16", options.pack)
     device_ids = [device] if device.type == "cuda" else None
-    # All ranks have read the same weights. With init_sync, DDP would broadcast all weights, including frozen weights.
+    # All ranks have read the same weights. DDP with init_sync would broadcast all weights, including frozen weights.
     ddp = DistributedDataParallel(loss_model, device_ids, init_sync=False)  # collective
     reduction.register_ordered_hook(ddp, timer=run.timer)
     trained = nn.ParameterList(weights.trained_parameters(model).values())
@@ -159,36 +159,36 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         before = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
         log.info(f"held-out loss {before['test_loss']:.4f} before training")
 
-    for tokens, labels in run.batches(loader):  # ends at the run's last step
+    for tokens, labels in run.batches(loader):  # the loop ends at the run's last step
         tokens = tokens.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas, and rank 0 writes
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
 
     metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
-    run.finish(metrics)  # collective: compare replicas, and rank 0 writes
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
     if run.world.rank == 0 and shows_samples(options):
         show_samples(model, tokenizer)
     return sampler.batches
 
 
 def shows_samples(options: Options) -> bool:
-    """Return whether the run logs sample texts at its end. It does not with the tiny model or with --quiet."""
+    """Return whether the run logs sample texts at its end. The tiny model and --quiet disable these texts."""
     return not is_tiny(options) and not options.quiet
 
 
 def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Log the trained model's completion of each of SAMPLE_PROMPTS. With LoRA, also log the base model's completion."""
+    """Log the trained model's completion of each prompt, and the base model's completion if the model has LoRA."""
     for prompt in SAMPLE_PROMPTS:
         if isinstance(model, PeftModel):
             with model.disable_adapter():

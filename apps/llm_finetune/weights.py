@@ -1,4 +1,4 @@
-"""Convert the trained weights to arrays and back. Hugging Face's and peft's files have the same names for weights."""
+"""Convert the trained weights to arrays and back. The arrays have the names of Hugging Face's and peft's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return each trained parameter once, by its name in the weights file.
 
-    With LoRA, adapter_model.safetensors has the same names, which lack the component ``default``.
+    The names of LoRA's matrices equal the names in peft's adapter_model.safetensors, which lack the part ``default``.
     """
     named = model.named_parameters()
     return {name.replace(".default.", "."): parameter for name, parameter in named if parameter.requires_grad}
@@ -49,7 +49,12 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 
 
 def read_header(run_dir: Path) -> dict[str, Any]:
-    """Return the first line of a run's metrics.jsonl. Raises OSError, ValueError or TypeError if it has no header."""
+    """Return the first line of a run's metrics.jsonl.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, TypeError: the line is not a JSON object.
+    """
     with untrusted.open_to_read(run_dir / "metrics.jsonl") as file:
         return untrusted.parse_object(file.readline(untrusted.MAX_BYTES))
 

@@ -4,8 +4,9 @@
 
 The program trains the tiny model for four steps in float64, first without a mistake, then with each mistake. It
 computes a step's micro-batches on four simulated ranks, or accumulates them on one rank. It prints the largest relative
-difference of the losses for each mistake. One process simulates DDP with each rank's micro-batches and random numbers,
-and the mean of the ranks' gradients. Without a mistake ("none"), the losses differ only by rounding.
+difference of the losses for each mistake. One process simulates DDP: it uses each rank's micro-batches and random
+numbers, and averages the ranks' gradients. The losses differ only by rounding if the training makes no mistake
+("none").
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ Part = NDArray[np.int64]  # indices of a micro-batch's samples [m]
 
 
 class Training:
-    """The tiny model, its data and its global batches. ``words`` are further options of the app."""
+    """The tiny model, its data and its global batches.
+
+    Args:
+        words: options of the app, in addition to COMMON.
+    """
 
     def __init__(self, *words: str) -> None:
         options = parse([*COMMON, *words])
@@ -54,7 +59,7 @@ class Training:
         self.parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
 
     def sum_of(self, dataset: Samples, part: Part, masks_end: bool = False) -> Tensor:
-        """Return the summed loss of a micro-batch. With ``masks_end``, end tokens are not targets."""
+        """Return the summed loss of a micro-batch. End tokens are not targets if ``masks_end`` is true."""
         tokens, labels = dataset.__getitems__(part)
         if masks_end:
             labels = labels.masked_fill(labels == self.end, IGNORED)
@@ -89,7 +94,15 @@ class Training:
 
 
 def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: str, ranks: int) -> list[Tensor]:
-    """Return the gradients of one rank, before DDP would average them. ``own`` are the rank's micro-batches."""
+    """Return the gradients of one rank, before DDP would average them.
+
+    Args:
+        training: the model and its data.
+        step: number of the step, from 0.
+        own: the rank's micro-batches.
+        way: name of the mistake, such as "clipping".
+        ranks: number of simulated ranks.
+    """
     torch.manual_seed(step_seed(1, step))  # all ranks use the same seed, as many programs do
     training.backward(own, way)
     if way != "mean over ranks":  # scale to the rank's part of the mean over the global batch

@@ -1,7 +1,7 @@
 """Load examples by torchvision's MNIST and its transforms (--input torchvision), as most tutorials do.
 
-The published wheel of torchvision for x86-64 needs a CUDA build of torch. With a CPU build, its operators are not
-registered, and the import fails. This file then declares the operators that the import needs. The app does not call
+The published wheel of torchvision for x86-64 needs a CUDA build of torch. A CPU build does not register the wheel's
+operators, so the import fails. This file then declares the operators that the import needs. The app does not call
 these operators.
 """
 

@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -42,7 +42,7 @@ fraction = bounded_float(0.0, below=1.0)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     lr: float = lr_option("0.03 with sgd, 0.001 with adam")
     device: str = device_option("auto", "cpu", "cuda")
@@ -82,7 +82,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train a small CNN on MNIST with PyTorch DistributedDataParallel: every step is the same "
         "at any number of ranks, and a killed run resumes."
@@ -94,7 +94,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Return the options with all defaults filled in. An invalid option raises ConfigError."""
+    """Return the options with all defaults filled in.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.backend == "nccl" and options.device == "cpu":

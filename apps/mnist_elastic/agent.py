@@ -19,7 +19,7 @@ CONNECT_SECONDS = 60.0  # time limit for the first connection to the launcher
 def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str]) -> None:
     """Execute the launcher's requests until the launcher sends "end".
 
-    If a signal has ended all ranks of this machine, this process ends with the same signal.
+    If a stop signal ends the last rank of this machine, this process ends by the same signal.
 
     Args:
         nproc: number of ranks to start on this machine.

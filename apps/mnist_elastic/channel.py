@@ -78,6 +78,6 @@ class Message:
     contents: dict[str, bytes] | None = None
 
     def reply(self, wanted: bool) -> None:
-        """Accept or reject an offer of arrays. For other messages, do nothing."""
+        """Accept or reject an offer of arrays. Do nothing for other messages."""
         if self.answer:
             self.answer.put(wanted)

@@ -1,15 +1,15 @@
-"""Start the ranks of a job, restart single lost ranks, and record the run.
+"""Start the ranks of a job, restart lost ranks, and record the run.
 
     python launcher.py N WORLD_SIZE NODE_RANK ADDRESS PORT train.py [options]    # by scripts/run_mnist_elastic.sh
 
-N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py). The agent
+N is the number of ranks on this machine. This program is an agent (agent.py) on machine 1 and above. The agent
 connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for the launcher.
 
-The launcher runs a store by which members connect, and torchft's lighthouse, which proposes the names of processes as
-the members of a group. For each rank, the launcher confirms which of these names belong to ranks of this job. Only the
+The launcher runs a store by which ranks connect to each other, and torchft's lighthouse. The lighthouse proposes
+processes as the members of a group, and the launcher selects the ranks of this job among these processes. Only the
 launcher writes metrics.jsonl, checkpoints and the result. Every rank sends the values of each log line to the
-launcher, so that a lost rank loses no line. The launcher ignores a step that it has already recorded. If the launcher
-ends, the launch script restarts the job from the newest checkpoint.
+launcher, so that no line is missing after the loss of a rank. The launcher ignores a step that it has recorded. If the
+launcher ends, the launch script restarts the job from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ class Job:
         self._records.finish()
 
     def _serve(self) -> None:
-        """Handle messages and watch the ranks until the run is recorded and its ranks are done or late."""
+        """Handle messages and watch the ranks until the run is over.
+
+        The run is over when a rank has sent the final state and all members have offered it, or END_SECONDS later.
+        """
         files = RunFiles(self._options.run_dir)
         begun_at = time.monotonic()
         while not self._is_over():
@@ -186,7 +189,7 @@ class Job:
             self._records.save_and_stop()
 
     def _kill_if_hung(self, each: Rank) -> None:
-        """Kill a rank whose last update, or start, is longer ago than its time limit."""
+        """Kill a rank outside the newest group if its start and its last update are older than its time limit."""
         now = time.monotonic()
         limit = self._options.timeout
         if not each.ready:
@@ -320,7 +323,7 @@ class Job:
             each.begin()
 
     def _updated(self, each: Rank, values: dict[str, Any]) -> None:
-        for member in self._ranks.members():  # this also counts a repeated step
+        for member in self._ranks.members():  # a repeated step counts again
             member.updates += 1
         self._history.count(values["step"])
 
@@ -351,7 +354,7 @@ class Job:
 
 
 def _key() -> bytes:
-    """Return the job's key, which is the number that launch scripts of several machines share, or random bytes."""
+    """Return the job's key: the number that the launch scripts of several machines share, or 32 random bytes."""
     info = JobInfo.from_environ(os.environ)
     if info.machines is not None:
         return bytes.fromhex(info.job)

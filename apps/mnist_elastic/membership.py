@@ -1,15 +1,15 @@
-"""Join a group whose members change during training. Members agree on the members, connect, and copy the state.
+"""Join a group whose members change during training. Ranks agree on the members, connect, and copy the state.
 
-torchft's lighthouse proposes the members. Ranks contact the lighthouse only when a rank fails, joins or leaves.
-Otherwise, a step communicates only by its collectives.
+torchft's lighthouse proposes the members. Ranks request a proposal only when a rank fails, joins or leaves. Ranks
+communicate with each other only by collectives in all other steps.
 
 The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
 ranks by the job's key. It returns the states of those proposed ranks that request a group.
 
 Two properties make the result exact. First, a step depends only on the state and the step's number, so any rank
 repeats a failed step with the same bits. Second, a rank updates its weights only if the reduced sum counts each
-sub-shard of this step once. Ranks do not agree on each update. If one rank has updated and another rank has not, they
-regroup, and copy the state of the rank that is ahead.
+sub-shard of this step once. Ranks do not agree on each update. If only some ranks have updated, all ranks regroup, and
+copy the state of a rank that has updated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CHECKS = 4  # number of values that each sub-shard adds to the sum: a count, the
 
 
 def choose_device(options: Options, world: World) -> torch.device:
-    """Return the CPU, or with --share-gpu the GPU that all ranks share. A joining rank has no GPU of its own."""
+    """Return the GPU that all ranks share if --share-gpu is set, otherwise the CPU."""
     if not options.share_gpu:
         return torch.device("cpu")
     return distributed.choose_device(options.device, world)
@@ -63,7 +63,7 @@ def choose_device(options: Options, world: World) -> torch.device:
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
     """Return `distributed.run_metadata` for ranks that communicate by gloo on any device.
 
-    The app uses gloo on GPUs too. After a peer's death, NCCL cannot abort a collective and keep the process alive.
+    The app uses gloo on GPUs too, because NCCL cannot abort a collective of a dead peer and keep the process alive.
     """
     return {**distributed.run_metadata(device, model), "backend": "gloo"}
 
@@ -91,7 +91,7 @@ class Launcher:
         """Connect to the launcher.
 
         Raises:
-            ConfigError: the launcher refuses this rank, because its ``metadata`` differ from the other ranks'.
+            ConfigError: the launcher rejects this rank, because its ``metadata`` differ from the other ranks'.
         """
         info = JobInfo.from_environ(os.environ)
         host, port, key = info.members.split()
@@ -131,7 +131,7 @@ class Launcher:
     def wait_to_begin(self) -> None:
         """Report that this rank is ready, and wait until the launcher starts training.
 
-        The launcher waits for the job's first ranks. A rank that joins later starts at once.
+        The launcher waits for the job's first ranks. A rank that joins later starts immediately.
         """
         self.send(kind="ready")
         self._answer("begin")
@@ -167,7 +167,7 @@ class Launcher:
         """Return the states of the ranks of this job that have a name in ``names`` and request a group."""
         self.send(kind="confirm", names=[*names])
         states: list[dict[str, Any]] = self._answer("confirmed")
-        self.void.clear()  # because earlier withdrawals do not concern the confirmed states
+        self.void.clear()  # earlier withdrawals do not concern the confirmed states
         return states
 
     def poll(self) -> None:
@@ -237,7 +237,7 @@ class Lighthouse:
         connect_time = timedelta(seconds=10)
         self._client = LighthouseClient(launcher.lighthouse, connect_time)
         heartbeats = LighthouseClient(launcher.lighthouse, connect_time)
-        heartbeats.heartbeat(self._name)  # the first group waits for all ranks that have sent a heartbeat
+        heartbeats.heartbeat(self._name)  # the lighthouse waits for ranks with a heartbeat before it proposes a group
         threading.Thread(target=self._send_heartbeats, args=[heartbeats], daemon=True).start()
 
     def _send_heartbeats(self, client: LighthouseClient) -> None:
@@ -302,9 +302,9 @@ class Members:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of the next step until the run is complete. After a failed step, yield its number again.
+        """Yield the number of the next step until the run is complete. Yield the number of a failed step again.
 
-        After a stop request, this rank completes an evaluation that is due, and sends its state to the launcher.
+        If a stop request arrives, this rank completes an evaluation that is due, and sends its state to the launcher.
 
         Raises:
             Stopped: this rank received a stop request.
@@ -358,7 +358,10 @@ class Members:
         self._progress.loss = loss
 
     def after_step(self, step: int) -> None:
-        """Record that update ``step`` is done, and send its number to the launcher."""
+        """Record that update ``step`` is done, handle the launcher's requests, and send a log line if one is due.
+
+        Rank 0 also sends the number of completed updates to the launcher. `record` sends a log line with an evaluation.
+        """
         progress = self._progress
         progress.step = step + 1
         progress.running_loss += progress.loss
@@ -455,7 +458,7 @@ class Members:
         self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
 
     def _quorum(self) -> list[dict[str, Any]]:
-        """Wait until enough ranks, including this rank, request a group, and return their states."""
+        """Wait until at least --min-ranks proposed ranks request a group, and return the states of these ranks."""
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
@@ -530,13 +533,13 @@ class Members:
 
 
 def _leave_group() -> None:
-    """Close the connections of torch's default group, if there is one."""
+    """Close the connections of torch's default group if the group exists."""
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    # Other members notice the end of a group when its connections close, which requires that Python frees the group.
-    # After a failed collective, a reference cycle through the traceback keeps the group alive.
-    gc.collect()  # takes milliseconds, because `Members` has frozen older objects
+    # Other members detect the end of a group by its closed connections. Python must free the group to close them, but
+    # a reference cycle through the traceback keeps the group alive after a failed collective.
+    gc.collect()  # needs only milliseconds, because `Members` has frozen older objects
 
 
 def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -554,7 +557,7 @@ def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
-    """Convert to `Failed` a RuntimeError of gloo or of the store, or a StrangerFound, in the block."""
+    """Convert a RuntimeError of gloo or of the store, or a StrangerFound, to `Failed`."""
     try:
         yield
     except (RuntimeError, StrangerFound) as error:
@@ -562,12 +565,12 @@ def _collective() -> Iterator[None]:
 
 
 def _state(member: dict[str, Any]) -> tuple[int, str]:
-    """Return a member's progress and the digest of its arrays, which members compare."""
+    """Return the values that members compare: the progress of ``member``, and the digest of its arrays."""
     return (member["progress"], member["digest"])
 
 
 def give_up_after(timeout: float) -> float:
-    """Return how long a rank waits for other ranks, in seconds, which is 80% of its watchdog's ``timeout``."""
+    """Return the seconds that a rank waits for other ranks: 80% of its watchdog's ``timeout``."""
     return 0.8 * timeout
 
 

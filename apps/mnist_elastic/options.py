@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The launch script imports this module with the system's Python, so the module imports no third-party package.
 """
@@ -37,7 +37,7 @@ fraction = bounded_float(0.0, below=1.0)
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     lr: float = lr_option("0.03 with sgd, 0.001 with adam")
     device: str = device_option("auto", "cpu", "cuda")
@@ -70,7 +70,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train a small CNN on MNIST while ranks come and go. If a rank is lost, the others go on "
         "within a second, and the weights have the same bits as those of an uninterrupted run at "

@@ -34,7 +34,7 @@ class RemoteProcess:
         self.agent.send(kind="kill", rank=self._rank)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once, because the agent reports the exit code later."""
+        """Return immediately, because the agent reports the exit code later."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Rank:
         return None
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a rank that ended unexpectedly, or None. Unread messages of the rank delay it."""
+        """Return the exit code of a rank that ended unexpectedly, or None until the rank's connection is closed."""
         is_known = self.has_left or self.is_done
         if is_known or self.channel:
             return None
@@ -126,14 +126,14 @@ class Ranks:
         return [*self._ranks.values()]
 
     def start(self, rank: int, agent: Channel | None = None, failures: int = 0) -> None:
-        """Start a process for a rank, which replaces the rank's earlier process.
+        """Start a process for a rank, in place of the rank's earlier process if there was one.
 
         Args:
             rank: number of the rank.
             agent: agent that starts the process on another machine; None for this machine.
             failures: number of consecutive failures of the rank.
         """
-        name = f"{next(self._numbers):06d}"  # names sort by age
+        name = f"{next(self._numbers):06d}"  # the names sort in the order of the starts
         self._names.add(name)
         process: Process
         if agent:

@@ -36,7 +36,7 @@ class Alone:
     """The collectives that the launcher's `Run.restore` calls, for a single process.
 
     Attributes:
-        parts: contents that `Run.restore` has broadcast, which the launcher sends to each rank.
+        parts: contents that `Run.restore` has broadcast. The launcher sends these contents to each rank.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class RunFiles:
     def check(self) -> None:
         """Raise NonRetryableError if a file was removed or replaced.
 
-        After a removal of the run dir, the folder may still exist, because the ranks write new files into it.
+        The folder may still exist after a removal of the run dir, because the ranks write new files into it.
         """
         for path, status in self._at_start.items():
             try:
@@ -190,7 +190,7 @@ class Records:
         return bool(values["step"] > self.saved)
 
     def add(self, values: dict[str, Any], groups: Groups | None = None) -> None:
-        """Write the log line and the checkpoint of a step, and keep the final state, unless this is already done.
+        """Write the log line and the checkpoint of a step, and keep the final state, each only once.
 
         Args:
             values: numbers of a log line, as `Members.record` sends them.
@@ -233,7 +233,7 @@ class Records:
         """Save the newest state of the ranks that have left.
 
         Raises:
-            Stopped: always, after the save.
+            Stopped: always. If the state is newer than the last checkpoint, the function saves it first.
         """
         number = self._run.stop_request.number or signal.SIGTERM
         if self._left is None:
@@ -295,7 +295,7 @@ class Offers:
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
 
     def compare(self, members: Sequence[Rank]) -> None:
-        """Answer the offers when all members have sent one, so that the launcher never saves differing states."""
+        """Answer the offers when all members have sent one, so that states are compared before one is saved."""
         now = time.monotonic()
         is_asked = self._asked_at < math.inf
         if self._offers and not is_asked and self._is_due(members, now):
@@ -304,7 +304,7 @@ class Offers:
             self._ask_next()
 
     def _is_due(self, members: Sequence[Rank], now: float) -> bool:
-        """Return whether all members have sent an offer, or the launcher need not wait for the others."""
+        """Return whether all members have sent an offer, or the launcher need not wait for other offers."""
         if now - self._offered_at > ANSWER_SECONDS:
             return True
         if any(self._is_single(offer.values) for offer in self._offers):

@@ -70,7 +70,7 @@ class Starter:
 class Forker:
     """A connection to the forker, a process of the launch script that has imported train.py and forks ranks.
 
-    Messages are JSON objects. Requests have the key ``start``, ``arguments`` and ``environ``, or the key ``kill``.
+    Messages are JSON objects. Requests have the keys ``start``, ``arguments`` and ``environ``, or the key ``kill``.
     The forker's messages have the keys ``ended`` and ``code``. The value of ``start``, ``kill`` and ``ended`` is the
     number by which this class identifies a rank.
     """

@@ -6,7 +6,7 @@
     python apps/mnist_elastic/join.py RUN_DIR             # adds a rank
 
 launcher.py starts this file for each rank. The comment "collective" marks each call in which a rank waits for the
-others. If a rank is lost during the call, the other ranks regroup and repeat the step.
+other ranks. If a rank is lost during the call, the other ranks regroup and repeat the step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, members: Members) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model.eval()
     blocks = run.options.virtual_ranks or 1
     batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, blocks)
@@ -69,7 +69,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
-    run.restore(launcher, parts)  # collective: the launcher reads
+    run.restore(launcher, parts)  # collective: the launcher reads the checkpoint
     train_set, test_set = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks

@@ -15,7 +15,7 @@ environment's MPI to the MPI whose mpicxx is on PATH. If both are missing, it in
 
 The program caches the wheel in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME), for environments with equal
 versions. Install apps/mnist_horovod/requirements.in into the environment first. The build needs a C++20 compiler and
-make, and downloads CMake. The build takes some minutes and 2.5 GB of memory.
+make, and downloads CMake. The build needs some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
     folder = CACHE / f"horovod-{VERSION}-{key}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the wheel, and then does not build it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for this wheel instead of building another
         if options.rebuild:
             shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -131,7 +131,7 @@ def find_mpi() -> Path:
 
 
 def mpi_version(mpi: Path) -> str:
-    """Return the output of ``mpirun --version``, which names the implementation and the version."""
+    """Return the output of ``mpirun --version``, which identifies the implementation and its version."""
     command = [str(mpi / "mpirun"), "--version"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -286,7 +286,7 @@ def is_installed(key: str) -> bool:
 
 
 def processors() -> int:
-    """Return the number of compilers to run, which is at most one per available processor and per 1.2 GB of memory."""
+    """Return the number of parallel compilers: at most one per available processor, and one per 1.2 GB of memory."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))

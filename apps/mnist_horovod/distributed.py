@@ -23,10 +23,10 @@ from torch import Tensor, nn
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's GPU if Horovod's build supports CUDA.
 
-    With "auto", rank 0 warns if the machine has GPUs that Horovod cannot use.
+    If ``requested`` is "auto" and Horovod cannot use the machine's GPUs, rank 0 logs a warning.
 
     Raises:
-        ConfigError: ``requested`` is "cuda", and GPUs or a Horovod with CUDA are missing.
+        ConfigError: ``requested`` is "cuda", and the machine has too few GPUs, or Horovod was built without CUDA.
     """
     gpus = torch.cuda.device_count()
     has_gpus = gpus >= (world.local_world_size or 1)
@@ -48,29 +48,30 @@ def backend(device: torch.device) -> str:
 
 
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
-    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
+    """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
     return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
 
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
-    """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher trains alone.
+    """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher is a job of one rank.
 
     Raises:
         ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
     """
-    # Collectives time out after the watchdog, because the watchdog can name the missing rank.
+    # Collectives time out after the watchdog, because only the watchdog can identify the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
-    # By default, Horovod fuses tensors that are ready at the same time. From 3 ranks on, a gradient's position in the
-    # fused buffer determines the order of its summation, so two runs would end with different bits. The app reduces all
-    # gradients of a step as one group in a fixed order, and this setting keeps other tensors out of the group.
+    # Horovod by default fuses tensors that are ready at the same time. A gradient's position in the fused buffer
+    # determines the order of its summation on 3 or more ranks, so two runs would end with different bits. The app
+    # reduces all gradients of a step as one group in a fixed order, and this setting keeps other tensors out of the
+    # group.
     os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"
     if transport == "mpi" and not hvd.mpi_built():
         raise ConfigError(NO_MPI)
-    # Without these variables, a Horovod with gloo and MPI uses MPI for control messages and tensors.
+    # A Horovod with gloo and MPI would use MPI for control messages and tensors without these variables.
     os.environ["HOROVOD_CONTROLLER"] = transport
     os.environ["HOROVOD_CPU_OPERATIONS"] = transport
-    # Without this variable, Open MPI busy-waits in Horovod's thread, which occupies a processor.
+    # Open MPI would busy-wait in Horovod's thread without this variable, and occupy a processor.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()  # collective
     size = hvd.size()
@@ -118,7 +119,7 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return ``optimizer``, or with --gradients optimizer an hvd.DistributedOptimizer with the same state.
+    """Return an hvd.DistributedOptimizer with the state of ``optimizer``, or ``optimizer`` if --gradients is group.
 
     Horovod's optimizer starts the all-reduce of each gradient during `backward`, and waits for the results in `step`.
     """
@@ -133,7 +134,7 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
 def all_reduce_gradients(model: nn.Module, options: Options) -> None:
     """Replace gradients by their sums over ranks, as one group in a fixed order, so that a resume has the same bits.
 
-    With --gradients optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
+    If --gradients is optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
     """
     if options.gradients == "optimizer":
         return

@@ -60,7 +60,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank."""
+    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -86,7 +86,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
@@ -102,29 +102,29 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device, model)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make dropout and all-reduces independent of the world size, and of when a run restarts.
+    # Make dropout and all-reduces independent of the world size and of restarts.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
     exact(model, sampler, timer=run.timer)
     optimizer = distributed.wrap(optimizer, model, options)  # a Horovod optimizer with --gradients optimizer
     reduction.time_phases(model, optimizer, run.timer)
     update = VirtualRanks(model, sampler).train_step if options.virtual_ranks else partial(train_step, options)
 
-    for images, labels in run.batches(loader):  # ends at the run's last step
+    for images, labels in run.batches(loader):  # the loop ends at the run's last step
         images = images.to(device)
         labels = labels.to(device)
         loss_sum = update(model, optimizer, sampler, images, labels)  # collective
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
         if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
-            actions = run.sync()  # collective: losses, stop requests, phase times
+            actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}
             if actions.evaluate:
                 evaluation = evaluate(run, model, eval_loader, eval_sampler)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
     metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def main() -> None:

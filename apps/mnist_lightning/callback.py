@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class RunCallback(pl.Callback):
-    """Report each step to the Run, and log, evaluate and save when the Run requests it."""
+    """Report each step to the Run. Log, evaluate and save when the Run requests these actions."""
 
     def __init__(self, run: Run, data: Data) -> None:
         self.run = run
@@ -36,7 +36,7 @@ class RunCallback(pl.Callback):
         fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # Lightning's loggers use this step number
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.stop_request.install()  # replaces Lightning's SIGTERM handler, which communicates at once
+        self.run.stop_request.install()  # replaces Lightning's SIGTERM handler, which communicates immediately
         ddp = trainer.strategy.model  # DDP, which wraps the module
         assert isinstance(ddp, DistributedDataParallel)
         if not self.data.sampler.virtual_ranks:
@@ -53,7 +53,7 @@ class RunCallback(pl.Callback):
         """Count an update, and start the actions that follow. ``outputs`` is the result of training_step."""
         self.actions = self.run.after_step(outputs["loss_sum"])
         if self.actions.sync:
-            self.actions = self.run.sync()  # collective: losses, stop requests, phase times
+            self.actions = self.run.sync()  # collective: exchange losses, stop requests and phase times
         # Lightning now validates if val_check_batch is 1. It also validates at the end of each loader.
         trainer.val_check_batch = 1 if self.actions.evaluate else math.inf
         if self.actions.log and not self.actions.evaluate:
@@ -92,7 +92,7 @@ class RunCallback(pl.Callback):
         self.run.monitor.beat()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Re-raise the exception, so that the process exits at once with the exit code of `log.run`.
+        """Re-raise the exception, so that the process exits immediately with the exit code of `log.run`.
 
         Lightning's own handling may wait for other ranks, and exits with 1 after Ctrl-C.
         """

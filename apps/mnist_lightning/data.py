@@ -23,7 +23,7 @@ EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 class Split(Dataset[tuple[Tensor, Tensor]]):
     """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
 
-    A `samestep.torch.DataLoader` reads whole batches from it.
+    A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> None:
@@ -46,7 +46,11 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
-    """Return the training and the test set. A missing or damaged file raises ConfigError."""
+    """Return the training set and the test set.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:

@@ -5,9 +5,9 @@
     python apps/mnist_lightning/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
-Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds more collectives: barriers when fit begins, and in each epoch a barrier and a sum
-of lengths for each loader. In each step, it adds a broadcast, by which rank 0 would announce a SIGTERM.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks, here and
+in callback.py. Lightning's Trainer adds more collectives: barriers at the start of fit, and a barrier and a sum of
+lengths for each loader in each epoch. It also adds a broadcast in each step, by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Digits(pl.LightningModule):
         tree: GradientTree | None,
     ) -> None:
         super().__init__()
-        self.model = exact(model, sampler)  # draws dropout masks by row of the global batch
+        self.model = exact(model, sampler)  # draws a dropout mask for each row of the global batch
         self.optimizer = optimizer
         self.sampler = sampler
         self.eval_sampler = eval_sampler
@@ -72,13 +72,13 @@ class Digits(pl.LightningModule):
         return scores
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer  # has the restored state
+        return self.optimizer  # this optimizer has the restored state
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
 
         The method scales the loss, so that DDP's average of the gradients is the gradient of the mean over the global
-        batch. With --virtual-ranks, a tree instead of DDP reduces the sub-shards' gradients, and "loss" is absent.
+        batch. If --virtual-ranks is set, a tree instead of DDP reduces the sub-shards' gradients, and "loss" is absent.
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
@@ -93,7 +93,7 @@ class Digits(pl.LightningModule):
         for images, labels in self.sampler.micro_batches(batch):
             assert self.sampler.micro_batch is not None
             loss_sum = F.nll_loss(self(images), labels, reduction="sum")
-            self.sampler.scale(loss_sum).backward()  # not manual_backward(), after which DDP would reduce
+            self.sampler.scale(loss_sum).backward()  # manual_backward() would make DDP reduce
             tree.add(self.sampler.micro_batch, loss_sum)
         loss = tree.all_reduce(self.sampler.step - 1)  # collective
         self.optimizers().step()  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ class Digits(pl.LightningModule):
         self.sums[block, 2] = len(labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Compute loss and accuracy over the whole test set. Each example counts once, on one rank."""
+        """Compute loss and accuracy over the test set. Each example counts once, on one rank."""
         dist.all_reduce(self.sums)  # collective
         loss_sum, correct, examples = self.sums.sum(dim=0).tolist()
         self.eval_metrics = {
@@ -174,7 +174,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)

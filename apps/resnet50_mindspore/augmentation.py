@@ -1,4 +1,4 @@
-"""Draw apps/resnet50_mindspore/augmentation.png, with six images as cropped and flipped in five epochs.
+"""Draw six images and their crops and flips in five epochs to apps/resnet50_mindspore/augmentation.png.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0          # makes .venvs/resnet50_mindspore
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/augmentation.py   # --dataset cifar10 for real images

@@ -1,10 +1,10 @@
 """Split the operators of a step over ranks by MindSpore (``--parallel semi-auto`` and ``auto``, experimental).
 
-Semi-automatic parallelization splits the batch and the weights of the last layer. In automatic parallelization
-(AUTO_PARALLEL), a search with a cost model splits all operators.
+Semi-automatic parallelization splits the batch and the weights of the last layer. Automatic parallelization
+(AUTO_PARALLEL) splits all operators by a search with a cost model.
 
-If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles whole weights for checkpoints,
-comparisons and evaluations. This module has not run on Ascend yet.
+If MindSpore splits a weight, each rank holds a part of the weight. `gather` assembles the parts for checkpoints,
+comparisons and evaluations. This module was never run on Ascend.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.C
     """Return ``network`` as a cell that MindSpore splits over ranks during compilation.
 
     Args:
-        network: a training step, or the forward pass for `Model`, which contains ``model``.
+        network: a training step, or the forward pass that `Model` needs. Both contain ``model``.
         model: the trained model.
         parallel: "semi-auto" or "auto".
-        world_size: number of ranks. With "semi-auto", it must divide the number of inputs of the last layer.
+        world_size: number of ranks, which must divide the number of inputs of the last layer for "semi-auto".
     """
     if parallel == "semi-auto":  # each rank multiplies its part of the features, and MindSpore sums the products
         model.fc.matmul.shard(((1, world_size), (1, world_size)))
@@ -52,13 +52,13 @@ def stand_alone() -> Iterator[None]:
 
 
 def record_layouts(network: nn.Cell) -> None:
-    """Store in each parameter of the compiled ``network`` its layout over ranks, or None if the parameter is whole."""
+    """Store the layout over ranks in each parameter of the compiled ``network``, or None if it is not split."""
     for parameter in network.get_parameters():
         parameter.layout = network.parameter_layout_dict.get(parameter.name)
 
 
 def whole(parameter: Parameter) -> NDArray[Any]:
-    """Return a whole parameter as an array. If MindSpore has split the parameter, the call is collective."""
+    """Return a parameter as one array. If MindSpore has split the parameter, all ranks must call this function."""
     part = np.array(parameter.asnumpy())
     layout = getattr(parameter, "layout", None)
     if layout is None or all(axis == -1 for axis in layout[1]):
@@ -67,12 +67,12 @@ def whole(parameter: Parameter) -> NDArray[Any]:
 
 
 def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int]) -> NDArray[Any]:
-    """Return the whole array from the equal parts of all ranks. Collective.
+    """Assemble an array from the equal parts of all ranks. All ranks must call this function.
 
     Args:
         part: this rank's part. All parts have the same shape and dtype.
         matrix: shape of MindSpore's grid of ranks, which is filled by rows.
-        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if the axis is whole.
+        tensor_map: for each axis of ``part``, the axis of the grid over which it is split, or -1 if it is not split.
             The last axis of the grid has the number 0. Ranks along a split axis hold consecutive parts.
     """
     parts = all_gather(part.ravel())  # collective

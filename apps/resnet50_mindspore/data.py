@@ -18,7 +18,8 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, sample_bits
 from samestep.step_timer import COMMUNICATION, INPUT
 
-# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
+# Mean and standard deviation of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue. The deviations are
+# means of the deviations within single images, as in most programs.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
 PADDING = 4  # width of the border around the image before cropping, in pixels
@@ -34,11 +35,11 @@ class Split:
     labels: NDArray[np.int32]
 
     def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
-        """Return this rank's shard of the global batch of each of ``steps``.
+        """Return this rank's shards of the global batches of ``steps``.
 
         Every shard has ceil(global batch / world size) rows, because MindSpore recompiles for another shape and does
-        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. With the other
-        weights, the mean of weight * loss, averaged over ranks, is the mean loss over the samples.
+        not support empty batches. Rows beyond the rank's samples repeat samples with weight 0. The weights of the
+        other rows make the mean of weight * loss, averaged over ranks, equal to the mean loss over the samples.
 
         Args:
             batches: this rank's shards of the global batches.
@@ -89,7 +90,7 @@ class Split:
 class Source:
     """An iterable of samples, with a length.
 
-    MindSpore needs the length for data sinking. Otherwise, it would read the whole dataset to count the samples.
+    MindSpore needs the length for data sinking. It would otherwise read the full dataset to count the samples.
 
     Attributes:
         make: function that returns a batch by its number.
@@ -117,7 +118,7 @@ def rows_per_rank(batches: GlobalBatches) -> int:
 
 
 def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
-    """Pad images, crop each image to its old size at random, and flip about half of the images.
+    """Pad images with zeros, crop each at a random position to the original size, and flip each with probability 1/2.
 
     An image's crop and flip depend only on (seed, epoch, index). They are the same on any rank and after a resume.
 
@@ -146,7 +147,7 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
 
 
 def _pipeline(source: Source, image_size: int) -> ds.Dataset:
-    """Return the batches of ``source``, whose images MindSpore's compiled transforms resize and normalize."""
+    """Return the batches of ``source`` with images that MindSpore's compiled transforms resize and normalize."""
     transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
     if image_size != 32:
         transforms.insert(0, vision.Resize((image_size, image_size)))
@@ -158,11 +159,11 @@ def _pipeline(source: Source, image_size: int) -> ds.Dataset:
 def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:
     """Run loops of --sink-size updates over ``shards``, and yield the last loss of each loop.
 
-    With ``sinks``, MindSpore sends the shards to the device in advance. The CPU does not support data sinking.
+    If ``sinks`` is true, MindSpore sends the shards to the device in advance. The CPU does not support data sinking.
     MindSpore reads the first batch when the first loop starts.
 
     Args:
-        run: the run.
+        run: run with the options, the monitor and the timer.
         train_step: cell that computes one update.
         shards: this rank's batches.
         sinks: whether to use data sinking.

@@ -30,7 +30,7 @@ def choose_device(requested: str) -> None:
     if requested == "ascend":
         ms.set_device("Ascend", int(os.environ.get("DEVICE_ID", "0")))
         return
-    # MindSpore's plain layout makes oneDNN use a slow reference convolution with AVX-512. With AVX2, oneDNN uses a
+    # MindSpore's plain layout makes oneDNN use a slow reference convolution with AVX-512. oneDNN with AVX2 uses a
     # matrix product, which is more than ten times faster.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     ms.set_device("CPU")
@@ -49,7 +49,7 @@ def backend(device: str) -> str:
 
 
 def run_metadata(device: str) -> dict[str, Any]:
-    """Return the facts, besides the options, on which a run's numbers depend, for the header of metrics.jsonl."""
+    """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     return {
         "mindspore": ms.__version__,
         "device": device if device == "ascend" else processor(),
@@ -59,7 +59,7 @@ def run_metadata(device: str) -> dict[str, Any]:
 
 
 def rendezvous(world: World, options: Options) -> None:
-    """Join the other ranks of msrun or of a rank table. A process without a launcher trains alone.
+    """Join the other ranks of msrun or of a rank table. A process without a launcher is a job of one rank.
 
     Raises:
         ConfigError: MindSpore does not support this launcher, or joined more or fewer ranks than the launcher started.
@@ -82,9 +82,9 @@ def rendezvous(world: World, options: Options) -> None:
 def serve(options: Options) -> NoReturn:
     """Run msrun's scheduler until the workers on this machine have ended, then end the process.
 
-    The workers connect through the scheduler, which does not train. The scheduler notices a killed worker only after
+    The workers connect through the scheduler, which does not train. The scheduler detects a killed worker only after
     40 s, and msrun waits for the scheduler. The scheduler also holds Python's global lock, so it runs in a child
-    process, which this process kills after the last worker.
+    process. This process kills the child after the last worker has ended.
     """
     _set_timeouts(options)
     scheduler = os.fork()
@@ -125,9 +125,9 @@ def _wait_for_workers(scheduler: int) -> bool:
 
 
 def _set_timeouts(options: Options) -> None:
-    """Set timeouts of MindSpore and HCCL above the watchdog's, because the watchdog can name the missing rank.
+    """Set timeouts of MindSpore and HCCL above the watchdog's, because the watchdog can identify the missing rank.
 
-    By default, MindSpore ends a job after 30 s without a message. On Ascend, HCCL ends a job after a rank has waited
+    MindSpore by default ends a job after 30 s without a message. HCCL on Ascend ends a job after a rank has waited
     600 s for a connection, or 1,836 s in a collective. Ranks connect after the compilation of their first graph.
     MindSpore sets HCCL_CONNECT_TIMEOUT to 600 at its import, and HCCL accepts 120 to 7,200 s
     (https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000074.html).
@@ -185,7 +185,7 @@ def _is_alone() -> bool:
 
 
 def summarize_error(message: str) -> str:
-    """Return the line of a MindSpore error message that names the cause.
+    """Return the line of a MindSpore error message that describes the cause.
 
     The function skips separator lines, and titles, which end with ":".
     """

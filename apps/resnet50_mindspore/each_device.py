@@ -7,12 +7,13 @@ its own folder: ``<run-dir>/device<device_id>``, or ``<run-dir>/server<k>/device
 servers. The folder contains env.log, train.log, and the files of Ascend's compiler. The first failure ends the other
 ranks.
 
-With ``--device=cpu``, the program starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The
-ranks connect through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. For
+``--device=cpu`` starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The ranks connect
+through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. If the table has
 several servers, set MASTER_ADDR and MASTER_PORT.
 
-The exit code is the exit code of the first failed rank, or 128 + the signal that killed it. After an error in the call
-or the table, the program prints one line and exits with 2. After a stop signal, it exits with 128 + the signal.
+The program exits with the exit code of the first failed rank, or with 128 + the number of the signal that killed this
+rank. It prints one line and exits with 2 after an error in the call or the table. It exits with 128 + the number of a
+stop signal after this signal.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def environment(placement: Placement, device: Device, folder: Path, more: Mappin
         folder: the rank's folder.
         more: variables of a rehearsal, or an empty dict.
     """
-    # Remove a launcher's variables for this process, from which a rank would read its place in the job.
+    # Remove the variables that a launcher set for this process, because a rank would read a wrong number from them.
     placed = env.launcher_variables()
     environ = {name: value for name, value in os.environ.items() if name not in placed}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
@@ -122,7 +123,7 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mappi
         run_dir: run dir of the job.
         more: result of `rehearsal`, or an empty dict.
     """
-    stopped: list[int] = []  # stop signals; the handler only records them, so that no started rank is forgotten
+    stopped: list[int] = []  # stop signals that the handler has recorded; `run` then ends every started rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
             signal.signal(number, lambda number, frame: stopped.append(number))
@@ -159,7 +160,7 @@ def _ended(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _report(device: Device, returncode: int, log: Path) -> int:
-    """Print the failed rank, and return its exit code, or 128 + the signal that killed it."""
+    """Print the failed rank, and return its exit code, or 128 + the number of the signal that killed it."""
     code = returncode
     if code < 0:
         code = 128 - code

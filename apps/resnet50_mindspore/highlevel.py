@@ -57,8 +57,8 @@ def fit(
 ) -> None:
     """Train all steps of ``run``.
 
-    LossMonitor, which --quiet disables, prints epoch 1 for all steps. With ``sinks``, LossMonitor counts each loop as
-    an epoch.
+    LossMonitor, which --quiet disables, prints epoch 1 for all steps. If ``sinks`` is true, LossMonitor counts each
+    loop as an epoch.
 
     Args:
         run: the run, with its steps and options.
@@ -66,7 +66,7 @@ def fit(
         optimizer: optimizer of the model in ``forward``.
         shards: this rank's batches, one per step from the run's first to its last.
         after_update: function that `fit` calls after each update.
-        sinks: send the shards to the device in advance, and run loops of --sink-size updates on the device.
+        sinks: whether to send the shards to the device in advance, and run loops of --sink-size updates there.
 
     Raises:
         RetryableError, NonRetryableError: a loss is NaN or infinite, as in `Run.log_metrics`.

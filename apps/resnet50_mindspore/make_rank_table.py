@@ -7,9 +7,9 @@
 A table lists each device of the job with its rank, its number within its server (device_id) and the address of its
 network card (device_ip). HCCL reads two forms: the older "group" with group_list, and "1.0" with server_list.
 
-The program needs Python 3.9 or later and the standard library only, because tables are written on servers before
-packages are installed. For an invalid input, it prints one line ``error: ...`` with the cause and the remedy, and exits
-with 2.
+The program needs only Python 3.9 or later and the standard library, because tables are written on servers before
+packages are installed. If the input is invalid, the program prints one line ``error: ...`` with the cause and the
+remedy, and exits with 2.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def check(table: Table, product: Product | None = None) -> list[str]:
         Warnings.
 
     Raises:
-        RankTableError: the table breaks a rule. The message names the first broken rule.
+        RankTableError: the table breaks a rule. The message describes the first broken rule.
     """
     warnings = _check_servers(table)
     _check_addresses(table)
@@ -187,7 +187,7 @@ def _check_servers(table: Table) -> list[str]:
         if re.fullmatch("[0-9.]+", name) and not _is_address(name):
             raise RankTableError(f"server_id {_q(name)} is not an IP address: correct it")
         if is_placeholder(name):
-            # HCCL only compares server_ids, so a table of one server may have any string.
+            # HCCL compares server_ids, but does not connect to them, so a table of one server may have any string.
             if len(table.servers()) != 1:
                 raise RankTableError(f"server_id {_q(name)} is a placeholder: write its real address")
             warnings.append(f"server_id {_q(name)} is a placeholder: write its real address before a merge")
@@ -259,7 +259,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        RankTableError: the file cannot be read, or has no JSON object with only strings as values.
+        RankTableError: the file cannot be read, or is not a JSON object with only strings as values.
     """
     try:
         text = path.read_text("utf-8-sig")
@@ -311,7 +311,7 @@ def parse(document: dict[str, Any]) -> Table:
     if grouped and "group_list" not in document:
         raise RankTableError("neither server_list nor group_list: write the table with make")
     status = Node(document).text("status")
-    # While the status differs, HCCL rereads the file each second, and gives up after 30 minutes.
+    # If the status differs, HCCL rereads the file each second, and gives up after 30 minutes.
     if status != "completed":
         raise RankTableError(f'status is {_q(status)}, so HCCL waits: write "completed" once the table is whole')
     if grouped:
@@ -634,9 +634,9 @@ def run_make(options: argparse.Namespace) -> None:
       make --server 10.0.0.1 --hccn-conf a.conf --server 10.0.0.2 --hccn-conf b.conf
       make --server 10.0.0.1 --devices 0,1 --device-ips 192.168.1.8,192.168.1.9 --form group
 
-    Give --device-ips or --hccn-conf once for each server, in their order. Without both options, the addresses come from
-    hccn_tool, or from /etc/hccn.conf if hccn_tool is missing. Ranks follow the order of servers and devices. One server
-    in form 1.0 needs no addresses (--device-ips none).
+    Give --device-ips or --hccn-conf once for each server, in the order of the servers. If both options are missing, the
+    addresses come from hccn_tool, or from /etc/hccn.conf if hccn_tool is missing too. Ranks are in the order of servers
+    and devices. One server in form 1.0 needs no addresses (--device-ips none).
     """
     ids = parse_devices(options.devices)
     servers = options.server
@@ -659,9 +659,9 @@ def run_make(options: argparse.Namespace) -> None:
 
 
 def run_merge(options: argparse.Namespace) -> None:
-    """Join tables into one, with new ranks in the order of the files. Copy the result to every server.
+    """Join tables into one, with new ranks in the order of the files. You must copy the result to every server.
 
-    With one table and --form, convert that table into the other form.
+    If only one table is given, the command converts it to --form.
     """
     devices: list[Device] = []
     header: dict[str, str] = {}
@@ -690,10 +690,10 @@ def run_merge(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Report for each table whether it is right. If not, print the broken rule and the remedy.
+    """Report whether each table is right. If a table is wrong, print the broken rule and the remedy.
 
-    A placeholder as server_id, such as 10.*.*.*, is an error in a table of several servers. For one server, it gives a
-    warning, because HCCL only compares server_ids.
+    A placeholder as server_id, such as 10.*.*.*, is an error in a table of several servers. A placeholder in a table of
+    one server gives a warning, because HCCL compares server_ids, but does not connect to them.
     """
     exit_code = 0
     for path in options.tables:

@@ -86,7 +86,7 @@ class ResNet(nn.Cell):  # type: ignore[misc]
 class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
     """Compute the cross entropy of logits [m, 10] and labels int32 [m], one value per row [m], in small operators.
 
-    Automatic parallelization can split these operators along any axis. The loss takes the logarithm of the sum of
+    Automatic parallelization can split these operators along any axis. The loss uses the logarithm of the sum of
     exponentials, because the logarithm of a quotient may be infinite.
     """
 

@@ -1,4 +1,4 @@
-"""Define the options of this app: the options that all apps share, and the app's own options.
+"""Define the options of this app, which extend the options that all apps share.
 
 The module uses only the standard library and samestep.
 """
@@ -34,13 +34,13 @@ ASCEND_DRIVER = Path("/dev/davinci_manager")  # exists if Ascend's driver is ins
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both variables
 FEATURES = {10: 512, 18: 512, 50: 2048}  # inputs of the last layer
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
-# Defaults of --image-size (pixels) and --first-step-timeout (seconds, long because Ascend's compiler takes minutes).
+# Defaults of --image-size (pixels) and --first-step-timeout (seconds, long because Ascend's compiler needs minutes).
 DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
 
 
 @dataclass
 class Options(CommonOptions):
-    """Hold the options of this app."""
+    """The options of this app, with their defaults, types and help texts."""
 
     global_batch_size: int = 32
     lr: float = lr_option("0.01", 0.01)
@@ -96,7 +96,7 @@ class Options(CommonOptions):
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
+    """Return the command-line parser of this app."""
     description = (
         "Train ResNet on CIFAR-10 with MindSpore: with --freeze-bn, every step is the same at any number of ranks. "
         "A killed run resumes."
@@ -130,7 +130,7 @@ def automatic_device() -> str:
     """Return the device of --device auto.
 
     Raises:
-        ConfigError: a variable names a rank table on a machine without Ascend.
+        ConfigError: a variable selects a rank table on a machine without Ascend.
     """
     if ASCEND_DRIVER.exists():
         return "ascend"
@@ -214,10 +214,10 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 
 def table_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the variable that names a rank table, or None.
+    """Return the environment variable that contains the path of a rank table, or None if both variables are unset.
 
     Raises:
-        ConfigError: the two variables name different tables.
+        ConfigError: the variables contain different paths.
     """
     given = [name for name in TABLE_VARIABLES if environ.get(name)]
     if len({os.path.abspath(environ[name]) for name in given}) > 1:

@@ -25,19 +25,19 @@ class Placement:
 
     table: Path  # absolute path
     devices: Sequence[Device]  # devices of this machine, in rank order
-    world_size: int  # number of devices in the whole table
+    world_size: int  # number of devices in the table
     node_rank: int  # this machine's number among the servers, which are in rank order
     node_count: int
 
     def folder(self, run_dir: Path, device: Device) -> Path:
-        """Return a device's folder. With several servers, the folder is in a folder of the device's server."""
+        """Return a device's folder, which lies in a folder of the device's server if the table has several servers."""
         if self.node_count > 1:
             run_dir = run_dir / f"server{self.node_rank}"
         return run_dir / f"device{device.device_id}"
 
 
 def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Placement:
-    """Return this machine's placement from the rank table that an environment variable names.
+    """Return this machine's placement from the rank table whose path is in an environment variable.
 
     Args:
         variable: name of the environment variable.
@@ -87,7 +87,7 @@ def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
     own = [is_own(server_id) for server_id in server_ids]
     certain = [i for i in range(count) if own[i]]
     unknown = [i for i in range(count) if own[i] is None]
-    if count == 1:  # HCCL only compares server_ids, so a single server may have any string
+    if count == 1:  # HCCL compares server_ids, so a single server may have any string
         certain += unknown
     possible = certain or unknown
     if not possible:

@@ -56,7 +56,7 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
     sizes = [len(batch) for batch in shuffled.batches]
     times = [int((seen == count).sum()) for count in (1, 2, 0)]
     counts = [len(sizes), shuffled.promised, sizes[0], sizes[-1], *times]
-    same = ["-"]  # the cell without an epoch in order
+    same = ["-"]  # the cell if the epoch in order is missing
     for one, other in zip(epochs, baseline):
         equal = sum(map(np.array_equal, one.batches, other.batches))
         same.append(f"{equal:,}")
@@ -65,7 +65,7 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
 
 
 def write_numbered(folder: Path) -> None:
-    """Write CIFAR-10's binary files with labels 0 to 9. Each image's first pixel is its number from 0 to 59,999."""
+    """Write CIFAR-10's binary files with labels 0 to 9. Each image's first pixel encodes its number, 0 to 59,999."""
     folder.mkdir()
     first = 0
     for name, count in zip(CIFAR_FILES, CIFAR_RECORDS["cifar10"]):

@@ -5,7 +5,7 @@
     python apps/resnet50_mindspore/train.py               # one process
 
 Every rank runs this file, and so does msrun's scheduler, through which the ranks connect. The comment "collective"
-marks each call in which a rank waits for the others:
+marks each call in which a rank waits for the other ranks:
 
 - the rendezvous, and the restore of a checkpoint;
 - the gradients at each step (in TrainStep, or in Model);
@@ -39,7 +39,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard
 
-EVAL_BATCH_SIZE = 64  # in examples; does not change the result
+EVAL_BATCH_SIZE = 64  # number of examples; the result does not depend on it
 
 
 def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
@@ -70,16 +70,16 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
 
 
 def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
-    """Return loss and accuracy over the whole test set. Each example counts once, on one rank.
+    """Return loss and accuracy over the test set. Each example counts once, on one rank.
 
     The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
 
     Args:
-        run: the run.
+        run: run with the options and the monitor.
         trained: the trained model.
-        model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. In that case, a second
-            model gets the whole weights.
-        test_set: the test set.
+        model: the model to evaluate, which is ``trained`` unless MindSpore splits its weights. A second model then gets
+            the assembled weights.
+        test_set: test set. Each rank evaluates a part of it.
     """
     if model is not trained:
         weights.load_model(model, weights.model_arrays(trained))  # collective
@@ -115,15 +115,15 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
 
 @dataclass
 class AfterUpdate:
-    """Log, evaluate and save after an update, if the run requests it.
+    """Log, evaluate or save after an update, if the action is due.
 
     Attributes:
-        run: the run.
+        run: run that determines the due actions.
         model: the trained model.
         evaluated: the model to evaluate, as `evaluate` describes.
         forward: the forward pass, which sums the losses in ``total``.
-        batches: the global batches.
-        test_set: the test set.
+        batches: global batches of the run.
+        test_set: test set for the evaluations.
     """
 
     run: Run
@@ -141,9 +141,9 @@ class AfterUpdate:
         if step == run.first_step:
             distributed.all_gather(np.zeros(1))  # collective: wait once until all ranks have compiled the step
         actions = run.after_step()  # counts the step and records progress; the loss stays on the device
-        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are from its end
+        if actions.sync and (step + 1) % options.sink_size == 0:  # all weights are from the loop's end
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
-            actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
+            actions = run.sync(loss_sum, running_loss)  # collective: exchange losses, stop requests and phase times
         if actions.log:
             self.forward.total.set_data(Tensor(0.0, ms.float32))
             evaluation: dict[str, Any] = {}
@@ -151,7 +151,7 @@ class AfterUpdate:
                 evaluation = evaluate(run, self.model, self.evaluated, self.test_set)  # collective
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
-            run.save()  # collective: average, compare; rank 0 writes
+            run.save()  # collective: average statistics, compare replicas, and write (rank 0)
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
         """Return this rank's share of the summed losses of the update ``step``, and since the last log line."""
@@ -176,7 +176,7 @@ def train(run: Run, options: Options) -> None:
         groups=partial(weights.groups, model, optimizer),
         names=("model", "optimizer", "buffers"),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
     train_set, test_set = load(options.dataset, options.data_dir)
     n = len(train_set.labels)
     check_steps(options, n, run.first_step)  # repeats the launch script's check, because other launchers do not check
@@ -204,7 +204,7 @@ def train(run: Run, options: Options) -> None:
         train_by_loop(run, forward, model, optimizer=optimizer, shards=shards, after_update=after_update)
 
     metrics = run.eval_metrics or evaluate(run, model, evaluated, test_set)  # collective
-    run.finish(metrics)  # collective: average, compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: average statistics, compare replicas, and write (rank 0)
 
 
 def train_by_model(

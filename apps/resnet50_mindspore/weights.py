@@ -8,7 +8,7 @@ buffers over ranks. Afterwards, each rank continues with its own buffers, so the
 of checkpoints.
 
 If MindSpore has split parameters over ranks (auto_parallel.py), the functions that return arrays are collective, and
-return whole arrays. Only a model with whole parameters can load these arrays.
+return the arrays of unsplit parameters. Only a model with unsplit parameters can load these arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", 
 def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
     """Return the arrays of a checkpoint, which are equal on all ranks.
 
-    "model" contains the averaged buffers, and "buffers" contains the buffers of each rank [world_size, k].
+    "model" contains weights and averaged buffers. "buffers" contains the buffers of each rank [world_size, k].
     """
     arrays, each = averaged(model)  # collective
     return {"model": arrays, "optimizer": optimizer_arrays(optimizer), "buffers": {"each": each}}
@@ -104,7 +104,10 @@ def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the running statistics averaged over ranks [k], and each rank's own [world_size, k]. Collective."""
+    """Return the running statistics averaged over ranks [k], and each rank's statistics [world_size, k].
+
+    All ranks must call this function.
+    """
     each = all_gather(buffers(model))  # collective
     return each.mean(axis=0, dtype=np.float64).astype(np.float32), each
 

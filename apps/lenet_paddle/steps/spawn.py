@@ -1,4 +1,4 @@
-"""Train LeNet on MNIST on several ranks, which it starts by `paddle.distributed.spawn`."""
+"""Train LeNet on MNIST on several ranks, which `paddle.distributed.spawn` starts."""
 
 import paddle
 import paddle.distributed as dist
