@@ -46,8 +46,9 @@ class VirtualRanks:
         self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
     ) -> Tensor:
         """Set ``.grad`` to the global batch's gradients. Return its summed loss on rank 0, and 0 on other ranks."""
+        module = model.module if isinstance(model, DistributedDataParallel) else model  # DDP has nothing to prepare
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
-            loss_sum = self.summed_loss(options, model, sub_images, sub_labels)
+            loss_sum = self.summed_loss(options, module, sub_images, sub_labels)
             sampler.scale(loss_sum).backward()
             assert sampler.micro_batch is not None
             self.tree.add(sampler.micro_batch, loss_sum)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from samestep.torch import GlobalBatchSampler, reduction
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class VirtualRanks:
@@ -26,9 +27,10 @@ class VirtualRanks:
     ) -> Tensor:
         """Update with this rank's sub-shards. Return the global batch's summed loss on rank 0, and 0 on other ranks."""
         step = sampler.step - 1  # number of earlier updates
+        module = model.module if isinstance(model, DistributedDataParallel) else model  # DDP has nothing to prepare
         optimizer.zero_grad()
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
-            loss_sum = F.nll_loss(model(sub_images), sub_labels, reduction="sum")
+            loss_sum = F.nll_loss(module(sub_images), sub_labels, reduction="sum")
             sampler.scale(loss_sum).backward()
             assert sampler.micro_batch is not None
             self.tree.add(sampler.micro_batch, loss_sum)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from kit_programs import run_ranks
 from samestep.torch import FixedRows, GlobalBatchSampler, exact, global_mean, global_sum
+from samestep.torch.dropout import MOST_BY_NUMPY, random_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,6 +56,16 @@ def test_masks_have_torchs_share_and_scale(kind: Any) -> None:
     assert torch.allclose(ours.unique(), theirs.unique())
     if kind not in (nn.Dropout, nn.AlphaDropout):
         assert torch.equal(ours, ours.flatten(2)[:, :, :1].view(200, 50, *[1] * (x.ndim - 2)).expand_as(ours))
+
+
+@pytest.mark.parametrize("key", [-(2**63), -1, 0, 12345678901234567, 2**63 - 1])
+def test_the_bits_of_a_position_do_not_depend_on_the_number_of_positions(key: int) -> None:
+    """Torch draws the bits of many positions, numpy the bits of few positions."""
+    cpu = torch.device("cpu")
+    many = random_bits(torch.tensor(key), 7, MOST_BY_NUMPY + 1, cpu)
+    for first, stop in ((0, 50), (1000, 1000), (MOST_BY_NUMPY - 9, MOST_BY_NUMPY + 1)):
+        few = random_bits(torch.tensor(key), 7 + first, stop - first, cpu)
+        assert torch.equal(few, many[first:stop])
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])

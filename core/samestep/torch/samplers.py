@@ -196,9 +196,9 @@ class GlobalBatchSampler(Sampler[Indices]):
         self._is_drawn = False
         self._is_counted = False
         self._has_received_last = False  # whether the loop has received the epoch's last batch in this process
-        self.micro_batch: tuple[int, int] | None = (
-            None  # (k, count) of the micro-batch that `micro_batches` yields, for `GradientTree.add`
-        )
+        # (k, count) and the rows of the micro-batch that `micro_batches` yields. `GradientTree.add` takes (k, count).
+        self.micro_batch: tuple[int, int] | None = None
+        self._micro_rows: Rows | None = None
 
     def __len__(self) -> int:
         """Return the number of batches per epoch."""
@@ -303,13 +303,15 @@ class GlobalBatchSampler(Sampler[Indices]):
         step = self._current_step()
         begin = 0
         for micro_batch in self.batches.micro_batches(step):
-            end = begin + len(self.batches.local_rows(step, micro_batch))
             self.micro_batch = micro_batch
+            self._micro_rows = self._rows_of(step, micro_batch)
+            end = begin + self._micro_rows.local
             self._seed_generators()
             try:
                 yield tree_map(_slicer(begin, end), batch)
             finally:
                 self.micro_batch = None
+                self._micro_rows = None
             begin = end
 
     def rows(self) -> Rows:
@@ -319,10 +321,15 @@ class GlobalBatchSampler(Sampler[Indices]):
             RuntimeError: the loop has received no batch, or a step has several micro-batches and the loop does not
                 iterate over `micro_batches`.
         """
+        if self._micro_rows is not None:
+            return self._micro_rows
         step = self._current_step()
-        if self._is_cut and self.micro_batch is None:
+        if self._is_cut:
             raise RuntimeError("a step has several micro-batches: iterate over sampler.micro_batches(batch)")
-        local = self.batches.local_rows(step, self.micro_batch or (0, 1))
+        return self._rows_of(step, (0, 1))
+
+    def _rows_of(self, step: int, micro_batch: tuple[int, int]) -> Rows:
+        local = self.batches.local_rows(step, micro_batch)
         return Rows(step, local.start, len(local), self.batches.size(step))
 
     def _current_step(self) -> int:

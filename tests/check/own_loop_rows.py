@@ -1,0 +1,63 @@
+"""Run `samestep check` before and after each change of docs/own_loop.md, and write the page's table of verdicts.
+
+    python tests/check/own_loop_rows.py [--show]
+
+With --show, the command only prints the table. It needs torch, and takes about 10 minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import tutorial
+from repository import REPOSITORY
+from walk import git
+
+PAGE = REPOSITORY / "docs" / "own_loop.md"
+CHECK = "samestep check --faults quick,checkpoint-damaged,other-n -- torchrun --standalone --nproc-per-node=2"
+COMMAND = f"{CHECK} docs/usual_loop.py --epochs 2 --out runs".split()
+HEAD = ["| after the section | rows that pass now |", "|---|---|"]
+TABLE = re.compile(rf"^{re.escape(HEAD[0])}\n.*?\n\n", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def verdicts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the section of each change, and the verdict of each row after the change; first an empty section."""
+    program = folder / "docs" / "usual_loop.py"
+    program.parent.mkdir()
+    program.write_bytes((REPOSITORY / "docs" / "usual_loop.py").read_bytes())
+    git(folder, "init", "--quiet")
+    sections = [("", ""), *SECTION.findall(PAGE.read_text())]
+    for section, change in sections:
+        if change:
+            git(folder, "apply", "-", given=change)
+        printed = tutorial.run(folder, COMMAND)
+        print(printed, file=sys.stderr, flush=True)
+        yield section, {row: verdict for row, (verdict, _) in tutorial.rows(printed).items()}
+
+
+def table() -> str:
+    """Return the table: for each change, the rows that pass after the change, and did not pass before it."""
+    lines = [*HEAD]
+    before: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for section, after in verdicts(Path(folder)):
+            changed = [row for row in after if after[row] == "passed" and before.get(row, "passed") != "passed"]
+            if section:
+                names = ", ".join(f"`{row}`" for row in changed) or "none"
+                lines.append(f"| {section} | {names} |")
+            before = after
+    left = [row for row, verdict in before.items() if verdict != "passed"]
+    assert not left, f"rows that do not pass at the end: {left}"
+    return "\n".join(lines) + "\n\n"
+
+
+if __name__ == "__main__":
+    made = table()
+    print(made, end="")
+    if sys.argv[1:] != ["--show"]:
+        PAGE.write_text(TABLE.sub(lambda _: made, PAGE.read_text()))
