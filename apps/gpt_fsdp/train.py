@@ -201,7 +201,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     app = Path(__file__).resolve().parent.name
-    run = Run(app, options, env.detect(), Watchdog(), storage=Shards())
+    run = Run(app, options, env.detect(), monitor=Watchdog(), storage=Shards())
     device = distributed.choose_device(options.device, run.world)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)

@@ -199,7 +199,7 @@ def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     app = Path(__file__).resolve().parent.name
-    run = Run(app, options, env.detect(), Watchdog())
+    run = Run(app, options, env.detect(), monitor=Watchdog())
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective

@@ -94,8 +94,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     sampler = GlobalBatchSampler(
         len(train_set), options.global_batch_size, rank, world_size, options.seed, virtual_ranks=options.virtual_ranks
     )
-    loader = DataLoader(choose_input(options.input, train_set), batch_sampler=sampler, seeded=False)
-    blocks = options.virtual_ranks or world_size
+    loader = DataLoader(choose_input(options.input, train_set), batch_sampler=sampler, seeded=False)  # no augmentation
+    blocks = options.virtual_ranks or world_size  # at least one block per rank
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
     metadata = distributed.run_metadata(device, model)
@@ -103,8 +103,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     # Make dropout and all-reduces independent of the world size and of restarts.
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
-    exact(ddp, sampler, timer=run.timer)
-    reduction.time_phases(model, optimizer, run.timer)
+    exact(ddp, sampler, timer=run.timer)  # in place; after DDP, before torch.compile
+    reduction.time_phases(model, optimizer, run.timer)  # for reports of slow ranks
     update = VirtualRanks(ddp, sampler).train_step if options.virtual_ranks else train_step
 
     for images, labels in run.batches(loader):  # the loop ends at the run's last step
@@ -121,14 +121,14 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             run.log_metrics(evaluation)
         if actions.save:  # also after a stop request; save() then raises Stopped
             run.save()  # collective: compare replicas, and write the checkpoint (rank 0)
-    metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective
+    metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective, on all ranks or none
     run.finish(metrics)  # collective: compare replicas, and write the weights (rank 0)
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
     app = Path(__file__).resolve().parent.name
-    run = Run(app, options, env.detect(), Watchdog(), datasets.resolve)
+    run = Run(app, options, env.detect(), monitor=Watchdog(), resolve_dataset=datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout, options.backend)  # collective

@@ -202,7 +202,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     app = Path(__file__).resolve().parent.name
-    run = Run(app, options, env.detect(), Watchdog(), datasets.resolve)
+    run = Run(app, options, env.detect(), monitor=Watchdog(), resolve_dataset=datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
