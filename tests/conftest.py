@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     check_paths(config)
     config.pluginmanager.register(Interrupts(config))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's "&" ignores SIGINT, and a started job would too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(100_000, 50, 100)  # with higher thresholds, garbage of passed tests would hold open files
     for mark in (
         "soak: not in the matrix; runs with --soak or --every-case",

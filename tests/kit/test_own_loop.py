@@ -66,7 +66,8 @@ class Group:
 
 
 def losses(text: str) -> list[tuple[int, int, float]]:
-    return [(int(e), int(s), float(x)) for e, s, x in re.findall(r"epoch (\d+) step (\d+) loss (\S+)", text)]
+    """Return (epoch, step, loss) of each line. A message of another rank may follow the loss without a line break."""
+    return [(int(e), int(s), float(x)) for e, s, x in re.findall(r"epoch (\d+) step (\d+) loss ([^\s\[]+)", text)]
 
 
 def evaluations(text: str) -> list[str]:
