@@ -244,7 +244,8 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
     Args:
         calls: recorded calls of a run, in order.
-        times: time at which the fastest rank had finished each step, in order.
+        times: for each step, the time at which the fastest rank finished it, in seconds since 1970 as in
+            `Recorded.time`.
     """
     groups = _groups(calls, times)
     middle = [group for group in groups if group.done < len(times)] or groups

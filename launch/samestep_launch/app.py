@@ -331,7 +331,7 @@ def _app_options(root: Path, app: str) -> Any:
     The file may import the standard library, samestep and modules in the file's folder.
 
     Raises:
-        ConfigError: the app is unknown, imports a removed module, or has no HOOKS.
+        ConfigError: the app is unknown, or its options.py has no HOOKS.
     """
     path = root / "apps" / app / "options.py"
     spec = importlib.util.spec_from_file_location("app_options", path)

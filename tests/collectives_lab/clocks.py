@@ -1,4 +1,4 @@
-"""Run the programs for ranks on one simulated GPU rank, and report the clock readings that were too early.
+"""Run primitives, aggregate and straggler on one rank with a simulated GPU, and report too early clock readings.
 
     clocks.py RUN_DIR
 

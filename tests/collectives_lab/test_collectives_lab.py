@@ -615,7 +615,10 @@ REDUCE = 2e-10  # LATENCY is in seconds, BYTE in seconds per byte, REDUCE in sec
 
 
 def measurements(noise: float = 0.0) -> dict[str, Any]:
-    """Return a result of the program primitives on 2 ranks whose times are the formulas' times 1 ± ``noise``."""
+    """Return a fake result of ``primitives`` on 2 ranks.
+
+    Each duration is the formula's value, multiplied by 1 + ``noise`` or 1 - ``noise`` in turn.
+    """
     timings = []
     for index, count in enumerate(2**k for k in range(10, 28, 2)):
         factor = 1 + noise * (-1) ** index

@@ -44,5 +44,5 @@ def test_a_process_of_the_job_is_found_whatever_else_its_document_has() -> None:
             JobInfo(job=IDLE, launcher=this_launcher(), name="mine"),
         ):
             stack.enter_context(sleeping(other))
-        processes = JobProcesses("mine")  # existing children of this process do not belong to the job
+        processes = JobProcesses("mine")  # existing children belong to the job only by their job info
         assert processes.find() == sorted([same, member])

@@ -439,7 +439,10 @@ def rank_of(name: str) -> int:
 
 
 def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
-    """Return, for each array, [dtype, shape of the full array, the piece that this rank writes or None]."""
+    """Return {name: [dtype, shape of the full array, part]}.
+
+    The part is [offset, shape] of the values that this rank writes; None if the rank writes no values of the array.
+    """
     described = {}
     for name, shard in shards.items():
         piece = [shard.offset, shard.values.shape] if shard.values.size and not shard.copy else None
