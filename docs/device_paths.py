@@ -35,7 +35,7 @@ ENGLISH_STATUS = (
     "The default tests run on CPU. ",
     " No app ran on Ascend ",
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
-    "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed, {failed} failed.",
+    "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed; {failed}{left} did not run.",
 )
 # For each page: the phrases before and after the status, and two texts of the status. The second text applies if a row
 # with several ranks has passed.
@@ -43,12 +43,14 @@ STATUS = {
     "README.md": ENGLISH_STATUS,
     "docs/which_app.md": ENGLISH_STATUS,
     "README.zh.md": (
-        "所有测试都在 CPU 上运行。",
+        "默认的测试只在 CPU 上运行。",
         "目前还没有任何应用在昇腾（Ascend）上跑过",
         "在一块 NVIDIA GPU 上，{rows} 项检查通过 {passed} 项，多个 rank 的 NCCL 尚未运行过。",
-        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项，失败 {failed} 项。",
+        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项，{failed}{left} 项未运行。",
     ),
 }
+FAILED = "{} failed, "
+FAILED_ZH = "失败 {} 项，"
 HEAD = """\
 # Devices
 
@@ -199,9 +201,11 @@ def pages_with_status(results: Mapping[str, Any]) -> dict[Path, str]:
     outcomes = [outcome for row, outcome in outcomes_of(results).items() if row in ROWS]
     passed = outcomes.count(PASSED)
     failed = outcomes.count("failed")
+    left = len(ROWS) - passed - failed
     for name, (before, after, one, several) in STATUS.items():
         claim = several if several_ranks_passed(results) else one
-        claim = claim.format(passed=passed, rows=len(ROWS), failed=failed)
+        words = FAILED_ZH if name.endswith(".zh.md") else FAILED
+        claim = claim.format(passed=passed, rows=len(ROWS), failed=words.format(failed) if failed else "", left=left)
         text = (ROOT / name).read_text()
         lines = [re.escape(phrase).replace(r"\ ", r"\s") for phrase in (before, after)]
         found = re.search(rf"{lines[0]}(.*?){lines[1]}", text, re.DOTALL)
