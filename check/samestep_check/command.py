@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from samestep.options import Options, Parser, bounded_float, bounded_int, second
 from samestep.stop import STOP_SIGNALS, Stopped
 from samestep.untrusted import MAX_LINE, open_closed_streams, printable, shown
 
+from samestep_check import cleanup
 from samestep_check.results import VERDICTS, Result, as_json, failed_rows, junit, page, table
 from samestep_check.rows import QUICK, ROWS
 from samestep_check.runner import CHECKPOINT, LOSS, ScriptRunner
@@ -226,8 +226,7 @@ def check(
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.
     """
-    with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
-        folder = Path(options.keep or temporary).resolve()
+    with cleanup.folder_for(options.keep) as folder:
         runner = ScriptRunner(options, command, folder)
         if options.keep:
             make_kept(options.keep)
