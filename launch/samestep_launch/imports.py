@@ -18,7 +18,7 @@ NEEDED = ("numpy", "safetensors")  # packages that samestep itself imports
 
 
 def check_imports(names: Sequence[str] = NEEDED) -> None:
-    """Import packages.
+    """Import the packages ``names``.
 
     Raises:
         ConfigError: an import failed; the message has the cause and the remedy.

@@ -78,7 +78,7 @@ def _read(path: Path) -> str:
 
 
 def interface_of(address: str | None) -> str | None:
-    """Return the name of the network interface that has this IPv4 address; None if no interface has it."""
+    """Return the name of the network interface with this IPv4 address; None if no interface has the address."""
     if address is None:
         return None
     if address.startswith("127."):

@@ -218,7 +218,7 @@ def _names(group: Sequence[RankState]) -> list[str]:
 
 
 def _description(state: RankState, all_threads: bool) -> Iterator[str]:
-    """Yield a rank's collective and calls, which are equal for ranks at the same location."""
+    """Yield lines about a rank's collective, trouble and calls, which are equal for ranks at the same location."""
     collective = state.get("collective")
     if collective:
         yield f"{'in' if collective['pending'] else 'last collective:'} {collective['name']}"

@@ -26,7 +26,7 @@ MAX_TAGS = 100  # MLflow's maximum number of tags or parameters in one request
 
 
 class MLflow:
-    """A tracker that creates one MLflow run with the first step, and logs to this run.
+    """A tracker that finds or creates one MLflow run before the first logged step, and logs to this run.
 
     The logged times are computed from the lines, so that a repeated request changes nothing.
     """

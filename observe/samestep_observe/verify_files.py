@@ -96,9 +96,9 @@ def read_lines(content: bytes) -> tuple[list[Line], list[str]]:
 
 
 def order_problems(lines: list[Line]) -> Iterator[str]:
-    """Yield the problems in the order of lines.
+    """Yield a text for each line at a wrong place, from the first line to the last.
 
-    The first line must be a header, steps must ascend, and a resume must not precede the previous line's step.
+    The first line must be a header, steps must ascend, and a resume must not begin before the previous line's step.
     """
     if not lines or "step" in lines[0].values or "resumed" in lines[0].values:
         yield "its first line is no header"

@@ -145,7 +145,7 @@ def _alternate_screen() -> Iterator[None]:
 
 
 def _size() -> tuple[int, int]:
-    """Return the terminal's current columns and lines.
+    """Return the terminal's current columns and lines; DEFAULT_SIZE without a terminal.
 
     The function ignores the variables COLUMNS and LINES, because they may be out of date.
     """
@@ -179,7 +179,8 @@ class View:
         self._log = run_reader.EventLog(run_dir)
         self._result: dict[str, Any] = {}
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._changed: dict[int, tuple[float, float]] = {}  # by rank: time of the heartbeat, and of its first reading
+        # The time in each rank's last heartbeat, and the monotonic time at which this object first read the heartbeat.
+        self._changed: dict[int, tuple[float, float]] = {}
         self._updates = 0
         self._gone_since: float | None = None
         self._state = State("new", "")
@@ -240,7 +241,7 @@ class View:
         return [first, *rest]
 
     def frame(self, columns: int, lines: int) -> list[str]:
-        """Return at most ``lines`` lines of at most ``columns`` characters."""
+        """Return at least one and at most ``lines`` - 1 lines, each of at most ``columns`` characters."""
         app = run_reader.app_of(self._metrics.header, self._result)
         name = f"{app}  {self.run_dir}" if app else str(self.run_dir)  # before the first step, no file has the app
         shown = [self._state.text, name]
