@@ -170,7 +170,7 @@ def _record_contexts() -> list[ProcessContext]:
 
 
 def _report_signals(failed: ChildFailedError, context: ProcessContext) -> None:
-    """Print each rank that a signal ended.
+    """Print rank, process id and signal of each rank of this machine that a signal ended.
 
     The agent itself reports only one rank, which may be a rank that lost its connection to the killed rank.
     """

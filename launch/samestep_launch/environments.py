@@ -527,7 +527,7 @@ def _first_build(locks: Sequence[str]) -> str:
 
 
 def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
-    """Return the versions of a package, with their labels, that have a wheel for this Python."""
+    """Return the versions, including local labels, of a package's wheels for this Python; [] if none is found."""
     command = [python, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *options]
     with _start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as step:
         output, errors = step.communicate()

@@ -114,7 +114,11 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
 
 
 def _check_one_machine(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a variable numbers this machine, but no variable gives the number of machines."""
+    """Check that no variable numbers this machine, because no variable gives the number of machines.
+
+    Raises:
+        ConfigError: RANK is set, or another variable gives this machine a number other than 0.
+    """
     if environ.get("RANK"):
         raise ConfigError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
     name, text = env.first_set(environ, env.MACHINE_INDEX)
@@ -647,7 +651,7 @@ def attempt(
         rendezvous: values that the machines share; None without a preflight.
 
     Raises:
-        Stopped: a signal arrived, and all processes of the job have ended.
+        Stopped: a signal arrived, and the job was stopped.
     """
     state.name = plan.get("job") or uuid.uuid4().hex
     logs = job.options.run_dir / "log"

@@ -32,10 +32,10 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    A process belongs to the start in three cases: its environment contains the start's name, it became a child of this
-    process after the creation of this object, or it descends from such a process. An idle fork server belongs to no
-    start. Use the object as a context manager. Inside the context, this process adopts each descendant whose parent
-    ends, so that `find` returns the descendant.
+    A process belongs to the start if its environment contains the start's name, or if it became a child of this process
+    after the creation of this object. Descendants of such processes belong to the start, too. An idle fork server
+    belongs to no start. Use the object as a context manager. Inside the context, this process adopts each descendant
+    whose parent ends, so that `find` returns the descendant.
     """
 
     def __init__(self, job: str) -> None:
@@ -66,9 +66,9 @@ class JobProcesses:
     def ranks(self, program: Path) -> list[int]:
         """Return the process ids of the ranks, found by the variables that launchers set for ranks.
 
-        The children of a rank, and a shell that starts the rank, may have the same variables. Among the processes with
-        the variables of one rank, the method returns the outermost process whose command has the word ``program``. If
-        no command has this word, the method returns the outermost process.
+        The children of a rank, and a shell that starts the rank, may have the same variables. For each rank, the method
+        returns the outermost process whose command has the word ``program``. If no command has this word, the method
+        returns the outermost process with the rank's variables.
 
         Args:
             program: path of the program that the ranks run.

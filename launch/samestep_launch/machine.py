@@ -1,4 +1,4 @@
-"""Find the processors and network interfaces of this machine that a job may use.
+"""Find the processors that a job may use, and the network interfaces of this machine.
 
 This module imports no third-party package.
 """

@@ -34,8 +34,8 @@ SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal t
 class StderrForwarder:
     """A forwarder that copies a pipe to the log, and parts of the pipe's content to the console.
 
-    The log gets all bytes immediately. The console shows equal error lines and equal warning lines only once, and other
-    lines only while ``shows`` returns True. A carriage return also ends a line. The console shows only the first
+    The log gets all bytes immediately. The console shows error and warning lines without repetitions, and other lines
+    only while ``shows`` returns True. A carriage return also ends a line. The console shows only the first
     `MAX_SHOWN` bytes of a line.
 
     If a rank is killed, the other ranks lose their connections. After the first error, the console therefore omits

@@ -131,7 +131,7 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
         stdout: file descriptor of the launcher's standard output.
         stderr: file descriptor of the launcher's standard error.
     """
-    # The launcher runs in a new session, because Ctrl-C would end the launcher before its ranks have saved.
+    # The launcher runs in a new session, because Ctrl-C would otherwise end the launcher before its ranks save.
     null = subprocess.DEVNULL
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 

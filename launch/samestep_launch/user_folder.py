@@ -50,7 +50,7 @@ def user_folder(base: Path) -> Path | None:
 
 @contextlib.contextmanager
 def reserved_port(given: int | None) -> Iterator[int]:
-    """Yield ``given``, or a free port that a file lock reserves until the context ends.
+    """Yield ``given`` if it is set; otherwise yield a free port that a file lock reserves until the context ends.
 
     Raises:
         NonRetryableError: none of `PORT_TRIES` random ports is free.
@@ -125,7 +125,11 @@ def port_is_free(port: int) -> bool:
 
 
 def check_loopback(address: str = "127.0.0.1") -> None:
-    """Raise NonRetryableError if this machine cannot connect to itself, as the ranks of one machine must."""
+    """Check that this machine can connect to ``address``, by which its ranks connect to each other.
+
+    Raises:
+        NonRetryableError: the connection failed.
+    """
     try:
         with socket.socket() as listener:
             listener.bind((address, 0))

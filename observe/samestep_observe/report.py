@@ -4,8 +4,8 @@
 
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,
-differences from the first run, events, different options, versions and
-machines. The page lists missing and damaged files.
+differences from the first run, events, and the options, versions and machines
+that differ. The page lists missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
 With --png, the command also writes a picture of the plots, by matplotlib.
@@ -173,7 +173,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
     """Return a curve of at most MAX_POINTS points.
 
-    A longer curve is divided into equal sections. The result has the first and the last point of the curve, and the
+    A longer curve is divided into sections. The result has the first and the last point of the curve, and the
     minimum and the maximum of each section.
 
     Args:

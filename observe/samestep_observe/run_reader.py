@@ -24,7 +24,7 @@ from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 from samestep.untrusted import open_to_read
 
-RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has at least one of these
+RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # files by which `newest` finds run dirs
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged

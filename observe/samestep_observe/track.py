@@ -83,7 +83,7 @@ SETTINGS = {
 
 
 class BatchReader:
-    """A reader of a growing ``metrics.jsonl``. If a resume replaces the file, reading restarts at its first line."""
+    """A reader of a growing ``metrics.jsonl``. If a resume replaces the file, reading restarts at line 1."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

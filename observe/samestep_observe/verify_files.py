@@ -267,7 +267,11 @@ def _is_between_losses(run: RecordedRun, step: int, mean: float) -> bool:
 
 
 def check_result(run: RecordedRun) -> Iterator[Finding]:
-    """Check the result against the run's options, the last line of metrics.jsonl and the weights."""
+    """Check the result and the final weights.
+
+    The result must match the options, the last step and the last evaluation. The weights must match the result and the
+    last checkpoint.
+    """
     if not run.result:
         if (run.folder / RESULT).exists():
             yield Finding(RESULT, "a result", "it is damaged")

@@ -28,7 +28,7 @@ class Probe:
     """The state of the probes in this process.
 
     Attributes:
-        run: the rank's `samestep.run.Run`; None before it has started.
+        run: the rank's `samestep.run.Run`; None before the end of `Run.start`.
         frameworks: the `Framework` of each framework that the program has imported.
         unseen: the first error of each hook, by the hook's name.
     """
