@@ -1,6 +1,6 @@
 """Import the packages that this process and its ranks need, and explain a failed import.
 
-This module itself needs no third-party package.
+Importing this module needs no third-party package.
 """
 
 from __future__ import annotations

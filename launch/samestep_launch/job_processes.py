@@ -32,10 +32,10 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    A process belongs to the start if its environment contains the start's name, or if it became a child of this process
-    after the creation of this object. Descendants of such processes belong to the start, too. An idle fork server
-    belongs to no start. Use the object as a context manager. Inside the context, this process adopts each descendant
-    whose parent ends, so that `find` returns the descendant.
+    A process belongs to the start if its environment contains the start's name. A process also belongs to the start if
+    it became a child of this process after the creation of this object. Descendants of these processes belong to the
+    start, too. An idle fork server belongs to no start. Use the object as a context manager. Inside the context, this
+    process adopts each descendant whose parent ends, so that `find` returns the descendant.
     """
 
     def __init__(self, job: str) -> None:

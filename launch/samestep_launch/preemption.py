@@ -183,7 +183,7 @@ def notice_file(source: str) -> Path | None:
 
 
 def metadata_url(environ: Mapping[str, str]) -> str:
-    """Return the metadata service's address.
+    """Return the metadata service's address: SAMESTEP_METADATA_URL, or `URL` by default.
 
     Raises:
         ConfigError: SAMESTEP_METADATA_URL has neither the form http://HOST nor http://HOST:PORT.

@@ -149,7 +149,7 @@ class Rendezvous:
 
 
 def digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Return the first 16 digits of each file's SHA-256, by the file's path relative to ``root``.
+    """Return the first 16 hexadecimal digits of each file's SHA-256, by the file's path relative to ``root``.
 
     A file outside ``root`` is listed by the last two components of its path.
     """
@@ -758,7 +758,10 @@ class _Host:
         return node.machine
 
     def _close_peers(self) -> None:
-        """Close each connection after its peer, because the kernel keeps the port of the side that closes first."""
+        """Let each peer close its connection first, because the kernel reserves the port of the side that closes first.
+
+        After 2 seconds, the method closes the other connections.
+        """
         leaving = {connection for _, connection in self._peers.values() if not connection.ended}
         deadline = time.monotonic() + 2.0
         while leaving and time.monotonic() < deadline:

@@ -64,7 +64,7 @@ class StderrForwarder:
         self._show = show
         self._line = b""  # the unfinished line, truncated to MAX_SHOWN bytes
         self._is_cut = False
-        self._shown_bytes = 0  # bytes of the unfinished line that the console shows
+        self._shown_bytes = 0  # number of bytes of the unfinished line that the console shows
         self._messages: set[bytes] = set()
         self._has_error = False
         self._lost_connection = b""  # the first framework exception about a lost connection

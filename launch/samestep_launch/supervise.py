@@ -296,7 +296,7 @@ class HeartbeatWatch:
         self._is_done = False
         # Each file's state, and the time on the clock `time.monotonic` at which this object first read the state.
         self._changes: dict[Path, tuple[object, float]] = {}
-        self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
+        self._ranks: dict[Path, dict[str, Any]] = {}  # last heartbeat of each rank of this start on this machine
         self._elsewhere: set[Path] = set()
         self._begun = time.monotonic()
         self._checked = self._begun
@@ -485,7 +485,7 @@ class _Stopping:
 
 
 def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
-    """Yield the valid heartbeats that the job's ranks have written to ``logs``."""
+    """Yield the valid heartbeats in ``logs`` that ranks of the start ``job`` have written."""
     for path in logs.glob("alive-*"):
         beat = _heartbeat(path, job)
         if beat:
@@ -493,7 +493,7 @@ def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
 
 
 def _heartbeat(path: Path, job: str) -> dict[str, Any]:
-    """Return the heartbeat in a file; {} if the file is invalid or belongs to another job."""
+    """Return the heartbeat in a file; {} if the file is invalid or belongs to another start than ``job``."""
     beat = {"host": "", "pid": 0, "rank": 0, "step": 0, "updates": 0, **untrusted.read_object(path)}
     try:
         untrusted.check(beat, HEARTBEAT)

@@ -189,8 +189,8 @@ def copy_start(plan: Plan, run_dir: Path) -> None:
 def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]:
     """Return the first words of the command that starts the run's program.
 
-    For safety, these words never contain a path from the run dir's files: the program is ``program``, or the launch
-    script that `find_script` returns for the run's app.
+    For safety, these words never contain a path from the run dir's files. Without ``program``, the command starts the
+    launch script that `find_script` returns for the run's app.
 
     Args:
         plan: the steps to run again.

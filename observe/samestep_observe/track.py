@@ -170,7 +170,7 @@ class TrackerThread(threading.Thread):
     """A thread that updates one tracker until the event ``ended`` is set, and then once more.
 
     Attributes:
-        problem: the reason for missing lines; None if no lines are missing.
+        problem: the error of the last attempt; None if this attempt succeeded.
         done: whether the thread has ended without a problem.
     """
 

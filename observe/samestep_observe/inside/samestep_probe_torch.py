@@ -266,8 +266,8 @@ def _parameters(optimizer: Any) -> list[Any]:
 def _describe(parameter: Any) -> dict[str, Any]:
     """Return the record of a parameter with a gradient.
 
-    The record has the parameter's shape, the squared norms of this rank's part of weight, gradient and update, and
-    ``share``, the factor of these norms in the sum over all ranks.
+    The record has the parameter's shape, and the squared norms of this rank's part of weight, gradient and update.
+    ``share`` is the factor of these norms in the sum over all ranks.
     """
     weight, gradient = seen.before[id(parameter)]
     after = _local(parameter.detach())
