@@ -164,7 +164,7 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
 
 
 def control_socket() -> socket.socket | None:
-    """Return the socket to the launch script, and remove it from `JobInfo`; None without a fork server."""
+    """Return the socket to the launch script, and remove its descriptor from os.environ; None without a fork server."""
     info = JobInfo.from_environ(os.environ)
     if info.control is None:
         return None

@@ -3,7 +3,7 @@
 A thread of the launch script polls the machine's metadata service, or a file, every `POLL_SECONDS` seconds. After a
 notice, the job stops as it does after TERM. An error of the service never stops a job.
 
-The metadata services have a link-local address, which only this machine can reach. Their documentation:
+The metadata services have a link-local address, which only this machine can reach. These pages describe them:
 
 - AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, with IMDSv2's tokens
 - Google Cloud: https://cloud.google.com/compute/docs/instances/create-use-preemptible

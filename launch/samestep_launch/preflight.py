@@ -402,7 +402,7 @@ class JsonConnection:
         self._connection = connection
         self._secret = secret
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # HMAC keys for sent and received lines; None before the nonces
+        self._keys: tuple[bytes, bytes] | None = None  # HMAC keys for sent and received lines; None without nonces
         self._counts = [0, 0]  # numbers of lines with an HMAC: sent, received
         self._sending = threading.Lock()
         self.here = _plain(connection.getsockname()[0])

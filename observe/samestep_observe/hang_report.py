@@ -4,7 +4,7 @@
 
 The command prints the diagnosis of the newest hang in a run dir. Then it prints
 each rank's host, process, step, collective and stack of the main thread, the
-innermost call first. It prints a stack that several ranks share only once, and
+innermost call first. It prints ranks at the same location as one group, and
 lists the ranks without a file in the folder.
 
 Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
