@@ -308,10 +308,10 @@ def _examples(app: App, calls: Sequence[str]) -> str:
 
 
 def _ranks_per_node(app: App, arguments: list[str]) -> tuple[int, list[str]]:
-    """Return N and the remaining arguments.
+    """Return N, from the first argument or else from the environment, and the remaining arguments.
 
     Raises:
-        ConfigError: N is missing or out of range.
+        ConfigError: N is missing, malformed or out of range.
     """
     usage = app.usage
     has_n = bool(arguments) and not arguments[0].startswith("--") and arguments[0] not in app.hooks.commands
@@ -341,7 +341,8 @@ def _app_options(root: Path, app: str) -> Any:
         if near:
             raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
         raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
-    sys.path.append(str(path.parent))  # at the end, because a file of the app may have the name of a library's module
+    # The app's folder comes last, because a file of the app may have the name of a library's module.
+    sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses search sys.modules for the module of a class
     spec.loader.exec_module(module)
@@ -351,7 +352,11 @@ def _app_options(root: Path, app: str) -> Any:
 
 
 def check_share_gpu(options: Options, machines: int) -> None:
-    """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
+    """Check that --share-gpu can work here.
+
+    Raises:
+        ConfigError: the job has several machines, or PYTHON is not set and this machine lacks an NVIDIA driver.
+    """
     if not options.share_gpu:
         return
     if machines > 1:  # with --share-gpu, ranks communicate over the loopback interface
@@ -361,7 +366,11 @@ def check_share_gpu(options: Options, machines: int) -> None:
 
 
 def check_notice(options: Options) -> None:
-    """Raise ConfigError if the file of --preemption-notice or the metadata service's address is invalid."""
+    """Check the value of --preemption-notice and the address of the metadata service.
+
+    Raises:
+        ConfigError: the address is invalid, or the file of ``file:PATH`` is unreadable or not in an existing folder.
+    """
     source = options.preemption_notice
     if source is None:
         return
@@ -399,7 +408,7 @@ def _check_old_modules(folder: Path) -> None:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line number and the full name of each module that a file imports, and of each name from a module."""
+    """Yield the line number and the full name of each absolute import, such as (3, "os.path")."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for each in node.names:
@@ -410,7 +419,11 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _check_paths(options: Options) -> None:
-    """Raise ConfigError if --data-dir or --run-dir is a file, or --init-from is not a safetensors file."""
+    """Check the values of --run-dir, --data-dir and --init-from.
+
+    Raises:
+        ConfigError: --run-dir or --data-dir exists but is not a directory, or --init-from is not a safetensors file.
+    """
     check_run_dir(options.run_dir)
     if options.offers("data_dir"):
         _check_directory("--data-dir", options.data_dir)
@@ -433,7 +446,11 @@ def _check_weights(path: Path) -> None:
 
 
 def check_run_dir(path: Path | None) -> None:
-    """Raise ConfigError if ``path`` cannot be a run dir. None means a new run dir in the working directory."""
+    """Check the value of --run-dir; None means a new run dir in the working directory.
+
+    Raises:
+        ConfigError: ``path`` exists but is not a directory, or the working directory is gone.
+    """
     try:
         os.getcwd()
     except OSError:

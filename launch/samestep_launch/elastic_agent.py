@@ -170,7 +170,7 @@ def _record_contexts() -> list[ProcessContext]:
 
 
 def _report_signals(failed: ChildFailedError, context: ProcessContext) -> None:
-    """Print each rank that a signal ended.
+    """Print rank, process id and signal of each rank of this machine that a signal ended.
 
     The agent itself reports only one rank, which may be a rank that lost its connection to the killed rank.
     """
@@ -194,7 +194,7 @@ def run_rank(
         program: the imported program.
         arguments: the program's command line.
         handlers: signal handlers from before the agent's start, by signal number.
-        own_files: descriptors that were open before the agent started.
+        own_files: file descriptors from before the agent's start.
     """
     _prctl_pr_set_pdeathsig(0)  # otherwise, the agent's death would send SIGINT, a stop request, to this process
     faulthandler.disable()  # the agent has enabled the fault handler for standard error
@@ -213,7 +213,7 @@ def run_rank(
 
 
 def _wait_quietly() -> None:
-    """Ignore INT and USR1, and let TERM or the agent's death end this process while it waits for other ranks."""
+    """Ignore INT and USR1, and let TERM or the agent's death end this process, whose program has ended."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -231,7 +231,7 @@ def _open_files() -> dict[int, int]:
 
 
 def _close_store(keep: Collection[int]) -> None:
-    """Close the descriptors of the agent's store, so that this process does not listen at the store's port."""
+    """Close the agent's sockets, epolls and eventfds, so that this process does not listen at the store's port."""
     for descriptor, kind in _open_files().items():
         if descriptor not in keep and kind in (stat.S_IFSOCK, ANONYMOUS):  # multiprocessing still needs its pipes
             os.close(descriptor)

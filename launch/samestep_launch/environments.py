@@ -33,7 +33,7 @@ from samestep.root import try_lock
 
 from samestep_launch.supervise import STOPS, block_signals, print_stderr, read_text
 
-TRACKERS = "trackers"  # the environment of --track, whose requirements are part of this package
+TRACKERS = "trackers"  # name of the environment of --track, whose requirements are part of this package
 STAMP = "samestep-stamp"
 END_SECONDS = 2.0  # seconds to wait for the end of a set-up step after TERM, and again after KILL
 IS_PYTHON = ["-c", "import sys; print(sys.version_info >= (3, 9))"]
@@ -190,8 +190,9 @@ class Environment:
     def locks(self) -> list[Any]:
         """Return the paths of this machine's candidate locks, the preferred one first.
 
-        With an NVIDIA driver, the only candidate is -cuda, if the app has this lock. Otherwise -cpu precedes -cuda,
-        whose packages run on a CPU, too. SAMESTEP_LOCK overrides the choice.
+        With an NVIDIA driver, the only candidate is requirements-cuda.txt, if the app has this lock. Otherwise
+        requirements-cpu.txt precedes requirements-cuda.txt, whose packages run on a CPU, too. SAMESTEP_LOCK overrides
+        the choice.
 
         Raises:
             ConfigError: the app has no lock, or lacks the lock that SAMESTEP_LOCK selects.
@@ -481,6 +482,9 @@ def _lock(venv: Path) -> IO[str]:
 
     Returns:
         The lock's file. Closing the file releases the lock.
+
+    Raises:
+        ConfigError: the lock's file cannot be created.
     """
     path = venv.with_name(f".{venv.name}.lock")
     try:
@@ -523,7 +527,7 @@ def _first_build(locks: Sequence[str]) -> str:
 
 
 def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
-    """Return the versions of a package, with their labels, that have a wheel for this Python."""
+    """Return the versions, including local labels, of a package's wheels for this Python; [] if none is found."""
     command = [python, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *options]
     with _start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as step:
         output, errors = step.communicate()

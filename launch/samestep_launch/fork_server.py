@@ -58,7 +58,7 @@ class Launcher:
         self._ended.set()
 
     def kill(self) -> None:
-        """Kill the fork server if it does not report the launcher's end within `END_SECONDS` seconds."""
+        """Kill the process ``pid`` if the launcher does not end within `END_SECONDS` seconds."""
         if not self._ended.wait(END_SECONDS):
             self._process.kill()
 
@@ -145,7 +145,7 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
     """
     if control is None:
         return [*arguments]
-    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # JobProcesses.find ignores IDLE
+    idle = replace(JobInfo.from_environ(os.environ), job=IDLE)  # JobProcesses.find skips IDLE processes
     process_info.show_environment({**os.environ, **idle.to_environ()})
     files: list[int] = []
     changes: dict[str, str | None] = {}
@@ -164,7 +164,7 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
 
 
 def control_socket() -> socket.socket | None:
-    """Return the socket to the launch script, and hide it from the ranks; None without a fork server."""
+    """Return the socket to the launch script, and remove its descriptor from os.environ; None without a fork server."""
     info = JobInfo.from_environ(os.environ)
     if info.control is None:
         return None

@@ -1,6 +1,6 @@
 """Import the packages that this process and its ranks need, and explain a failed import.
 
-This module itself needs no third-party package.
+Importing this module needs no third-party package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEEDED = ("numpy", "safetensors")  # packages that samestep itself imports
 
 
 def check_imports(names: Sequence[str] = NEEDED) -> None:
-    """Import packages.
+    """Import the packages ``names``.
 
     Raises:
         ConfigError: an import failed; the message has the cause and the remedy.

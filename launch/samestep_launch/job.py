@@ -84,7 +84,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     JOB_COMPLETION_INDEX, which a Kubernetes Indexed Job sets.
 
     Raises:
-        ConfigError: a variable is missing, malformed or out of range, or the port is in use.
+        ConfigError: a variable is missing, malformed or out of range, or the port or the secret's file cannot be used.
     """
     environ = env.without_other_ranks(environ)
     name, text = env.first_set(environ, env.MACHINE_COUNT)
@@ -114,7 +114,11 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
 
 
 def _check_one_machine(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a variable numbers this machine, but no variable gives the number of machines."""
+    """Check that no variable numbers this machine, because no variable gives the number of machines.
+
+    Raises:
+        ConfigError: RANK is set, or another variable gives this machine a number other than 0.
+    """
     if environ.get("RANK"):
         raise ConfigError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
     name, text = env.first_set(environ, env.MACHINE_INDEX)
@@ -211,7 +215,8 @@ class Job:
     def forks(self) -> bool:
         """Whether the launcher forks the ranks from a process that has imported the program.
 
-        On a machine with an NVIDIA driver, the default is False, because forked ranks are not tested on GPUs.
+        Without --start-method, the value is False on a machine with an NVIDIA driver, because forked ranks are not
+        tested on GPUs.
         """
         method = self.options.start_method
         return method == FORK or (method is None and not has_nvidia())
@@ -230,7 +235,7 @@ class Job:
             port: port of the master, or of the launcher's store.
             logs: folder for the launcher's log files.
             more: options of the program that follow the user's options.
-            met: values that the machines share; None on one machine.
+            met: values that the machines share; None without a preflight.
         """
         values = {
             **vars(self.options),
@@ -270,7 +275,7 @@ class Job:
         }
 
     def _torchrun(self) -> list[str]:
-        """Return torchrun's module, or the module that replaces it and the module's options."""
+        """Return torchrun's module, or `samestep_launch.torchrun` and its options, as words of the command."""
         if self.forks:
             return [OUR_TORCHRUN, "--start-method=fork"]
         if self.nodes.count == 1:
@@ -320,7 +325,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
     Args:
         job: the job to start.
         node: this machine's `node_info`; None if the job needs no preflight.
-        trackers: the process of --track; None without the option.
+        trackers: the process of --track; None if this machine starts no tracker.
     """
     state = JobState()
     is_new = job.options.run_dir is None
@@ -533,7 +538,7 @@ class Outcome:
 
     Attributes:
         code: the launcher's exit code, or minus the number of the launcher's fatal signal.
-        complete: whether rank 0 has ended cleanly, so that exit code 0 is correct.
+        complete: False if a file of this start shows that rank 0 did not end cleanly, so that exit code 0 is wrong.
         verdict: see `JobState`.
         stepped: whether a rank completed an update; None if unknown.
         crashes: text for the error message about ranks that a signal ended; "" if no signal ended a rank.
@@ -548,7 +553,10 @@ class Outcome:
     failure: failures.Failure | None = None
 
     def repeats(self, history: Sequence[Outcome]) -> bool:
-        """Return whether the previous start failed with the same error at the same step."""
+        """Return whether this start and the previous start failed with the same exception at the same step.
+
+        The result is False if a signal ended a rank.
+        """
         if not self.failure or self.crashes or not history:
             return False
         return self.failure.is_same(history[-1].failure)
@@ -639,11 +647,11 @@ def attempt(
         job: the job to start.
         state: progress of the job, in which the function sets the name of this start and the verdict.
         number: number of earlier starts.
-        plan: the plan of `_resolve`.
-        rendezvous: values that several machines share; None on one machine.
+        plan: the result of `_resolve`, or machine 0's plan after a preflight.
+        rendezvous: values that the machines share; None without a preflight.
 
     Raises:
-        Stopped: a signal arrived, and all processes of the job have ended.
+        Stopped: a signal arrived, and the job was stopped.
     """
     state.name = plan.get("job") or uuid.uuid4().hex
     logs = job.options.run_dir / "log"

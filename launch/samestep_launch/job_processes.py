@@ -23,7 +23,7 @@ CLEAN_CHECKS = 2  # consecutive checks that must find no process, because a proc
 
 
 class Process(NamedTuple):
-    """The parent of a process, and whether the process is a zombie (has ended, but was not reaped)."""
+    """The id of a process's parent, and whether the process is a zombie (an ended process that was not reaped)."""
 
     parent: int
     is_zombie: bool
@@ -32,17 +32,18 @@ class Process(NamedTuple):
 class JobProcesses:
     """The processes of one start of a job on this machine.
 
-    A process belongs to the start if its environment has the job's variables, or if this process has started it after
-    creating this object. Descendants of these processes belong to the start, too. Use the object as a context manager.
-    Inside the context, this process adopts each descendant whose parent ends, so that `find` returns the descendant.
+    A process belongs to the start if its environment contains the start's name. A process also belongs to the start if
+    it became a child of this process after the creation of this object. Descendants of these processes belong to the
+    start, too. An idle fork server belongs to no start. Use the object as a context manager. Inside the context, this
+    process adopts each descendant whose parent ends, so that `find` returns the descendant.
     """
 
     def __init__(self, job: str) -> None:
-        """Store the name of the start, and exclude existing children, such as a tracker, from the job."""
+        """Store the name of the start, and record the current children of this process, such as a tracker."""
         self._job = job
         self._launcher = this_launcher()  # in tests, several machines' launch scripts run on one host
         self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
-        self.launcher = 0  # process id of the launcher, which `reap` skips; 0 before the launcher's start
+        self.launcher = 0  # process id of the launcher or of its fork server; `reap` skips this process
 
     def __enter__(self) -> JobProcesses:
         _adopt_orphans(True)
@@ -52,7 +53,7 @@ class JobProcesses:
         _adopt_orphans(False)
 
     def find(self) -> list[int]:
-        """Return the ids of the processes that still run."""
+        """Return the ids of the start's processes that still run, in ascending order."""
         table = _table()
         infos = {pid: _job_info(pid) for pid in table}
         marked = {pid for pid, info in infos.items() if (info.job, info.launcher) == (self._job, self._launcher)}
@@ -63,11 +64,14 @@ class JobProcesses:
         return sorted(pid for pid in found - idle if not table[pid].is_zombie)
 
     def ranks(self, program: Path) -> list[int]:
-        """Return the process id of each rank, found by the variables that launchers set for ranks.
+        """Return the process ids of the ranks, found by the variables that launchers set for ranks.
 
-        A rank's children inherit the rank's variables, and its parent may be a shell with the same variables. So a rank
-        is the outermost process with these variables whose command contains ``program``. If no command contains
-        ``program``, a rank is the outermost process with these variables.
+        The children of a rank, and a shell that starts the rank, may have the same variables. For each rank, the method
+        returns the outermost process whose command has the word ``program``. If no command has this word, the method
+        returns the outermost process with the rank's variables.
+
+        Args:
+            program: path of the program that the ranks run.
         """
         table = _table()
         members: dict[int, set[int]] = {}
@@ -83,7 +87,11 @@ class JobProcesses:
         return found
 
     def kill_all(self, timeout: float) -> None:
-        """Kill and reap all processes for up to ``timeout`` seconds, so that none of them runs in the next start."""
+        """Kill and reap all processes of the start, so that none of them runs during the next start.
+
+        The method returns after `CLEAN_CHECKS` consecutive checks without a process, at the latest after ``timeout``
+        seconds.
+        """
         deadline = time.monotonic() + timeout
         checks = 0
         while checks < CLEAN_CHECKS and time.monotonic() < deadline:
@@ -94,7 +102,7 @@ class JobProcesses:
             self.reap()
 
     def reap(self) -> None:
-        """Reap ended children of this process, except `launcher` and children from before this object."""
+        """Reap ended children of this process, except `launcher` and the children that `__init__` recorded."""
         for pid in _children():
             if pid not in self._others and pid != self.launcher and _is_zombie(pid):
                 with contextlib.suppress(ChildProcessError):
@@ -102,7 +110,7 @@ class JobProcesses:
 
 
 def send(processes: Iterable[int], number: int) -> None:
-    """Send a signal to processes, except those that have ended or that belong to another user."""
+    """Send the signal ``number`` to processes; skip processes that have ended or belong to another user."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)

@@ -1,4 +1,4 @@
-"""Find the processors and network interfaces of this machine that a job may use.
+"""Find the processors that a job may use, and the network interfaces of this machine.
 
 This module imports no third-party package.
 """
@@ -78,7 +78,7 @@ def _read(path: Path) -> str:
 
 
 def interface_of(address: str | None) -> str | None:
-    """Return the name of the network interface that has this IPv4 address; None if no interface has it."""
+    """Return the name of the network interface with this IPv4 address; None if no interface has the address."""
     if address is None:
         return None
     if address.startswith("127."):

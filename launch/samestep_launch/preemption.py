@@ -3,7 +3,7 @@
 A thread of the launch script polls the machine's metadata service, or a file, every `POLL_SECONDS` seconds. After a
 notice, the job stops as it does after TERM. An error of the service never stops a job.
 
-The metadata services have a link-local address, which only this machine can reach:
+The metadata services have a link-local address, which only this machine can reach. These pages describe them:
 
 - AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, with IMDSv2's tokens
 - Google Cloud: https://cloud.google.com/compute/docs/instances/create-use-preemptible
@@ -47,7 +47,7 @@ class Notice(NamedTuple):
     """A notice of preemption.
 
     Attributes:
-        text: the provider and its action, such as "AWS will terminate this machine".
+        text: the provider and its action, such as "AWS will terminate this machine", or the file that exists.
         deadline: time of the action, in the provider's format; "" if the notice has none.
     """
 
@@ -183,7 +183,7 @@ def notice_file(source: str) -> Path | None:
 
 
 def metadata_url(environ: Mapping[str, str]) -> str:
-    """Return the metadata service's address.
+    """Return the metadata service's address: SAMESTEP_METADATA_URL, or `URL` by default.
 
     Raises:
         ConfigError: SAMESTEP_METADATA_URL has neither the form http://HOST nor http://HOST:PORT.

@@ -57,7 +57,7 @@ Message = Mapping[str, Any]
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a printable name or path, which may contain bytes that are not UTF-8."""
+    """Return whether a value is printable text of at most 4096 characters, including bytes that are not UTF-8."""
     if not isinstance(value, str) or len(value) > 4096:
         return False
     return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in value)
@@ -77,7 +77,7 @@ def _by_name(of: untrusted.Check) -> untrusted.Check:
 
 
 _MANY = 2**20  # maximum number of machines and of ranks, far above any real job
-FIELDS: Mapping[str, untrusted.Check] = {  # the fields of all kinds of messages
+FIELDS: Mapping[str, untrusted.Check] = {  # checks of the fields of all kinds of messages
     "protocol": untrusted.text(100),
     "nonce": untrusted.text(100),
     "app": _is_text,
@@ -111,7 +111,7 @@ class NodeInfo:
         files: digest of each code file, by path.
         versions: version of each package, by name.
         host: host name.
-        nonce: random text that distinguishes two machines with the same number from one machine that reconnects.
+        nonce: random text by which machine 0 detects a connection to itself.
         after: name of the previous start, which failed; "" at the first start.
     """
 
@@ -149,7 +149,7 @@ class Rendezvous:
 
 
 def digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Return the first 16 digits of each file's SHA-256, by the file's path relative to ``root``.
+    """Return the first 16 hexadecimal digits of each file's SHA-256, by the file's path relative to ``root``.
 
     A file outside ``root`` is listed by the last two components of its path.
     """
@@ -260,8 +260,8 @@ def preflight(
         secret: secret that all machines share; b"" for none.
 
     Raises:
-        ConfigError: the machines cannot run the same job. All machines raise the same error.
-        NonRetryableError: a machine is missing or has failed. All machines raise the same error.
+        ConfigError: the machines cannot run the same job, or machine 0 cannot listen at ``port``.
+        NonRetryableError: a machine is missing or has failed. All connected machines raise the same error.
     """
     node = _with_host(node)
     place = Place(address, port, deadline=time.monotonic() + limit, limit=limit, secret=secret)
@@ -387,14 +387,23 @@ class Place:
 
 
 class JsonConnection:
-    """A connection with one JSON object per line. The constructor raises OSError if the peer has disconnected."""
+    """A connection with one JSON object per line."""
 
     def __init__(self, connection: socket.socket, secret: bytes = b"") -> None:
+        """Enable TCP keepalive on the connection.
+
+        Args:
+            connection: a connected socket.
+            secret: secret that all machines share; b"" for none.
+
+        Raises:
+            OSError: the peer has disconnected.
+        """
         self._connection = connection
         self._secret = secret
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # keys to send and to receive; None without nonces
-        self._counts = [0, 0]  # numbers of lines sent and received
+        self._keys: tuple[bytes, bytes] | None = None  # HMAC keys for sent and received lines; None without nonces
+        self._counts = [0, 0]  # numbers of lines with an HMAC: sent, received
         self._sending = threading.Lock()
         self.here = _plain(connection.getsockname()[0])
         self.there = _plain(connection.getpeername()[0])
@@ -405,7 +414,7 @@ class JsonConnection:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def introduce(self, message: Message, deadline: float) -> Message:
-        """Send the first message to machine 0 and return the reply; {} if the peer is another program.
+        """Send the first message to machine 0 and return the reply; {} if the peer lacks this protocol.
 
         Raises:
             TimeoutError: the deadline has passed without a reply.
@@ -705,7 +714,12 @@ class _Host:
         del self._peers[number]
 
     def _identify(self, connection: JsonConnection, message: Message) -> int | None:
-        """Return the number of the machine that sent a message, and admit a new machine; None for another program."""
+        """Return the number of the machine that sent a message, and admit a new machine; None for another program.
+
+        Raises:
+            ConfigError: the machine reports a ConfigError, or cannot run the same job.
+            NonRetryableError: the machine reports another error.
+        """
         number = self._number_of(connection)
         if "problem" in message and (number is not None or message.get("after") == self._node.after):
             connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for it
@@ -744,7 +758,10 @@ class _Host:
         return node.machine
 
     def _close_peers(self) -> None:
-        """Close each connection after its peer, because the kernel keeps the port of the side that closes first."""
+        """Let each peer close its connection first, because the kernel reserves the port of the side that closes first.
+
+        After 2 seconds, the method closes the other connections.
+        """
         leaving = {connection for _, connection in self._peers.values() if not connection.ended}
         deadline = time.monotonic() + 2.0
         while leaving and time.monotonic() < deadline:

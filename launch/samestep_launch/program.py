@@ -30,11 +30,11 @@ IMPORT_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class _Left(BaseException):
-    """The program called os._exit(0)."""
+    """The program called os._exit(0) in its main thread."""
 
 
 class ImportFailed(Exception):
-    """The program's import raised an exception. ``exit_code`` is the code with which Python would exit."""
+    """The program's import raised an exception. ``exit_code`` is Python's exit code for the exception, or 1 for 0."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -105,7 +105,7 @@ class RankForker:
             self._socket.send(json.dumps({"ended": number, "code": code}).encode())
 
     def _fork(self, run: Callable[[], int]) -> int:
-        """Fork a process that exits with the code that ``run`` returns; return its process id."""
+        """Fork a process that exits with the code that ``run`` returns; return the id of the forked process."""
         _flush()
         pid = os.fork()
         if pid > 0:
@@ -139,7 +139,7 @@ class RankForker:
 
 
 def _become(changes: Mapping[str, str]) -> None:
-    """Change the environment of this forked process, and unload this package."""
+    """Set variables in the environment of this forked process, and unload this package."""
     os.environ.update(changes)
     process_info.show_environment(os.environ)
     process_info.forget_launcher()

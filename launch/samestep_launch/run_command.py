@@ -146,7 +146,7 @@ def _find_launcher(name: str | None, nproc: int) -> Launcher | None:
     """Return the launcher to use; None for one process without a launcher.
 
     Raises:
-        ConfigError: the launcher is not installed.
+        ConfigError: the launcher is not installed, or several ranks need a launcher but ``name`` and torch are missing.
     """
     if name is None and importlib.util.find_spec("torch") is None:
         if nproc > 1:

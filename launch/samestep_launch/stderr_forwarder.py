@@ -19,7 +19,7 @@ MAX_CHUNK = 2**16  # maximum number of bytes of one read
 MAX_SHOWN = 2**13  # maximum number of bytes of one line that the console shows
 # Seconds without output after which the console shows an unfinished line, such as a progress bar.
 PAUSE_SECONDS = 0.2
-# Pattern of a rank's error about a lost connection. A framework's error begins with the class of an exception.
+# Pattern of a rank's error about a lost connection. A framework's error begins with the name of an exception class.
 LOST_CONNECTION = re.compile(
     rb"error: rank \d+: (?P<exception>\w+: )?.*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE
 )
@@ -34,13 +34,14 @@ SHELL_SIGNAL = 128  # a shell's exit code is 128 plus the number of the signal t
 class StderrForwarder:
     """A forwarder that copies a pipe to the log, and parts of the pipe's content to the console.
 
-    The log gets all bytes immediately. The console shows each error line and each warning line once, and other lines
-    only while ``shows`` returns True. A carriage return also ends a line. The console shows `MAX_SHOWN` bytes of a
-    longer line.
+    The log gets all bytes immediately. The console shows error and warning lines without repetitions, and other lines
+    only while ``shows`` returns True. A carriage return also ends a line. The console shows only the first
+    `MAX_SHOWN` bytes of a line.
 
     If a rank is killed, the other ranks lose their connections. After the first error, the console therefore omits
-    errors about lost connections. The console shows a framework's exception about a lost connection when the pipe ends.
-    The console omits this exception after another error, or if the launcher has reported a rank that a signal ended.
+    errors about lost connections. The console shows the first framework exception about a lost connection only when the
+    pipe ends. The console omits this exception after another error, or if the launcher has reported a rank that a
+    signal ended.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class StderrForwarder:
         self._show = show
         self._line = b""  # the unfinished line, truncated to MAX_SHOWN bytes
         self._is_cut = False
-        self._shown_bytes = 0  # bytes of the unfinished line that the console shows
+        self._shown_bytes = 0  # number of bytes of the unfinished line that the console shows
         self._messages: set[bytes] = set()
         self._has_error = False
         self._lost_connection = b""  # the first framework exception about a lost connection
@@ -145,7 +146,7 @@ class StderrForwarder:
             self._show_rest(line, "")
 
     def _show_rest(self, line: bytes, end: str) -> None:
-        """Show the part of the line that the console still lacks."""
+        """Show the rest of the line, if the console shows its beginning already or if ``shows`` returns True."""
         if self._shown_bytes or self._shows():
             self._show(line[self._shown_bytes :].decode(errors="replace"), end)
             self._shown_bytes = len(line)

@@ -1,4 +1,4 @@
-"""Start a job's launcher once, forward its messages and signals, and leave no process of the job behind.
+"""Run a job's launcher once, show its messages, send signals to its ranks, and leave no process behind.
 
 This module imports no third-party package.
 """
@@ -54,7 +54,7 @@ class Stopped(BaseException):
 
 
 def stop_on_signals() -> None:
-    """Install signal handlers that raise Stopped on INT, TERM, USR1 and HUP."""
+    """Install signal handlers that raise Stopped on INT, TERM, USR1 and HUP; skip signals that are ignored."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number)
@@ -80,7 +80,7 @@ def environment(info: JobInfo, nproc: int, address: str | None = None) -> dict[s
     Args:
         info: values that the launch script passes to the ranks.
         nproc: number of ranks on this machine.
-        address: this machine's address in a job on several machines; None on one machine.
+        address: this machine's address, from the preflight; None without a preflight.
     """
     # Another launcher may have left its variables, which would mislead this job's ranks.
     stale = env.launcher_variables()
@@ -131,7 +131,7 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
         stdout: file descriptor of the launcher's standard output.
         stderr: file descriptor of the launcher's standard error.
     """
-    # The launcher runs in a new session, because Ctrl-C would end the launcher before its ranks have saved.
+    # The launcher runs in a new session, because Ctrl-C would otherwise end the launcher before its ranks save.
     null = subprocess.DEVNULL
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 
@@ -189,10 +189,10 @@ class Start:
         return self.program is not None and not any(heartbeats(self.job, self.logs))
 
     def ranks_without_heartbeat(self, launcher: int, processes: JobProcesses) -> list[int]:
-        """Return the ids of processes that may be ranks without a watchdog.
+        """Return the ids of processes that may be ranks without a watchdog; [] if ``program`` is None.
 
         Args:
-            launcher: id of the started process.
+            launcher: process id of the launcher.
             processes: the processes of the job.
         """
         if self.program is None:
@@ -204,11 +204,11 @@ class Start:
 
 
 def run_once(start: Start) -> LauncherEnd:
-    """Run the launcher once, wait until all of the job's processes have ended, and return how the launcher ended.
+    """Run the launcher once, kill the job's processes that outlive the launcher, and return how the launcher ended.
 
     Raises:
-        Stopped: a signal arrived, and all of the job's processes have ended.
-        ConfigError: launcher.log cannot be written.
+        Stopped: a signal arrived, and this function has stopped the job.
+        ConfigError: launcher.log is not regular or cannot be written.
     """
     log = open_log(start.logs / "launcher.log")
     with contextlib.suppress(OSError):  # a full disk must not end the job
@@ -252,7 +252,7 @@ def run_once(start: Start) -> LauncherEnd:
 
 
 def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
-    """Wait until the launcher has ended; return its exit code.
+    """Wait until the launcher has ended; return the exit code, or minus the number of its fatal signal.
 
     A watchdog reports a stalled rank on the console and by the file ``stalled``. This function then kills the job,
     because torchrun would wait 30 s for a stopped rank to react to TERM.
@@ -294,8 +294,9 @@ class HeartbeatWatch:
         self._first_step_timeout = first_step_timeout
         self._must_start = must_start
         self._is_done = False
-        self._changes: dict[Path, tuple[object, float]] = {}  # each file's state, and when the state was first found
-        self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
+        # Each file's state, and the time on the clock `time.monotonic` at which this object first read the state.
+        self._changes: dict[Path, tuple[object, float]] = {}
+        self._ranks: dict[Path, dict[str, Any]] = {}  # last heartbeat of each rank of this start on this machine
         self._elsewhere: set[Path] = set()
         self._begun = time.monotonic()
         self._checked = self._begun
@@ -406,9 +407,9 @@ class _StopState(enum.Enum):
 class _Stopping:
     """The stop of a job: ranks save and exit within ``grace`` seconds, and the caller then kills the other processes.
 
-    Only the ranks get the signal, because a launcher might kill its ranks before they have saved. All other processes
-    get TERM when ranks and launcher have ended, or immediately if no rank exists. A second signal ends the wait,
-    unless it is ignored as a repetition (`REPEATED`).
+    Only the ranks get the signal (TERM instead of HUP), because a launcher might kill its ranks before they have saved.
+    All other processes get TERM when ranks and launcher have ended, or immediately if no rank is found. A second signal
+    ends the wait, unless it is ignored as a repetition (`REPEATED`).
     """
 
     def __init__(self, start: Start, processes: JobProcesses) -> None:
@@ -484,7 +485,7 @@ class _Stopping:
 
 
 def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
-    """Yield the valid heartbeats that the job's ranks have written to ``logs``."""
+    """Yield the valid heartbeats in ``logs`` that ranks of the start ``job`` have written."""
     for path in logs.glob("alive-*"):
         beat = _heartbeat(path, job)
         if beat:
@@ -492,7 +493,7 @@ def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
 
 
 def _heartbeat(path: Path, job: str) -> dict[str, Any]:
-    """Return the heartbeat in a file; {} if the file is invalid or belongs to another job."""
+    """Return the heartbeat in a file; {} if the file is invalid or belongs to another start than ``job``."""
     beat = {"host": "", "pid": 0, "rank": 0, "step": 0, "updates": 0, **untrusted.read_object(path)}
     try:
         untrusted.check(beat, HEARTBEAT)

@@ -29,8 +29,8 @@ from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 MODULES = {"mlflow-skinny": "mlflow"}  # import names that differ from the package's name
-FINISH_SECONDS = 30.0  # time limit in seconds for sending the last metrics after the job has ended
-STOP_SECONDS = 10.0  # time limit in seconds for sending the last metrics after a stop signal
+FINISH_SECONDS = 30.0  # default time limit in seconds for sending the last metrics after the job
+STOP_SECONDS = 10.0  # default time limit in seconds for sending the last metrics after a stop signal
 NICE = 19  # ranks come first if no core is idle
 
 

@@ -1,7 +1,7 @@
 """Manage the folders samestep-<uid> of this user: in /tmp for port locks, and in TMPDIR for temporary files of jobs.
 
-Other users may write to these parent folders, too, so this module does not use a folder that belongs to another user.
-The module imports no third-party package.
+Other users may write to /tmp and TMPDIR, too, so this module does not use a folder that belongs to another user. The
+module imports no third-party package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep.untrusted import open_regular, own_folder
 from samestep_launch.supervise import block_signals, print_stderr
 
 BASE = Path("/tmp")  # TMPDIR may differ, but all jobs of a user must find the same locks
-# Below Linux's default ephemeral ports, so that no outgoing connection takes a reserved port.
+# These ports are below Linux's default ephemeral ports, so that no outgoing connection uses a reserved port.
 PORTS = range(20_000, 32_768)
 PORT_TRIES = 1000
 # Maximum length of TMPDIR in bytes. Frameworks make Unix sockets in TMPDIR, and a socket's path has at most 107 bytes.
@@ -50,10 +50,10 @@ def user_folder(base: Path) -> Path | None:
 
 @contextlib.contextmanager
 def reserved_port(given: int | None) -> Iterator[int]:
-    """Yield ``given``, or a free port that a file lock reserves until the context ends.
+    """Yield ``given`` if it is set; otherwise yield a free port that a file lock reserves until the context ends.
 
     Raises:
-        NonRetryableError: no port is free.
+        NonRetryableError: none of `PORT_TRIES` random ports is free.
     """
     if given:
         yield given
@@ -114,7 +114,7 @@ def _warn_of_no_locks() -> None:
 
 
 def port_is_free(port: int) -> bool:
-    """Return whether this machine can listen on the port, on all of its addresses."""
+    """Return whether a socket can be bound to the port on all IPv4 addresses of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -125,7 +125,11 @@ def port_is_free(port: int) -> bool:
 
 
 def check_loopback(address: str = "127.0.0.1") -> None:
-    """Raise NonRetryableError if this machine cannot connect to itself, as the ranks of one machine must."""
+    """Check that this machine can connect to ``address``, by which its ranks connect to each other.
+
+    Raises:
+        NonRetryableError: the connection failed.
+    """
     try:
         with socket.socket() as listener:
             listener.bind((address, 0))
@@ -143,7 +147,7 @@ def check_loopback(address: str = "127.0.0.1") -> None:
 
 @contextlib.contextmanager
 def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
-    """Create a temporary folder for the job, and delete it when the job ends.
+    """Create a temporary folder for one start of the job, and delete the folder at the end of the context.
 
     The deletion also removes the files of killed launchers and ranks. A killed launch script leaves its folder
     unlocked, and the next launch script removes the folder.
@@ -152,7 +156,8 @@ def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
         is_local: whether all ranks that this launcher starts run on this machine.
 
     Yields:
-        Environment variables with TMPDIR; {} if ``is_local`` is False or the folder cannot be created.
+        The environment variables TMPDIR and TORCHINDUCTOR_CACHE_DIR. The result is {} if ``is_local`` is False, if this
+        process's TMPDIR is relative or longer than `MAX_TMPDIR`, or if the folder cannot be created.
     """
     base = Path(os.environ.get("TMPDIR") or BASE)
     is_short = base.is_absolute() and len(os.fsencode(base)) <= MAX_TMPDIR
@@ -178,7 +183,7 @@ def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove the folders of launch scripts that were killed."""
+    """Remove the folders that no process has locked, because their launch scripts were killed."""
     for folder in parent.glob("job-*"):
         with contextlib.suppress(OSError):
             lock = _lock(folder)

@@ -40,7 +40,7 @@ def _part(first: int | None) -> str:
 
 
 def _panels(runs: Sequence[RecordedRun], first: int | None) -> list[Panel]:
-    """Return a plot of both runs' losses at all steps, and a plot of their differences."""
+    """Return a plot of both runs' losses, and a plot of the losses' differences if the runs have common steps."""
     losses = [{step: loss for step, loss in run.losses.items() if math.isfinite(loss)} for run in runs]
     curves = [_line(index, "loss", values) for index, values in enumerate(losses) if values]
     panels = [Panel("Loss of each step", "loss", curves, mark=first)]

@@ -4,8 +4,8 @@
 
 The command prints the diagnosis of the newest hang in a run dir. Then it prints
 each rank's host, process, step, collective and stack of the main thread, the
-innermost call first. Ranks at the same location are printed once. The command
-lists ranks without a file in the folder.
+innermost call first. It prints ranks at the same location as one group, and
+lists the ranks without a file in the folder.
 
 Ranks write log/hang-<r>.json when a rank has made no progress for --timeout
 seconds. The files stay until the next hang. Without a shared disk, each machine
@@ -35,7 +35,7 @@ from samestep_observe import run_reader
 from samestep_observe.command import new_parser, run_command
 
 SAME_HANG_SECONDS = 60.0  # maximum difference in time between files of the same hang
-MIN_COLUMNS = 60  # minimum width of a stack
+MIN_COLUMNS = 60  # minimum width of a printed stack, in characters
 MAX_LISTED = 4  # a larger group of ranks at one location gets a single line
 
 RankState = Mapping[str, Any]  # the values of a hang-<r>.json
@@ -122,7 +122,7 @@ def newest(run_dir: Path) -> list[RankState]:
     """Return the ranks' states at the newest hang in a run dir.
 
     Raises:
-        ConfigError: the folder is missing, or has no hang.
+        ConfigError: the folder is missing, or contains no valid file of a hang.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder: give a run dir, the folder that holds log/")
@@ -218,7 +218,7 @@ def _names(group: Sequence[RankState]) -> list[str]:
 
 
 def _description(state: RankState, all_threads: bool) -> Iterator[str]:
-    """Yield a rank's collective and calls, which are equal for ranks at the same location."""
+    """Yield lines about a rank's collective, trouble and calls, which are equal for ranks at the same location."""
     collective = state.get("collective")
     if collective:
         yield f"{'in' if collective['pending'] else 'last collective:'} {collective['name']}"

@@ -86,7 +86,7 @@ def _run(options: Options) -> int:
 
 
 def report(found: Replayed, comparison: Comparison) -> list[str]:
-    """Return the lines about all steps of a replay, and about its verdict."""
+    """Return the lines about the steps that ``found.plan`` records in detail, and the lines of the verdict."""
     lines: list[str] = []
     for step in range(found.plan.first, found.plan.last + 1):
         lines += describe_step(found, step)
@@ -95,7 +95,7 @@ def report(found: Replayed, comparison: Comparison) -> list[str]:
 
 
 def exit_code(found: Replayed, comparison: Comparison) -> int:
-    """Return the exit code of a replay."""
+    """Return the exit code of a replay: EQUAL, DIFFERENT or CANNOT_TELL."""
     if comparison.is_equal:
         return EQUAL
     if comparison.count == 0 or not is_comparable(found):

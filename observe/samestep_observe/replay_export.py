@@ -25,7 +25,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 @contextlib.contextmanager
 def new_folder(folder: Path | None) -> Iterator[None]:
-    """Create the folder of --export, and delete the folder if the block fails and the folder is still empty.
+    """Create the folder of --export. If an exception ends the context, delete the folder unless it has files.
 
     Args:
         folder: value of --export; None without the option.
@@ -72,7 +72,7 @@ def write(replayed: Replayed, folder: Path) -> None:
 
 
 def _write_inputs(files: Path, record: Record, step: int, folder: Path) -> None:
-    """Write the inputs of a rank's samples, if they are images or texts."""
+    """Write the inputs of a rank's first MOST_IMAGES samples, if these inputs are images or texts."""
     path = files / f"batch-{step}-{record['rank']}.safetensors"
     try:
         inputs = safetensors.numpy.load_file(path)["0"]

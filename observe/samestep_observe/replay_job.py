@@ -1,7 +1,7 @@
 """Run steps of a recorded run again from a copy of a checkpoint, and read the records of the probes.
 
-This module starts the launch script as a program. The ranks load the probes of the folder ``inside`` before train.py.
-The recorded run dir stays unchanged.
+This module starts the app's launch script, or ``samestep run``, as a program. The ranks load the probes of the folder
+``inside`` before the program. The recorded run dir stays unchanged.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def copy_start(plan: Plan, run_dir: Path) -> None:
 def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]:
     """Return the first words of the command that starts the run's program.
 
-    For safety, files of a run dir never decide which program is started. The program is the launch script of the run's
-    app in this project, or ``program``.
+    For safety, these words never contain a path from the run dir's files. Without ``program``, the command starts the
+    launch script that `find_script` returns for the run's app.
 
     Args:
         plan: the steps to run again.
@@ -255,7 +255,7 @@ def overrides(plan: Plan, run_dir: Path) -> list[str]:
 
 
 def run_to_end(words: Sequence[str], command: Command, config: Mapping[str, Any], output: IO[bytes]) -> int:
-    """Run the launch script, and return its exit code. A signal that stops this process also stops the job.
+    """Run the command of a replay, and return its exit code. A signal that stops this process also stops the replay.
 
     Args:
         words: the command to run.

@@ -137,7 +137,7 @@ def _sample_text(sample: int, losses: Mapping[int, float]) -> str:
 
 
 def _order(value: float) -> float:
-    """Return a sort key that places NaN after all finite values."""
+    """Return ``value``, or infinity for NaN, so that a sort places NaN after all finite values."""
     return math.inf if math.isnan(value) else value
 
 
@@ -194,7 +194,7 @@ def is_comparable(replayed: Replayed) -> bool:
 
 
 def _settings(replayed: Replayed) -> dict[str, Any]:
-    """Return the versions and settings of a replay whose names the recorded run's header also has."""
+    """Return the replay's versions and settings, limited to names that the recorded run's header also has."""
     names = replayed.plan.run.settings().keys() - {"OMP_NUM_THREADS"}
     if not is_comparable(replayed):
         names -= {"backend"}

@@ -4,8 +4,8 @@
 
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,
-differences from the first run, events, different options, versions and
-machines. The page lists missing and damaged files.
+differences from the first run, events, and the options, versions and machines
+that differ. The page lists missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
 With --png, the command also writes a picture of the plots, by matplotlib.
@@ -173,7 +173,8 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
     """Return a curve of at most MAX_POINTS points.
 
-    A longer curve is divided into sections, and keeps each section's minimum and maximum.
+    A longer curve is divided into sections. The result has the first and the last point of the curve, and the
+    minimum and the maximum of each section.
 
     Args:
         run: index of the run.
@@ -384,7 +385,10 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 
 
 def _result_columns(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all numbers in results: names of RESULTS in this order, then all others sorted."""
+    """Return the names of all numbers in results, without OTHER_FIELDS.
+
+    Names of RESULTS come first, in the order of RESULTS. The other names follow in alphabetical order.
+    """
     numbers: set[str] = set()
     for result in results:
         numbers.update(name for name, value in result.items() if finite_number(value) is not None)
@@ -451,7 +455,10 @@ def _machine_of(run: RunData) -> Mapping[str, Any]:
 def _header_tables(
     runs: Sequence[RunData], names: Sequence[str], title: str, values_of: Callable[[RunData], Mapping[str, Any]]
 ) -> Iterator[Table]:
-    """Yield a table of the values that differ between runs, and a folded table of equal values."""
+    """Yield a table of the values that differ between runs, and a folded table of equal values.
+
+    If at most one run has values, the folded table is the only table.
+    """
     by_run = {name: values_of(run) for name, run in zip(names, runs)}
     known = {name: values for name, values in by_run.items() if values}  # a run without a header has no values
     columns = list(known.values())

@@ -126,7 +126,7 @@ def text(value: object) -> str:
 
 
 def width(run: int, count: int) -> float:
-    """Return the width of a run's curve in pixels. Earlier runs are wider, so that equal curves stay visible."""
+    """Return the width of a run's curve in pixels. The first run's curve is the widest, so that equal curves show."""
     return 1.4 + 1.6 * (count - 1 - run) / max(count - 1, 1)
 
 

@@ -24,7 +24,7 @@ from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 from samestep.untrusted import open_to_read
 
-RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has at least one of these
+RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # files by which `newest` finds run dirs
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970; a later time counts as damaged
@@ -499,7 +499,7 @@ class Event(NamedTuple):
     Attributes:
         kind: RESTART, STRAGGLER or one of `samestep.events.KINDS`.
         step: number of completed updates; None if unknown.
-        when: local time as "2026-01-31 12:00:00"; "" if unknown.
+        when: local time as "2026-01-31 12:00:00", or UTC as "2026-01-31T11:00:00Z" from a header; "" if unknown.
         text: one line for the user.
         file: path of the source, relative to the run dir.
     """
@@ -813,7 +813,7 @@ def _rollback(saved: Sequence[SavedCheckpoint]) -> Iterator[Event]:
 
 
 def check(run_dir: Path) -> None:
-    """Raise ConfigError if a folder is not a run dir; the error suggests a run dir below the folder."""
+    """Raise ConfigError if a folder is not a run dir; the error may suggest a run dir below the folder."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder: give a run dir, such as runs/mnist_ddp/20260101T120000Z")
     if _has_any(run_dir, RUN_FILES):
@@ -829,7 +829,7 @@ def _has_any(folder: Path, names: Sequence[str]) -> bool:
 
 
 def newest(folder: Path, *patterns: str) -> Path | None:
-    """Return the run dir that was written last, of those that match ``patterns`` below ``folder``; None without one."""
+    """Return the run dir with the last write among the matches of ``patterns`` below ``folder``; None without one."""
     run_dirs = []
     for pattern in patterns:
         for path in folder.glob(pattern):

@@ -70,9 +70,9 @@ TRACKERS = {
 }
 POLL_SECONDS = 1.0
 MAX_RETRY_SECONDS = 15.0  # maximum time in seconds between two attempts while a tracker fails
-FINISH_SECONDS = 30.0  # maximum time in seconds from the end of the job to the end of this process
+FINISH_SECONDS = 30.0  # default time limit in seconds from the end of the job to the end of this process
 CHUNK_BYTES = 2**22  # maximum number of bytes of metrics.jsonl in one batch
-# Variables that limit the time of MLflow's requests, and disable usage and error reports of the packages.
+# Variables that limit MLflow's requests and log, and disable usage and error reports of the packages.
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -83,7 +83,7 @@ SETTINGS = {
 
 
 class BatchReader:
-    """A reader of batches of a growing ``metrics.jsonl``, which restarts if a resume has replaced the file."""
+    """A reader of a growing ``metrics.jsonl``. If a resume replaces the file, reading restarts at line 1."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -99,7 +99,7 @@ class BatchReader:
         self._samples = 0  # samples_seen of the last line
 
     def read(self) -> MetricsBatch:
-        """Return the new lines; an empty batch if the file is missing.
+        """Return the new lines of the next CHUNK_BYTES bytes; a batch without lines if the file is missing.
 
         Raises:
             OSError: the file cannot be read.
@@ -170,7 +170,7 @@ class TrackerThread(threading.Thread):
     """A thread that updates one tracker until the event ``ended`` is set, and then once more.
 
     Attributes:
-        problem: the reason for missing lines; None if no lines are missing.
+        problem: the error of the last attempt; None if this attempt succeeded.
         done: whether the thread has ended without a problem.
     """
 
@@ -351,7 +351,7 @@ def _join(threads: Sequence[threading.Thread], limit: float) -> None:
 
 
 def _end_at_signals(ended: threading.Event) -> None:
-    """Set ``ended`` at the first INT or TERM, and exit at the second signal."""
+    """Install handlers of INT and TERM that set ``ended``, or exit this process if ``ended`` is set already."""
 
     def end(number: int, frame: object) -> None:
         if ended.is_set():

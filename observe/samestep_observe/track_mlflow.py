@@ -1,8 +1,8 @@
 """Copy a run to MLflow, at MLFLOW_TRACKING_URI or by default in the database ``RUN_DIR/track/mlflow.db``.
 
 MLflow cannot delete a logged metric, and a resume repeats the steps after the newest checkpoint. So this module logs a
-step only after a checkpoint has the step. The tag ``samestep.run`` identifies the run in MLflow. The module reads the
-logged steps from MLflow, and stores no other state.
+step only after a checkpoint or the result has the step. The tag ``samestep.run`` identifies the run in MLflow.
+The module reads the logged steps from MLflow, and stores no other state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TAGS = 100  # MLflow's maximum number of tags or parameters in one request
 
 
 class MLflow:
-    """A tracker that creates one MLflow run with the first step, and logs to this run.
+    """A tracker that finds or creates one MLflow run before the first logged step, and logs to this run.
 
     The logged times are computed from the lines, so that a repeated request changes nothing.
     """
@@ -45,7 +45,7 @@ class MLflow:
         self._key = ""
         self._run = ""
         self._last_step = 0
-        self._waiting: list[Line] = []  # lines of steps that no checkpoint has yet
+        self._waiting: list[Line] = []  # lines of steps after the last `committed_step`
 
     def add(self, batch: MetricsBatch) -> None:
         """Log the lines up to ``batch.committed_step``, and keep later lines for the next call."""

@@ -33,7 +33,7 @@ class Tracker(Protocol):
     """A tracker of one run, constructed from the run dir. After any exception, `track` constructs a new tracker."""
 
     def add(self, batch: MetricsBatch) -> None:
-        """Write one batch to the tracker. `track` calls this method every second, also with an empty batch."""
+        """Write one batch to the tracker. `track` calls this method about every second, also without new lines."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
         """Complete the tracker after the last line.

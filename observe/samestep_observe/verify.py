@@ -36,7 +36,7 @@ from samestep_observe.verify_files import Finding
 
 
 class Stretch(NamedTuple):
-    """The steps ``start`` + 1 to ``end``. Each end is the step of a checkpoint, 0, or the last step."""
+    """The steps ``start`` + 1 to ``end``. ``start`` is 0 or a checkpoint's step; ``end`` may also be the last step."""
 
     start: int
     end: int
@@ -114,6 +114,9 @@ def verify_stretch(run_dir: Path, stretch: Stretch, program: Path | None) -> Fin
         stretch: the steps to run again.
         program: value of --program; None without the option.
 
+    Returns:
+        A finding whose problem is the first difference; "" if the replay repeats the run.
+
     Raises:
         ConfigError: the stretch cannot be run again.
     """
@@ -162,7 +165,7 @@ def unlike_tensors(one: Path, other: Path) -> Iterator[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each tensor of a checkpoint, by group and name.
+    """Return the digest of each tensor of a checkpoint, by "<group>: <name>".
 
     Raises:
         CorruptCheckpoint: a file of the checkpoint is missing or damaged.

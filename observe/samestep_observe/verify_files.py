@@ -96,9 +96,9 @@ def read_lines(content: bytes) -> tuple[list[Line], list[str]]:
 
 
 def order_problems(lines: list[Line]) -> Iterator[str]:
-    """Yield the problems in the order of lines.
+    """Yield a text for each line at a wrong place, from the first line to the last.
 
-    The first line must be a header, steps must ascend, and a resume must not precede the previous line's step.
+    The first line must be a header, steps must ascend, and a resume must not begin before the previous line's step.
     """
     if not lines or "step" in lines[0].values or "resumed" in lines[0].values:
         yield "its first line is no header"
@@ -267,7 +267,11 @@ def _is_between_losses(run: RecordedRun, step: int, mean: float) -> bool:
 
 
 def check_result(run: RecordedRun) -> Iterator[Finding]:
-    """Check the result against the run's options, the last line of metrics.jsonl and the weights."""
+    """Check the result and the final weights.
+
+    The result must match the options, the last step and the last evaluation. The weights must match the result and the
+    last checkpoint.
+    """
     if not run.result:
         if (run.folder / RESULT).exists():
             yield Finding(RESULT, "a result", "it is damaged")

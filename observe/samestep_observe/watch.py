@@ -8,9 +8,9 @@ checkpoint, restarts, and the last lines of log/launcher.log. By default, it
 updates the output every second. It reads only the run dir's files, so ssh is
 enough. It exits when the run ends.
 
-The age of a heartbeat uses this machine's clock. For a rank on another host,
-the age is the time since watch last read a new heartbeat. Without a shared
-disk, watch shows only the ranks of this machine.
+Watch computes the age of a heartbeat by this machine's clock. For a rank on
+another host, the age is the time since watch last read a new heartbeat. Without
+a shared disk, watch shows only the ranks of this machine.
 
 If stdout is not a terminal, watch prints once, as with --once. Ctrl-C ends
 watch, not the run.
@@ -145,7 +145,7 @@ def _alternate_screen() -> Iterator[None]:
 
 
 def _size() -> tuple[int, int]:
-    """Return the terminal's current columns and lines.
+    """Return the terminal's current columns and lines; DEFAULT_SIZE without a terminal.
 
     The function ignores the variables COLUMNS and LINES, because they may be out of date.
     """
@@ -179,7 +179,8 @@ class View:
         self._log = run_reader.EventLog(run_dir)
         self._result: dict[str, Any] = {}
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._changed: dict[int, tuple[float, float]] = {}  # by rank: time of the heartbeat, and of its first reading
+        # The time in each rank's last heartbeat, and the monotonic time at which this object first read the heartbeat.
+        self._changed: dict[int, tuple[float, float]] = {}
         self._updates = 0
         self._gone_since: float | None = None
         self._state = State("new", "")
@@ -240,9 +241,9 @@ class View:
         return [first, *rest]
 
     def frame(self, columns: int, lines: int) -> list[str]:
-        """Return at most ``lines`` lines of at most ``columns`` characters."""
+        """Return at least one and at most ``lines`` - 1 lines, each of at most ``columns`` characters."""
         app = run_reader.app_of(self._metrics.header, self._result)
-        name = f"{app}  {self.run_dir}" if app else str(self.run_dir)  # before the first step, no file has the app
+        name = f"{app}  {self.run_dir}" if app else str(self.run_dir)  # before the first step, no file has the name
         shown = [self._state.text, name]
         shown += self._progress(columns)
         shown += self._curves(columns)
@@ -312,7 +313,10 @@ class View:
         return "waiting for the first log line" if has_stepped else "waiting for the first step"
 
     def _seconds_per_step(self) -> float | None:
-        """Return the mean seconds per step of the last lines, with evaluations and checkpoints; None if unknown."""
+        """Return the mean time per step in seconds, from the last SPEED_LINES lines at most; None if unknown.
+
+        The time includes evaluations and checkpoints.
+        """
         curve = self._metrics.curves.get("samples_per_second", Curve())
         options = run_reader.get_object(self._metrics.header, "options")
         batch_size = finite_number(options.get("global_batch_size"))

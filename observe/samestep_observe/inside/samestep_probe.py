@@ -25,11 +25,11 @@ _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 class Probe:
-    """The observations of this rank during its current step.
+    """The state of the probes in this process.
 
     Attributes:
-        run: the rank's `samestep.run.Run`; None before it has started.
-        frameworks: the hooks of the frameworks that the program has imported.
+        run: the rank's `samestep.run.Run`; None before the end of `Run.start`.
+        frameworks: the `Framework` of each framework that the program has imported.
         unseen: the first error of each hook, by the hook's name.
     """
 
@@ -47,7 +47,7 @@ class Probe:
 
 
 class Framework:
-    """The hooks of one framework. Subclasses return their observations of a step."""
+    """The observations of one framework's hooks during a step. Each framework has a subclass."""
 
     def take(self, rows: int, targets: list[int] | None) -> dict[str, Any]:
         """Return the observations of the step as JSON values, and clear them.
@@ -98,7 +98,7 @@ def start() -> None:
     """Install the hooks if this process belongs to a replay."""
     if not config:
         return
-    # Imported here and not above, because both modules import this module.
+    # These imports are not at the top of the file, because both modules import this module.
     import samestep_probe_paddle
     import samestep_probe_torch
 
@@ -224,7 +224,7 @@ def of_samples(batches: Any, name: str, samples: list[int]) -> list[int] | None:
 
 
 def shards(batches: Any, step: int, world_size: int) -> list[list[int]]:
-    """Return the sample indices of each rank of the recorded run, which may have another world size.
+    """Return the sample indices of each rank of the recorded run, whose world size may differ from the replay's.
 
     Ranks of a tensor-parallel group share their samples, so there may be fewer shards than ranks.
 

@@ -18,7 +18,14 @@ def start() -> None:
 
 
 class Paddle(Framework):
-    """The observations of a rank with Paddle during its current step, as in `samestep_probe_torch.Torch`."""
+    """The observations of a rank with Paddle during its current step.
+
+    Attributes:
+        losses: the losses of all calls of ``cross_entropy``, in the order of calls.
+        activations: the largest absolute output of each layer, by the layer's full name.
+        tensors: the record of each parameter, by parameter name, as in `samestep_probe_torch`.
+        rates: the learning rate of the optimizer.
+    """
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -35,12 +35,12 @@ class Torch(Framework):
     """The observations of a rank with torch during its current step.
 
     Attributes:
-        losses: a float64 tensor [losses] for each call of a loss function, with losses of samples or of their parts.
+        losses: for each call of a loss function, the losses of samples or of their parts, as a flat float64 tensor.
         roots: the outermost modules that have run.
         depth: number of nested modules that are running.
         activations: the largest absolute output of each module, by module.
-        before: weight and gradient of each parameter before the optimizer's update, by id.
-        tensors: the record of each parameter, by id.
+        before: weight and gradient of each parameter before the optimizer's update, by id of the parameter.
+        tensors: the result of `_describe` for each parameter, by id of the parameter.
         rates: the learning rates of the optimizer's groups.
         clip: the norm before clipping, and the limit; None without clipping.
         inputs: digest of each sample's inputs.
@@ -264,7 +264,11 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _describe(parameter: Any) -> dict[str, Any]:
-    """Return the squared norms of this rank's part of a parameter, and their factor in the sum over all ranks."""
+    """Return the record of a parameter with a gradient.
+
+    The record has the parameter's shape, and the squared norms of this rank's part of weight, gradient and update.
+    ``share`` is the factor of these norms in the sum over all ranks.
+    """
     weight, gradient = seen.before[id(parameter)]
     after = _local(parameter.detach())
     return {
@@ -282,7 +286,7 @@ def _square(value: Any) -> float:
 
 
 def _share(parameter: Any) -> float:
-    """Return 1 / the number of ranks that hold the same part of a parameter; without shards, all ranks hold it."""
+    """Return 1 / the number of ranks with the same part of a parameter; without shards, each rank has the parameter."""
     placements = getattr(parameter, "placements", None)
     if placements is None:
         return 1 / int(probe.run.world.world_size)
