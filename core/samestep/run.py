@@ -289,6 +289,10 @@ class Run:
             device: name of the device, for the log.
             metadata: versions and settings that affect the run's numbers, for the header of metrics.jsonl and for
                 checkpoints. If `samestep.torch.exact` computes dropout, include `samestep.sharding.RANDOM_NUMBERS`.
+
+        Raises:
+            ConfigError: the app does not support --trace-every.
+            NonRetryableError: a value of the state cannot be stored as JSON, or a file cannot be written.
         """
         state = self.restored.state
         last_step = last_step_of(self.options, batches.steps_per_epoch, first_step=self.first_step)
@@ -457,12 +461,12 @@ class Run:
             **extra: numbers for this line only.
 
         Returns:
-            The line, on every rank. A test loss that is NaN or infinite again after a restart is None.
+            The line, on every rank. A number of the evaluation that is NaN or infinite becomes None.
 
         Raises:
-            RetryableError: a loss is NaN or infinite.
-            NonRetryableError: the training loss is NaN or infinite again after a restart, or the evaluation lacks the
-                metric of --keep-best.
+            RetryableError: a loss is NaN or infinite, and no earlier start failed at this step.
+            NonRetryableError: the training loss is NaN or infinite again after a restart, the evaluation lacks the
+                metric of --keep-best, or the write fails.
         """
         progress = self.progress
         totals = self.step_sync.totals
@@ -584,7 +588,7 @@ class Run:
         }
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
-        """Write result.json on rank 0, and print ``RESULT {json}`` as the last line on stdout.
+        """Write result.json on rank 0 (evaluation.json with --evaluate-only), and print ``RESULT {json}`` on stdout.
 
         Args:
             framework: name of the framework.

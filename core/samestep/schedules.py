@@ -72,8 +72,8 @@ def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> floa
 def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25, final: float = 1 / 250_000) -> float:
     """Return a factor that rises along half a cosine from ``start`` to 1, then falls along half a cosine to ``final``.
 
-    Source: Smith & Topin, "Super-convergence", 2018. fast.ai and torch's OneCycleLR use the same form and default
-    values. The factor reaches ``final`` at the last update, steps - 1.
+    Source: Smith & Topin, "Super-convergence", 2018. torch's OneCycleLR uses the same form and default values. The
+    factor reaches ``final`` at the last update, steps - 1.
 
     Args:
         step: number of the update, from 0.

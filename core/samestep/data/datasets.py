@@ -40,7 +40,8 @@ from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
-# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use these values.
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. Apps normalize every MNIST-like dataset by
+# these values.
 MEAN = 0.1307
 STD = 0.3081
 
@@ -262,7 +263,7 @@ def _synthetic_cifar() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the dataset's folder in a cache: the first folder with all files, else the first writable folder.
+    """Return the dataset's folder in a cache: the first one with all files, else the first writable, else the first.
 
     In a container, the user may have no writable home. Then the cache is in the folder for temporary files.
     """

@@ -145,7 +145,7 @@ def generate(name: str, folder: Path) -> None:
 def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
     """Yield the content of a file for each number of images in ``counts``.
 
-    Each of the ten classes has a pattern of 4 x 4 colors, and each image is a mean of its class's pattern and noise.
+    Each of the ten classes has a pattern of 4 x 4 colors. Each image is a weighted mean: 1/3 pattern and 2/3 noise.
     Python's random generator returns the same bytes in every version. NumPy's generator does not guarantee this.
     """
     draw = random.Random("synthetic-cifar10").randbytes
@@ -227,7 +227,7 @@ def _locked(name: str, folder: Path) -> Iterator[None]:
 
 
 def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
-    """Lock a file.
+    """Lock a file. If the file system has no locks, return without a lock.
 
     Raises:
         ConfigError: another process holds the lock for more than LOCK_TIMEOUT seconds.

@@ -26,7 +26,7 @@ class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
     The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. Each rank reads only the parts of
-    `StoredGroups` that it needs. Most weights are on one rank, so the ranks cannot compare weights.
+    `StoredGroups` that it needs. Most weights are on one rank only, so the ranks cannot compare weights.
     """
 
     is_sharded = True
@@ -38,7 +38,7 @@ class Shards:
     def restore(self, run: Run) -> dict[str, Any]:
         """Find the run dir, the dataset and the checkpoint on rank 0, and load on each rank the parts that it needs.
 
-        Before the ranks use a checkpoint, each rank verifies some of its files.
+        Before the ranks use a checkpoint, each rank verifies some of the checkpoint's files.
 
         Raises:
             ConfigError: as in `Run.restore`.

@@ -25,7 +25,7 @@ class Seeded(Dataset[Any]):
 
     Random flips and crops of an example are the same in any worker, batch or rank. A sampler of this package passes the
     epoch with its indices; for other indices the epoch is 0. A read outside a worker finally restores the generators'
-    states. All other attributes are forwarded to the dataset.
+    states. Attributes that this class lacks are read from the dataset.
 
     Args:
         dataset: object with ``__getitem__`` and ``__len__``.
