@@ -29,7 +29,7 @@ class BestEvaluation:
         Args:
             state: the attribute ``state`` as a checkpoint stores it; None for a new run.
             keep_best: the value of --keep-best: max:NAME or min:NAME. True means test_accuracy, or test_loss if the
-                evaluation has no accuracy. False compares no evaluations and keeps the state.
+                evaluation has no accuracy. With False, `update` does not change the state.
         """
         self.state: dict[str, Any] = dict(state or {})
         self._keep_best = keep_best

@@ -48,7 +48,7 @@ REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` report
 _pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
 _threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
 _is_wait_reported = False
-process_fails = threading.Event()  # set before an exit, so that threads stop waiting for ranks that may have ended
+process_fails = threading.Event()  # set after a failure and at exit, so that threads stop waiting for ended ranks
 
 
 class CorruptCheckpoint(Exception):

@@ -1,7 +1,7 @@
 """Detect this process's place in the job (rank, world size, launcher) from environment variables.
 
 The variables of several launchers may be set at the same time, such as with torchrun under srun, or mpirun in a Slurm
-job. `detect` takes all values from the variables of one launcher. The table `_LAUNCHERS` lists all variables, in
+job. `detect` reads all values from the variables of one launcher. The table `_LAUNCHERS` lists all variables, in
 order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.

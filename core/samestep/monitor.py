@@ -65,7 +65,7 @@ class Monitor:
         return []
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise RetryableError if a loss is NaN or infinite, or NonRetryableError if it is so again after a restart."""
+        """Raise RetryableError if a loss is NaN or infinite; NonRetryableError if an earlier start failed like this."""
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Raise RetryableError on every rank unless all ranks have the same bits in every array of ``groups``.

@@ -666,7 +666,7 @@ def check_virtual_ranks(options: Options, ranks: int) -> None:
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:
-    """Return, as JSON values, the options that a resume must repeat because they affect a run's numbers."""
+    """Return, as JSON values, the options that a resume must repeat, by name."""
     mutable = RESUME_MUTABLE.union(options.resume_mutable).difference(options.resume_pinned)
     return {name: value for name, value in as_json(options).items() if name not in mutable}
 

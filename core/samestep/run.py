@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Find the checkpoint on rank 0, and load it on all ranks. This call is a collective.
 
         Returns:
-            The message of rank 0 from `samestep.rundir.restore_message`.
+            The message of rank 0, with the values of `samestep.rundir.restore_message`.
         """
 
     def save(self, run: Run, groups: Any) -> None:
@@ -138,7 +138,7 @@ class Run:
 
         Args:
             app: the app's name, which each checkpoint contains.
-            options: the parsed options; `restore` completes them.
+            options: the parsed options. `restore` sets their ``run_dir`` and ``dataset``.
             world: rank, world size and launcher of this process.
             monitor: the monitor of this rank, such as a `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: function that finds a dataset by name, such as `samestep.data.datasets.resolve`.
@@ -319,7 +319,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # the event comes before the log line below
+        if self.world.rank == 0:
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         self.step_sync.start(self.first_step)

@@ -71,7 +71,7 @@ def resolve(
         app: the app's name, which its checkpoints contain.
         options: the parsed options. Their function ``resolve_dataset`` finds the dataset; if it is None, the dataset
             is not checked.
-        fresh: False in a process that a launcher restarted; such a process ignores --no-resume.
+        fresh: whether --no-resume applies; False in a process that a launcher has restarted.
         verify: whether to verify checkpoints, and to report and rename corrupt ones. With False, `resolve` reads only
             manifests.
         reader: passed to `checkpoint.newest`.
@@ -141,7 +141,7 @@ def open_run(
     Args:
         app: name of the app, such as "cifar_ddp".
         options: the run's parsed command-line options.
-        fresh: False in a process that a launcher restarted.
+        fresh: whether --no-resume applies; False in a process that a launcher has restarted.
         load: function that loads arrays by group and name into the model.
         required: groups without which a checkpoint counts as corrupt.
 
@@ -309,7 +309,7 @@ def _run_dir_of_job(app: str) -> Path:
 
 
 def archive_previous_run(run_dir: Path) -> None:
-    """Move the files of an earlier run, except its logs, to ``earlier-<UTC time>/``, for --no-resume."""
+    """Move an earlier run's checkpoints, metrics, weights, results, losses and trace to ``earlier-<UTC time>/``."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     root = Root(run_dir)
     # Files of the best weights and of averaged weights have names that begin with "model-".

@@ -1,8 +1,8 @@
 """Compute which samples a rank processes at a step. Each epoch has one global order, divided by step and then by rank.
 
 The order of an epoch is a pseudo-random permutation of [0, n) that is never stored. `permute` computes any part of the
-order from (n, seed, epoch). Step k of an epoch uses the positions [k * B, (k + 1) * B) of the epoch's order, where B is
-the global batch size. Each rank gets one contiguous shard of these positions. Therefore:
+order from (n, seed, epoch). With a global batch size of B, step k of an epoch uses the positions [k * B, (k + 1) * B)
+of the epoch's order. Each rank gets one contiguous shard of these positions. Therefore:
 
 * The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
 * A resume computes its first step as fast as any other step. A resume at another world size neither repeats nor omits

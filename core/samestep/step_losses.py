@@ -55,7 +55,11 @@ class StepLosses:
             write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
-        """Sync the file to the disk. Call this method before each checkpoint, because a resume needs the records."""
+        """Sync the file to the disk.
+
+        Call this method before each checkpoint, so that the records up to the checkpoint survive a crash of the
+        machine.
+        """
         os.fsync(self._file.fileno())
 
 

@@ -13,7 +13,7 @@ MNIST and Fashion-MNIST consist of four IDX files each. CIFAR-10 consists of six
    writable, `$TMPDIR/samestep-<user id>/<name>` (by default in `/tmp`) replaces the cache.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
-If no mirror responds and the user chose no dataset, `resolve` replaces the default dataset and returns a notice.
+If no mirror is available and the user chose no dataset, `resolve` replaces the default dataset and returns a notice.
 `mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in
 CIFAR-10's format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it
 starts ranks, so that all files exist when a rank calls `load`.
@@ -78,7 +78,7 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
     Args:
         name: name of the dataset, one of NAMES.
         data_dir: the folder to search first. The folder may be missing or read-only.
-        fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror responds.
+        fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror is available.
 
     Returns:
         Name, folder and fingerprint of the dataset, with a notice if it replaces the requested one.
@@ -191,7 +191,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
         return DatasetInfo(name, SYSTEM[name])
     cache = cache_folder(name)
     if missing(cache, name):
-        from samestep.data import download  # ranks do not need this module
+        from samestep.data import download  # if the cache has the files, a rank does not need this module
 
         try:
             download.fill(name, cache)

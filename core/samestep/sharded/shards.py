@@ -40,6 +40,10 @@ class Shards:
 
         Before the ranks use a checkpoint, each rank verifies some of the checkpoint's files.
 
+        Returns:
+            The message of rank 0: the values of `samestep.rundir.restore_message`, and ``folder``, the checkpoint's
+            path.
+
         Raises:
             ConfigError: as in `Run.restore`.
             NonRetryableError: as in `Run.restore`.
@@ -65,7 +69,7 @@ class Shards:
         except (ConfigError, NonRetryableError) as error:
             if run.world.rank == 0:
                 raise
-            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # rank 0 reports this error
+            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # rank 0 reports its own error
         return message
 
     def _resolve(self, run: Run) -> dict[str, Any]:

@@ -272,5 +272,5 @@ def _recorded(function: str) -> list[dict[str, Any]]:
 
 
 def _is_pending(entry: dict[str, Any]) -> bool:
-    """Return whether a collective has not completed. NCCL marks a completed collective as retired after a delay."""
+    """Return whether a collective is incomplete. NCCL marks a completed collective as retired after a delay."""
     return not entry["retired"] and entry.get("state") != "completed"

@@ -100,7 +100,7 @@ def restore_generators(states: tuple[Any, Any, Tensor]) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two examples have the same values; True for two objects of one unknown type."""
+    """Return whether two examples have the same values; True for two objects of a type that cannot be compared here."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

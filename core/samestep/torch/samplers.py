@@ -522,8 +522,8 @@ def _slicer(begin: int, end: int) -> Any:
 def seed_generators(seed: int) -> None:
     """Seed ``random``, ``numpy.random`` and torch's generators with a 64-bit integer.
 
-    `torch.manual_seed` would also check all types of devices, which takes 0.3 ms on a CPU build. NumPy's generator gets
-    the lower 32 bits, because `numpy.random.seed` rejects larger integers.
+    `torch.manual_seed` would also check all types of devices (0.3 ms on a CPU build). NumPy's generator gets the lower
+    32 bits, because `numpy.random.seed` rejects larger integers.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # datasets use NumPy's global generator
