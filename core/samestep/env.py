@@ -1,8 +1,8 @@
 """Detect this process's place in the job (rank, world size, launcher) from environment variables.
 
 The variables of several launchers may be set at the same time, such as with torchrun under srun, or mpirun in a Slurm
-job. `detect` reads all values from the variables of one launcher. The table `_LAUNCHERS` lists all variables, in
-order of precedence:
+job. `detect` reads all values from the variables of one launcher. The table `_LAUNCHERS` lists the variables of all
+launchers, in order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.
 2. Launchers that placed this process on a node: Open MPI, MVAPICH2, jsrun and MPICH (which must agree), and Slurm.

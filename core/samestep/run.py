@@ -564,7 +564,7 @@ class Run:
             evaluation: the numbers of the last evaluation, by name, for the result.
 
         Raises:
-            RetryableError: the weights differ between ranks, or the evaluation is NaN or infinite for the first time.
+            RetryableError: the weights differ between ranks, or as in `LossGuard.check_evaluation`.
             NonRetryableError: weights are NaN or infinite, or a file could not be written.
         """
         self.recorder.close()

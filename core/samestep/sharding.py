@@ -211,7 +211,8 @@ class GlobalBatches:
         drop_last: whether to omit an epoch's last batch if it is smaller.
 
     Raises:
-        ValueError: an argument is out of range, or no batch remains. Every method raises ValueError for step < 0.
+        ValueError: an argument is out of range, or no batch remains. A method raises ValueError if its ``step`` is
+            negative.
     """
 
     n: int
@@ -301,8 +302,8 @@ class GlobalBatches:
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
         """Return the sample indices of this rank's shard of a global batch.
 
-        For consecutive steps, the method computes up to PREFETCH_SAMPLES indices at a time. For any other step, it
-        computes only the indices of this step.
+        At consecutive steps, the method computes up to PREFETCH_SAMPLES indices at a time. At any other step, and for a
+        micro-batch without ``virtual_ranks``, it computes only the indices that it returns.
 
         Args:
             step: number of updates done before this step.

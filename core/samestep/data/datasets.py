@@ -279,7 +279,7 @@ def cache_folder(name: str) -> Path:
 
 
 def _caches() -> list[Path]:
-    """Return the user's cache, and the cache in the folder for temporary files.
+    """Return the usable caches: the user's cache, then the cache in the folder for temporary files.
 
     According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
 

@@ -146,7 +146,7 @@ def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
     """Yield the content of a file for each number of images in ``counts``.
 
     Each of the ten classes has a pattern of 4 x 4 colors. Each image is a weighted mean: 1/3 pattern and 2/3 noise.
-    Python's random generator returns the same bytes in every version. NumPy's generator does not guarantee this.
+    Python's generator provides the random bytes, because the stream of NumPy's Generator may change between versions.
     """
     draw = random.Random("synthetic-cifar10").randbytes
     patterns = np.frombuffer(draw(10 * 3 * 16), np.uint8).reshape(10, 3, 4, 4)

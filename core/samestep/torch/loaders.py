@@ -34,7 +34,8 @@ class Seeded(Dataset[Any]):
 
     Raises:
         TypeError: the dataset does not support an index.
-        RuntimeError: raised by the first read if both results differ, because the dataset has its own generator.
+        RuntimeError: raised by the first read of a process if the two results differ. The dataset then draws from its
+            own generator.
     """
 
     def __init__(self, dataset: Any, seed: int = 0, verify: bool = True) -> None:
