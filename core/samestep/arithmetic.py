@@ -55,7 +55,7 @@ class Arithmetic:
         )
 
     def metadata_change(self, state: Mapping[str, Any]) -> str | None:
-        """Describe the changes of the metadata since a checkpoint, except UNCOMPARED; return None without changes.
+        """Describe how the metadata, except UNCOMPARED, has changed since a checkpoint; return None if it is unchanged.
 
         Args:
             state: the result of `state` that the checkpoint stores.

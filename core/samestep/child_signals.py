@@ -34,7 +34,7 @@ _thread = threading.local()  # attributes: mask and pid before a fork, and wheth
 
 
 def install() -> None:
-    """Protect the later children of this process from stop signals. Further calls have no effect."""
+    """Let the children that this process starts from now on block the stop signals. Later calls have no effect."""
     global _is_installed
     if _is_installed or not hasattr(signal, "sigwaitinfo"):
         return

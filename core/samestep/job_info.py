@@ -112,7 +112,7 @@ class JobInfo:
         return environ
 
     def launch_script(self) -> int | None:
-        """Return the process id of the launch script; None without a launch script, or if its host is not this one."""
+        """Return the process id of the launch script; None without a launch script, or if it runs on another host."""
         pid, _, host = self.launcher.partition("@")
         if not pid.isdecimal() or host != socket.gethostname():
             return None

@@ -65,7 +65,16 @@ class Monitor:
         return []
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise RetryableError if a loss is NaN or infinite; NonRetryableError if an earlier start failed like this."""
+        """Raise an error if a loss is NaN or infinite.
+
+        Args:
+            losses: losses by name.
+            step: number of updates done.
+
+        Raises:
+            RetryableError: a loss is NaN or infinite, and no earlier start had such a loss at this step.
+            NonRetryableError: a loss is NaN or infinite, as in an earlier start at this step.
+        """
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Raise RetryableError on every rank unless all ranks have the same bits in every array of ``groups``.

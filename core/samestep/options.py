@@ -253,8 +253,8 @@ class Option:
     """The argparse settings of a field. The function `option` creates objects of this class.
 
     Attributes:
-        help: a noun phrase or an imperative, with the unit. `add_to` appends the default, except None, a bool, or a
-            default that the text itself describes by "(default".
+        help: a noun phrase or an imperative, with the unit. `add_to` appends the default, unless the default is None or
+            a bool, or the text contains "(default".
         group: title of the option's group, one of GROUPS.
         may_change: whether a resume may change the option.
         argument: further keywords of `argparse.ArgumentParser.add_argument`.

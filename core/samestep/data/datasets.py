@@ -15,8 +15,8 @@ MNIST and Fashion-MNIST consist of four IDX files each. CIFAR-10 consists of six
 
 If no mirror is available and the user chose no dataset, `resolve` replaces the default dataset and returns a notice.
 `mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in
-CIFAR-10's format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it
-starts ranks, so that all files exist when a rank calls `load`.
+CIFAR-10's format, replaces `cifar10`; the files are generated at its first use. A launch script calls `resolve` before
+it starts ranks, so that all files exist when a rank calls `load`.
 """
 
 from __future__ import annotations

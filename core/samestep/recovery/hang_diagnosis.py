@@ -412,8 +412,8 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
     """Return the silent ranks, or else the slowest ranks that do not wait, or else waiting ranks that differ.
 
-    Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks. Of the
-    slowest or differently located ranks, only the result of `_smallest_group` is returned.
+    Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks. Except for
+    silent ranks and counts of collectives, `_smallest_group` chooses the result.
     """
     silent = [state for state in states if state.trouble]
     if silent:

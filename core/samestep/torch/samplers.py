@@ -492,7 +492,7 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
     Args:
         rank: the caller's argument.
         world_size: the caller's argument.
-        group: process group, which excludes ``rank`` and ``world_size``.
+        group: process group. If given, ``rank`` and ``world_size`` must be None.
 
     Raises:
         TypeError: an argument is not an integer.
