@@ -5,8 +5,8 @@ Main modules:
 * ``run`` manages a run from its restore to its result, and ``rundir`` manages the run's folder.
 * ``env`` detects the rank, the world size and the launcher.
 * ``options`` parses the command line.
-* ``sharding`` computes each rank's samples, and ``schedules`` computes learning rates.
-* ``checkpoint``, ``metrics`` and ``log`` write the files of a run.
+* ``sharding`` computes the sample indices of each rank, and ``schedules`` computes learning-rate factors.
+* ``checkpoint``, ``metrics`` and ``log`` write a run's checkpoints, metrics and log files.
 * ``stop`` and ``child_signals`` handle stop signals.
 
 Packages that build on these modules:

@@ -27,7 +27,7 @@ PROGRAMS = {  # by command: (module, summary)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, such as "report", and return its exit code.
 
-    If the command is unknown or its package is not installed, print one line and return 2.
+    If the command is missing or unknown, or its package is not installed, print one line on stderr and return 2.
     """
     if arguments is None:
         arguments = sys.argv[1:]

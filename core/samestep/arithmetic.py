@@ -12,7 +12,7 @@ from samestep.sharding import RANDOM_NUMBERS
 from samestep.untrusted import shown
 
 MAX_THREADS = 100  # maximum number of characters of OMP_NUM_THREADS to store
-UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # not compared by `metadata_change`
+UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # names of metadata that `metadata_change` does not compare
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Arithmetic:
         return {"threads": self.threads, "metadata": self.metadata}
 
     def threads_change(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Describe the change of the number of threads since a checkpoint; return None if it has not changed.
+        """Describe how the number of threads has changed since a checkpoint; return None if the number is unchanged.
 
         Args:
             state: the result of `state` that the checkpoint stores.
@@ -55,7 +55,11 @@ class Arithmetic:
         )
 
     def metadata_change(self, state: Mapping[str, Any]) -> str | None:
-        """Describe how the metadata differs from a checkpoint's `state`; return None if no value differs."""
+        """Describe how the metadata, except UNCOMPARED, has changed since a checkpoint; return None if it is unchanged.
+
+        Args:
+            state: the result of `state` that the checkpoint stores.
+        """
         before = state.get("metadata", self.metadata)
         changes = list(self._changes(before))
         if not changes:
@@ -68,7 +72,11 @@ class Arithmetic:
                 yield f"{name} {shown(before.get(name))} before this resume, {shown(now)} now"
 
     def random_numbers_change(self, state: Mapping[str, Any]) -> str | None:
-        """Return a warning if samestep 0.2, which drew other random numbers for dropout, saved ``state``; else None."""
+        """Return a warning if the random numbers of dropout differ from those before a checkpoint; else None.
+
+        Args:
+            state: the result of `state` that the checkpoint stores. Samestep 0.2 stored no RANDOM_NUMBERS.
+        """
         if RANDOM_NUMBERS not in self.metadata or RANDOM_NUMBERS in state.get("metadata", {}):
             return None
         return (

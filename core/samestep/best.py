@@ -29,7 +29,7 @@ class BestEvaluation:
         Args:
             state: the attribute ``state`` as a checkpoint stores it; None for a new run.
             keep_best: the value of --keep-best: max:NAME or min:NAME. True means test_accuracy, or test_loss if the
-                evaluation has no accuracy. False compares no evaluations and keeps the state.
+                evaluation has no accuracy. With False, `update` does not change the state.
         """
         self.state: dict[str, Any] = dict(state or {})
         self._keep_best = keep_best
@@ -40,7 +40,7 @@ class BestEvaluation:
         return self.state.get("step")
 
     def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Compare the evaluation after ``step`` updates with the best one. Ignore an empty evaluation.
+        """Replace the best evaluation if the evaluation after ``step`` updates is better. Ignore an empty evaluation.
 
         Raises:
             NonRetryableError: the evaluation lacks the metric of --keep-best.
@@ -49,7 +49,7 @@ class BestEvaluation:
             return
         direction, _, name = self._metric(evaluation).partition(":")
         value = evaluation.get(name)
-        if value is None:  # the value was NaN or infinite, or no metric was evaluated
+        if value is None:  # the value was NaN or infinite, or the evaluation has neither accuracy nor loss
             return
         if name not in self.state:
             is_better = True

@@ -20,9 +20,10 @@ class Cadence:
     """The settings that determine after which updates a run logs, evaluates and saves.
 
     Attributes:
-        log_every: updates per log line.
-        evaluate_every: updates between evaluations; 0 evaluates only after each epoch.
-        checkpoint_every: updates between checkpoints; 0 saves only after each epoch and the last update.
+        log_every: interval of log lines, in updates, in addition to a line after each evaluation or save.
+        evaluate_every: interval of evaluations, in updates, in addition to one after each epoch; 0 for no interval.
+        checkpoint_every: interval of checkpoints, in updates, in addition to one after each epoch and after the last
+            update; 0 for no interval.
         steps_per_epoch: updates per epoch, at least 1.
         last_step: number of the run's last update.
         keep_best: whether to save after each evaluation, and to evaluate after the last update.

@@ -1,13 +1,15 @@
 """Write and read atomic, checksummed checkpoints without pickle.
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
-(``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the small state (running sums, elapsed
-seconds) and the options that a resume must repeat. To detect flipped bits, the manifest also has the size and SHA-256
-of every file, and a SHA-256 of itself. The folder is written under a temporary name, synced and renamed.
+(``model``, ``optimizer``) and ``manifest.json``. The manifest contains the step, the state in JSON (running sums,
+elapsed seconds) and the options that a resume must repeat. To detect flipped bits, the manifest also has the size and
+SHA-256 of every file, and a SHA-256 of its own content. The folder is written under a temporary name, synced and
+renamed.
 
-Only rank 0 calls the functions that read and write checkpoints. At a resume, rank 0 broadcasts the arrays, so the ranks
-need no shared disk. Every rank may call the functions that only compute, such as `weights_sha256`. For a sharded model,
-`samestep.sharded` replaces `save` and `read`, and each rank writes its shards.
+If every rank has a replica of the model, only rank 0 calls the functions that read and write checkpoints. At a resume,
+rank 0 broadcasts the arrays, so the ranks need no shared disk. Every rank may call the functions that only compute,
+such as `weights_sha256`. For a sharded model, `samestep.sharded` replaces `save` and `read`, and each rank writes its
+shards.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` report
 _pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
 _threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
 _is_wait_reported = False
-process_fails = threading.Event()  # set before an exit, so that threads stop waiting for ranks that may have ended
+process_fails = threading.Event()  # set after a failure and at exit, so that threads stop waiting for ended ranks
 
 
 class CorruptCheckpoint(Exception):
@@ -172,7 +174,7 @@ def serialize(arrays: Arrays) -> bytes:
     """Return arrays as the content of a safetensors file.
 
     Raises:
-        NonRetryableError: the format does not support a name or dtype.
+        NonRetryableError: a value is not an array, or the format does not support its name or dtype.
     """
     check_arrays(arrays)
     # safetensors ignores an array's strides and writes its memory, so the array must be in C order.
@@ -296,7 +298,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
 
     Args:
         folder: final path of the checkpoint.
-        body: content of the manifest.
+        body: content of the manifest, without its SHA-256.
         keep: number of newest checkpoints to keep.
         protected_step: step of a checkpoint that is never deleted, or None.
 
@@ -360,9 +362,10 @@ def write_file(folder: Path, name: str, content: Content) -> dict[str, Any]:
 
 
 def tensor_digests(content: Content) -> dict[str, str]:
-    """Return a digest of each tensor in a safetensors file by name: the first 16 hexadecimal digits of a SHA-256.
+    """Return a digest of each tensor in a safetensors file, by name.
 
-    The digests show in which tensors two checkpoints differ, and which tensors are damaged.
+    A digest has the first 16 hexadecimal digits of the SHA-256 of the tensor's bytes. The digests show in which tensors
+    two checkpoints differ, and which tensors are damaged.
 
     Args:
         content: content of the file.
@@ -378,7 +381,7 @@ def tensor_digests(content: Content) -> dict[str, str]:
 
 
 def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, sync it and rename it, so that no incomplete file is left.
+    """Write a file under a temporary name, sync it and rename it, so that ``path`` never has incomplete content.
 
     Args:
         path: path of the file.
@@ -411,6 +414,7 @@ def clear(run_dir: Path) -> None:
     """Delete the incomplete checkpoints of killed processes.
 
     Raises:
+        ConfigError: the folder ``checkpoints`` cannot be listed.
         OSError: a deletion fails.
     """
     for entry in _entries(run_dir):
@@ -463,15 +467,17 @@ def newest(
     Args:
         run_dir: folder of the run.
         warn: function that logs one line for each corrupt checkpoint that is newer than the returned one.
-        verify: whether to verify the files; False checks manifests and sizes.
+        verify: whether to verify the files' checksums. With False, only the manifests and the files' sizes are checked.
         reader: function that replaces `read`, such as a function that distributes the work over ranks.
         groups: required groups. A checkpoint counts as corrupt if a group is missing, because a resume would start this
             group from its initial values.
         remedy: the last advice in the errors' messages; "" for the default.
 
     Raises:
-        NonRetryableError: all checkpoints are corrupt. A new run would silently replace the existing run.
-        ConfigError: another version of this package wrote a checkpoint.
+        NonRetryableError: the run dir has checkpoints, but all of them are corrupt or renamed to ``unequal-...``. A new
+            run would silently replace the existing run.
+        ConfigError: another version of this package wrote a checkpoint that is newer than every valid one, or the
+            folder ``checkpoints`` cannot be listed.
     """
     corrupt = []
     if not remedy:
@@ -508,7 +514,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read and verify a checkpoint. Without ``verify``, check only the manifest and the files' sizes.
 
     Raises:
-        CorruptCheckpoint: the checkpoint cannot be used.
+        CorruptCheckpoint: the manifest or another file is missing, unreadable or corrupt, or of another format.
     """
     try:
         body = _read_manifest(folder)
@@ -609,7 +615,7 @@ def save_weights(path: Path, weights: Arrays) -> None:
     """Wait for the last checkpoint, then write a safetensors file atomically.
 
     Raises:
-        NonRetryableError: a write fails.
+        NonRetryableError: a write fails, or the format does not support an array.
     """
     finish()
     with writing(path):
@@ -668,7 +674,7 @@ def _sha256(content: Content) -> str:
 
 
 def os_error_message(error: OSError) -> str:
-    """Return a message for an OSError, with its path. For a full disk or a link, the message has the remedy."""
+    """Return a message for an OSError: with the remedy for a full disk or a link, else with the path if known."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     if isinstance(error, LinkError):

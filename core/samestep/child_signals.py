@@ -34,7 +34,7 @@ _thread = threading.local()  # attributes: mask and pid before a fork, and wheth
 
 
 def install() -> None:
-    """Protect the children that this process starts from now on. Later calls have no effect."""
+    """Let the children that this process starts from now on block the stop signals. Later calls have no effect."""
     global _is_installed
     if _is_installed or not hasattr(signal, "sigwaitinfo"):
         return
@@ -78,10 +78,13 @@ def _protect(*parents: int) -> None:
 
 
 def _receive_signals(*parents: int) -> None:
-    """Receive stop signals, and deliver them if they come from a parent or this process, or the parent has ended.
+    """Receive stop signals, and deliver each signal that takes effect.
+
+    A signal takes effect if one of ``parents`` or this process sent the signal, if the parent has ended, or after
+    `unblock`.
 
     Args:
-        *parents: ids of the processes whose signals take effect; the first is the value of `os.getppid`.
+        *parents: ids of the processes whose signals take effect; the first is the parent, the value of `os.getppid`.
     """
     waiting = 0  # a signal that has not been delivered, or 0
     while True:
@@ -158,7 +161,7 @@ def _after_fork_in_child() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks only if it has a preexec_fn
+    if getattr(_thread, "executes", False):  # `subprocess` calls fork hooks only with a preexec_fn
         signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
     else:
         _protect(_thread.pid)

@@ -1,8 +1,8 @@
 """Detect this process's place in the job (rank, world size, launcher) from environment variables.
 
 The variables of several launchers may be set at the same time, such as with torchrun under srun, or mpirun in a Slurm
-job. `detect` takes all values from the variables of one launcher. The table `_LAUNCHERS` lists all variables, in
-order of precedence:
+job. `detect` reads all values from the variables of one launcher. The table `_LAUNCHERS` lists the variables of all
+launchers, in order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.
 2. Launchers that placed this process on a node: Open MPI, MVAPICH2, jsrun and MPICH (which must agree), and Slurm.
@@ -14,7 +14,7 @@ Without any of these, the process trains alone, as rank 0 of 1. To prevent sever
 
 - One launcher gives the size 1 and another launcher gives a larger size.
 - A variable of an unknown launcher gives a rank, such as FLUX_TASK_RANK=3.
-- NNODES gives a number of machines, and no variable gives a rank.
+- NNODES gives a number of machines other than 1, and no variable gives a rank.
 
 An empty variable counts as unset. This module uses the standard library only.
 """
@@ -86,7 +86,7 @@ class Launcher:
         address: variables of the rendezvous's host and port.
         restarts: variable of the number of restarts.
         markers: variables that show that the launcher is present.
-        unless: variables of other launchers that may also have set ``markers``.
+        unless: variables of another launcher, which may also have set ``markers``.
         proof: variables that show that the launcher is present although ``unless`` is set.
         others: variables that `detect` does not read. A launch script removes them from its ranks' environment.
         allocation: variables of an allocation of machines. A launch script keeps them in its ranks' environment.
@@ -142,7 +142,8 @@ _LAUNCHERS = (
              others="HOROVOD_HOSTNAME HOROVOD_ELASTIC",
              command="{python} -m horovod.runner.launch --gloo -np {nproc} --disable-cache {python}",
              module="horovod", line_prefix=r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"),
-    # torch 2.13. If another job has left TORCHELASTIC_USE_AGENT_STORE, rank 0 waits for a store that no process serves.
+    # torch 2.13. If TORCHELASTIC_USE_AGENT_STORE of another job is still set, rank 0 waits for a store that no process
+    # serves.
     Launcher("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
              "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
              others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
@@ -207,7 +208,7 @@ MACHINE_ADDRESS = "MASTER_ADDR|PET_MASTER_ADDR"
 MACHINE_PORT = "MASTER_PORT|PET_MASTER_PORT"
 RANKS_PER_MACHINE = "NPROC_PER_NODE|PET_NPROC_PER_NODE"
 
-# Names of variables by which an unknown launcher may give a process its index.
+# Regular expression for names of variables by which an unknown launcher may give a process its index.
 _INDEX_NAME = re.compile("[A-Z][A-Z0-9_]*_(RANK|RANKID|PROCID|TASKID|PE)")
 
 
@@ -241,7 +242,7 @@ def startable_launchers() -> dict[str, Launcher]:
 
 
 def launcher_variables() -> frozenset[str]:
-    """Return the names of all variables by which launchers give a process its place.
+    """Return the names of the variables by which launchers give a process its place.
 
     A launch script removes these variables from the environment of the launcher that it starts. The script keeps
     MASTER_ADDR, MASTER_PORT, a rank table and the variables of an allocation.
@@ -353,9 +354,10 @@ def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
 
 
 def _check_alone(env: dict[str, str]) -> None:
-    """Raise EnvError if a process without a known launcher has a variable that counts processes or machines.
+    """Raise EnvError if NNODES gives a number of machines other than 1, or a variable gives a process an index.
 
-    Without this error, each rank of the job would train alone.
+    `detect` calls this function if no launcher gives a rank and a size. Without the error, each rank of the job would
+    train alone.
     """
     if env.get("NNODES", "1") != "1":
         remedy = "run scripts/run_<app>.sh on each machine, which reads it, or unset NNODES to train alone"
@@ -597,7 +599,7 @@ def _number(env: dict[str, str], name: str, low: int = 0, high: int = 2**31 - 1)
     """Return a variable as an int in [low, high]; None if it is unset. By default, ``high`` is the largest C int."""
     if name not in env:
         return None
-    # int() alone accepts "1_0", "+1" and digits of other scripts, and raises another error for 5,000 digits.
+    # int() alone accepts "1_0", "+1" and digits of other scripts, and raises no EnvError for 5,000 digits.
     if not re.fullmatch("[0-9]{1,10}", env[name]) or not low <= int(env[name]) <= high:
         raise EnvError(f"{_show(env, name)} is not a whole number from {low} to {high}: correct or unset it")
     return int(env[name])

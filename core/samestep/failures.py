@@ -16,7 +16,7 @@ FILE_NAME = "failure"  # name of the file in the log folder
 MAX_TEXT = 1000  # maximum number of characters of each text
 # Regular expression for the errors of gloo, NCCL and Horovod in ranks that lost the connection to another rank.
 LOST_CONNECTION = r"connection (was )?(closed|reset)|broken pipe|remote process|has been shut down"
-# The parts of a message that differ between two starts with the same failure.
+# Regular expression for the parts of a message that differ between two starts with the same failure.
 _CHANGING = re.compile(r"0x[0-9a-f]+|\bpid \d+|\bport \d+|:\d{2,5}\b", re.IGNORECASE)
 _SCHEMA = {"step": integer(0, 2**63), "error": text(MAX_TEXT), "text": text(MAX_TEXT)}
 
@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     text: str
 
     def is_same(self, other: Failure | None) -> bool:
-        """Return whether step, error and text of both failures are equal, except for ranks, addresses, ports, ids."""
+        """Return whether both failures have the same step, error and text, except for ranks, addresses, ports, pids."""
         return other is not None and self._constant == other._constant
 
     @property
@@ -66,7 +66,7 @@ def record(folder: Path, job: str, rank: int, step: int, problem: BaseException,
 
 
 def read(folder: Path, job: str) -> Failure | None:
-    """Return the recorded failure of the start ``job``; None if no rank has recorded a failure."""
+    """Return the recorded failure of the start ``job``; None if no rank has recorded one, or the file is damaged."""
     values = read_object(folder / FILE_NAME)
     try:
         check(values, {**_SCHEMA, "job": text(MAX_TEXT)})

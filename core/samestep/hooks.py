@@ -44,7 +44,8 @@ class AppHooks(Generic[Kind]):
         may_differ: names of options that may differ between machines.
         late_machines: whether the launcher continues without a lost machine, which may rejoin later.
         check_ranks: function that checks the options for N ranks on a machine.
-        check_installed: function that checks, in the app's environment, the installed packages for N ranks.
+        check_installed: function that prepares N ranks in the app's environment, such as by a check of the installed
+            packages or by a download.
         setup_environment: function that returns the variables for setup.sh, which builds an environment for each
             combination of values.
         find_machines: function that returns (number of machines, index of this machine from 0) if a file of the

@@ -103,7 +103,7 @@ class JobInfo:
         return cls(run_dir=environ.get(RUN_DIR, ""), restarts=int(restarts), **values)
 
     def to_environ(self) -> dict[str, str]:
-        """Return these values as environment variables. The document is ASCII without blanks."""
+        """Return these values as environment variables. The document is ASCII, without blanks outside its strings."""
         empty = asdict(JobInfo())
         values = {name: value for name, value in asdict(self).items() if name in _SCHEMA and value != empty[name]}
         environ = {DOCUMENT: json.dumps(values, separators=(",", ":")), RESTARTS: str(self.restarts)}
@@ -112,7 +112,7 @@ class JobInfo:
         return environ
 
     def launch_script(self) -> int | None:
-        """Return the process id of the launch script; None if no launch script runs on this machine."""
+        """Return the process id of the launch script; None without a launch script, or if it runs on another host."""
         pid, _, host = self.launcher.partition("@")
         if not pid.isdecimal() or host != socket.gethostname():
             return None

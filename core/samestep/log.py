@@ -63,6 +63,9 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
         rank: rank of this process.
         quiet: whether the console shows only results, warnings and errors.
         monitor: the monitor that records errors as events and describes crashes of other ranks.
+
+    Raises:
+        NonRetryableError: the log file cannot be opened.
     """
     global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
@@ -91,7 +94,10 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
 
 
 def _open_launch_script_file(number: int | None, fallback: int) -> IO[str]:
-    """Open the launch script's descriptor ``number``. If this fails, duplicate this process's ``fallback``."""
+    """Open the launch script's descriptor ``number`` for writing text, and return the stream.
+
+    If this fails, or if this process's descriptor ``fallback`` is the same file, duplicate ``fallback`` instead.
+    """
     descriptor = None
     with contextlib.suppress(OSError):  # for systems without /proc, or machines without a launch script
         path = f"/proc/{_job_info().launch_script()}/fd/{number}"
@@ -108,7 +114,7 @@ def info(text: str) -> None:
 
 
 def warning(text: str, kind: str = "") -> None:
-    """Log a warning in one line to the file and the console's standard error, and with ``kind`` as an event."""
+    """Log a warning in one line to the file and the console's standard error. With ``kind``, also record an event."""
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     if kind:
         _monitor.record_event(kind, text=line)
@@ -190,7 +196,7 @@ def _report_unknown(problem: Exception, summarize_error: Callable[[str], str]) -
     summary += "".join(remedy(str(problem)) for remedy in remedies)
     _record_failure(problem, f"rank {_rank}: {summary}")
     event_text = ""
-    if failures.is_lost_connection(problem):  # a framework's message contains paths of its source files
+    if failures.is_lost_connection(problem):  # the event omits the framework's message, which has paths of source files
         event_text = f"rank {_rank}: lost the connection to another rank{where}"
     error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}", event_text=event_text)
     _flush(sys.stderr)
@@ -261,7 +267,10 @@ def _job_folder() -> Path | None:
 
 
 def _job_info() -> JobInfo:
-    """Return the launch script's job information; defaults if it is missing or damaged (the options report damage)."""
+    """Return the launch script's job information; the defaults if it is missing or damaged.
+
+    The option parser reports the damage.
+    """
     with contextlib.suppress(ConfigError):
         return JobInfo.from_environ(os.environ)
     return JobInfo()

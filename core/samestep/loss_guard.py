@@ -21,7 +21,7 @@ class LossGuard:
     """
 
     def __init__(self, monitor: Monitor) -> None:
-        """Check losses by ``monitor``, which reads the failures of earlier starts."""
+        """Store ``monitor``, which checks losses and reads the failures of earlier starts."""
         self._monitor = monitor
         self._is_overflowed = False  # whether the last evaluation was NaN or infinite
 
@@ -30,11 +30,12 @@ class LossGuard:
         self._monitor.check_losses(losses, step)
 
     def check_evaluation(self, evaluation: Mapping[str, Any], step: int, is_of_update: bool = False) -> dict[str, Any]:
-        """Return the evaluation with None in place of NaN and infinity. Log a warning at the first such evaluation.
+        """Return the evaluation with None in place of NaN and infinity.
 
-        If weights grow too large, batch normalization keeps the training loss finite. An evaluation uses the running
-        statistics instead, so its activations overflow. A flipped bit can also make an evaluation infinite, but only
-        once.
+        Log a warning at the first of consecutive evaluations with NaN or infinity. If weights grow too large, batch
+        normalization keeps the training loss finite. An evaluation uses the running statistics instead, so its
+        activations overflow. A flipped bit can also make an evaluation infinite, but a restart then computes a finite
+        one.
 
         Args:
             evaluation: numbers by name.
@@ -42,7 +43,8 @@ class LossGuard:
             is_of_update: whether the evaluation follows an update of this start.
 
         Raises:
-            RetryableError: the first such evaluation follows an update, and no earlier start failed at this step.
+            RetryableError: the first such evaluation follows an update, its test loss is not finite, and no earlier
+                start failed at this step.
         """
         values = dict(evaluation)
         for name, value in evaluation.items():

@@ -129,6 +129,9 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
         options: the run's parsed command-line options.
         world: rank, world size and launcher of this process.
         values: further fields of the result.
+
+    Raises:
+        NonRetryableError: the file cannot be written.
     """
     restarts = JobInfo.from_environ(os.environ).restarts + (world.restart_count or 0)
     fields = {

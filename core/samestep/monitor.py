@@ -53,7 +53,7 @@ class Monitor:
         return contextlib.nullcontext()
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        """Search for stragglers on rank 0, by the seconds that all ranks' phases took since the last call.
+        """Search for stragglers on rank 0, by the durations of all ranks' phases since the last call.
 
         Args:
             step: number of updates done.
@@ -65,7 +65,16 @@ class Monitor:
         return []
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
-        """Raise RetryableError if a loss is NaN or infinite, or NonRetryableError if this recurs after a restart."""
+        """Raise an error if a loss is NaN or infinite.
+
+        Args:
+            losses: losses by name.
+            step: number of updates done.
+
+        Raises:
+            RetryableError: a loss is NaN or infinite, and no earlier start had such a loss at this step.
+            NonRetryableError: a loss is NaN or infinite, as in an earlier start at this step.
+        """
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Raise RetryableError on every rank unless all ranks have the same bits in every array of ``groups``.

@@ -42,7 +42,7 @@ BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": 
 
 
 class Options(argparse.Namespace):
-    """The parsed options, and settings of the parser as slots.
+    """The parsed options. The slots hold settings of the parser.
 
     ``vars(options)`` omits the slots and all options that the app does not offer. Class attributes are the values of
     common options that the app does not offer.
@@ -51,7 +51,7 @@ class Options(argparse.Namespace):
         RESULT_FIELDS: options that every result contains.
         default_dataset: the dataset to use if neither the user nor a checkpoint specifies a dataset.
         resolve_dataset: the app's function that replaces `samestep.data.datasets.resolve`, or None.
-        resume_mutable: the app's own options that a resume may change.
+        resume_mutable: names of options that a resume may change, in addition to RESUME_MUTABLE.
         resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
     """
 
@@ -242,7 +242,7 @@ def best_metric(metrics: Sequence[str]) -> Callable[[str], str]:
     return convert
 
 
-seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; clocks overflow at larger values
+seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts, which are below 116 days
 
 
 # --- options as fields -------------------------------------------------------------------------------------------
@@ -253,7 +253,8 @@ class Option:
     """The argparse settings of a field. The function `option` creates objects of this class.
 
     Attributes:
-        help: a noun phrase or an imperative, with the unit. The default is appended unless the text contains it.
+        help: a noun phrase or an imperative, with the unit. `add_to` appends the default, unless the default is None or
+            a bool, or the text contains "(default".
         group: title of the option's group, one of GROUPS.
         may_change: whether a resume may change the option.
         argument: further keywords of `argparse.ArgumentParser.add_argument`.
@@ -665,7 +666,7 @@ def check_virtual_ranks(options: Options, ranks: int) -> None:
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:
-    """Return, as JSON values, the options that a resume must repeat because they affect a run's numbers."""
+    """Return, as JSON values, the options that a resume must repeat, by name."""
     mutable = RESUME_MUTABLE.union(options.resume_mutable).difference(options.resume_pinned)
     return {name: value for name, value in as_json(options).items() if name not in mutable}
 

@@ -1,6 +1,6 @@
 """Define the interfaces between an app and its `samestep.run.Run`: the arrays of a checkpoint, and collectives.
 
-Classes that save and restore a run, such as `samestep.replicas.Replicas`, use only the attributes in `StoredRun`.
+`samestep.replicas.Replicas`, which saves and restores a run, uses only the attributes in `StoredRun`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Parts:
 
 
 class StoredRun(Protocol):
-    """The attributes of a `samestep.run.Run` that a class needs to restore and save the run."""
+    """The attributes of a `samestep.run.Run` that `samestep.replicas.Replicas` needs to restore and save the run."""
 
     app: str
     options: Options

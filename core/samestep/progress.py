@@ -19,9 +19,9 @@ class Progress:
         first_step: updates done before this start.
         last_step: number of the run's last update.
         step: updates done.
-        train_loss: the mean loss over the epoch so far, at the last log line; None before the first line.
-        train_accuracy: the accuracy over the epoch so far, at the last log line; None if the app does not count
-            correct answers.
+        train_loss: the mean loss over the epoch so far, at the last log line; None before the run's first line.
+        train_accuracy: the accuracy over the epoch so far, at the last log line; None before the first line of this
+            start, and if the app does not count correct answers.
         evaluation: the evaluation of the last log line; {} without an evaluation.
         best: the best evaluation.
     """
@@ -42,7 +42,7 @@ class Progress:
             first_step: updates done before this start.
             last_step: number of the run's last update.
             state: the result of `state` that the checkpoint stores; {} for a new run.
-            seconds: the total duration of earlier starts.
+            seconds: the total duration of earlier starts, in seconds.
             keep_best: the value of --keep-best.
         """
         self.batches = batches

@@ -99,6 +99,9 @@ def open_metrics(
         world: rank, world size and launcher of this process.
         metadata: versions and settings that affect the run's numbers, and the dataset's fingerprint.
         resumed_from: last step to keep; None for a new run.
+
+    Raises:
+        NonRetryableError: a file cannot be written.
     """
     from samestep import metrics  # only rank 0 needs this module
 

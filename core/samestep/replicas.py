@@ -20,6 +20,9 @@ class Replicas:
     def restore(self, run: StoredRun) -> dict[str, Any]:
         """Find the run dir, the dataset and the checkpoint on rank 0, and load the same bytes on all ranks.
 
+        Returns:
+            The message of rank 0 from `samestep.rundir.open_run`.
+
         Raises:
             ConfigError: as in `Run.restore`.
             NonRetryableError: as in `Run.restore`.

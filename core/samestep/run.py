@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Find the checkpoint on rank 0, and load it on all ranks. This call is a collective.
 
         Returns:
-            The message of rank 0 from `samestep.rundir.restore_message`.
+            The message of rank 0, with the values of `samestep.rundir.restore_message`.
         """
 
     def save(self, run: Run, groups: Any) -> None:
@@ -138,7 +138,7 @@ class Run:
 
         Args:
             app: the app's name, which each checkpoint contains.
-            options: the parsed options; `restore` completes them.
+            options: the parsed options. `restore` sets their ``run_dir`` and ``dataset``.
             world: rank, world size and launcher of this process.
             monitor: the monitor of this rank, such as a `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: function that finds a dataset by name, such as `samestep.data.datasets.resolve`.
@@ -289,6 +289,10 @@ class Run:
             device: name of the device, for the log.
             metadata: versions and settings that affect the run's numbers, for the header of metrics.jsonl and for
                 checkpoints. If `samestep.torch.exact` computes dropout, include `samestep.sharding.RANDOM_NUMBERS`.
+
+        Raises:
+            ConfigError: the app does not support --trace-every.
+            NonRetryableError: a value of the state cannot be stored as JSON, or a file cannot be written.
         """
         state = self.restored.state
         last_step = last_step_of(self.options, batches.steps_per_epoch, first_step=self.first_step)
@@ -315,7 +319,7 @@ class Run:
                 metadata={**self.arithmetic.metadata, "dataset_fingerprint": state["dataset_fingerprint"]},
                 resumed_from=self.resumed_from,
             )
-        if self.world.rank == 0:  # the event comes before the log line below
+        if self.world.rank == 0:
             self.monitor.record_event(events.START, last_step=last_step, ranks=self.world.world_size)
         log.info(self._describe_start(model, device, test_examples=test_examples))
         self.step_sync.start(self.first_step)
@@ -457,12 +461,12 @@ class Run:
             **extra: numbers for this line only.
 
         Returns:
-            The line, on every rank. A test loss that is NaN or infinite again after a restart is None.
+            The line, on every rank. A number of the evaluation that is NaN or infinite becomes None.
 
         Raises:
-            RetryableError: a loss is NaN or infinite.
-            NonRetryableError: the training loss is NaN or infinite again after a restart, or the evaluation lacks the
-                metric of --keep-best.
+            RetryableError: a loss is NaN or infinite, and no earlier start failed at this step.
+            NonRetryableError: the training loss is NaN or infinite again after a restart, the evaluation lacks the
+                metric of --keep-best, or the write fails.
         """
         progress = self.progress
         totals = self.step_sync.totals
@@ -560,7 +564,7 @@ class Run:
             evaluation: the numbers of the last evaluation, by name, for the result.
 
         Raises:
-            RetryableError: the weights differ between ranks, or the evaluation is NaN or infinite for the first time.
+            RetryableError: the weights differ between ranks, or as in `LossGuard.check_evaluation`.
             NonRetryableError: weights are NaN or infinite, or a file could not be written.
         """
         self.recorder.close()
@@ -584,7 +588,7 @@ class Run:
         }
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
-        """Write result.json on rank 0, and print ``RESULT {json}`` as the last line on stdout.
+        """Write result.json on rank 0 (evaluation.json with --evaluate-only), and print ``RESULT {json}`` on stdout.
 
         Args:
             framework: name of the framework.

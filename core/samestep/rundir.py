@@ -33,8 +33,7 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
-# Files of the losses and the trace. Their modules also define these names, but need numpy, which a launch script may
-# lack.
+# Paths of the losses and the trace, equal to `samestep.step_losses.NAME` and `samestep.trace.NAME`.
 RECORDS = ("log/losses.bin", "log/trace.jsonl")
 
 
@@ -72,13 +71,15 @@ def resolve(
         app: the app's name, which its checkpoints contain.
         options: the parsed options. Their function ``resolve_dataset`` finds the dataset; if it is None, the dataset
             is not checked.
-        fresh: False in a process that a launcher restarted; such a process ignores --no-resume.
-        verify: whether to verify checkpoints, and to report and rename corrupt ones. False reads only manifests.
+        fresh: whether --no-resume applies; False in a process that a launcher has restarted.
+        verify: whether to verify checkpoints, and to report and rename corrupt ones. With False, `resolve` reads only
+            manifests.
         reader: passed to `checkpoint.newest`.
         groups: passed to `checkpoint.newest`.
 
     Raises:
-        ConfigError: the run dir contains another run, or a run with other data.
+        ConfigError: the run dir contains another run or a run with other data, cannot be used, is in use by another
+            job, or has no checkpoint for --evaluate-only.
         NonRetryableError: all checkpoints of the run dir are corrupt.
     """
     _check_evaluate_only(options)
@@ -140,7 +141,7 @@ def open_run(
     Args:
         app: name of the app, such as "cifar_ddp".
         options: the run's parsed command-line options.
-        fresh: False in a process that a launcher restarted.
+        fresh: whether --no-resume applies; False in a process that a launcher has restarted.
         load: function that loads arrays by group and name into the model.
         required: groups without which a checkpoint counts as corrupt.
 
@@ -308,7 +309,7 @@ def _run_dir_of_job(app: str) -> Path:
 
 
 def archive_previous_run(run_dir: Path) -> None:
-    """Move an earlier run's checkpoints, results, losses and trace to ``earlier-<UTC time>/``, for --no-resume."""
+    """Move an earlier run's checkpoints, metrics, weights, results, losses and trace to ``earlier-<UTC time>/``."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     root = Root(run_dir)
     # Files of the best weights and of averaged weights have names that begin with "model-".
@@ -349,10 +350,11 @@ def make_folder(path: Path, unique: bool = False) -> Path:
 
 
 class Lock:
-    """A lock on bytes of ``<run-dir>/.lock``. This process holds each byte until `release` or until its end.
+    """A lock on bytes of ``<run-dir>/.lock``. This process holds each acquired byte until `release` or until its end.
 
     The lock is a POSIX record lock, which the kernel releases when the process ends, and which also works on NFS.
-    Closing any descriptor of the file would release all its locks, so a Lock keeps its only descriptor open.
+    If this process closed any descriptor of the file, all its locks on the file would end. Therefore a Lock opens the
+    file only once, and keeps the descriptor open.
     """
 
     def __init__(self, run_dir: Path, who: str) -> None:
@@ -400,7 +402,7 @@ class Lock:
         os.pwrite(self._descriptor, holder.encode(errors="replace"), 0)
 
     def _holder(self) -> str:
-        """Return the lock's holder according to the file; "another process" if this description is outdated.
+        """Return the file's description of the lock's holder; "another process" if the description is outdated.
 
         A process that can only read the file can hold the lock, but cannot write its description.
         """

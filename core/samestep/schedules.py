@@ -20,8 +20,9 @@ def constant(step: int) -> float:
 def warmup(step: int, warmup_steps: int) -> float:
     """Return a factor that grows linearly from 1 / warmup_steps at step 0 to 1, and stays at 1.
 
-    The factor reaches 1 at step warmup_steps - 1. Multiply another schedule by this factor. Source: Goyal et al.,
-    "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
+    The factor reaches 1 at step warmup_steps - 1. If warmup_steps is 0, the factor is always 1. Multiply another
+    schedule by this factor. Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017,
+    section 2.2.
     """
     if not warmup_steps:
         return 1.0
@@ -72,8 +73,8 @@ def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> floa
 def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25, final: float = 1 / 250_000) -> float:
     """Return a factor that rises along half a cosine from ``start`` to 1, then falls along half a cosine to ``final``.
 
-    Source: Smith & Topin, "Super-convergence", 2018. fast.ai and torch's OneCycleLR use the same form and default
-    values. The factor reaches ``final`` at the last update, steps - 1.
+    Source: Smith & Topin, "Super-convergence", 2018. torch's OneCycleLR uses the same form and default values. The
+    factor reaches ``final`` at the last update, steps - 1.
 
     Args:
         step: number of the update, from 0.
@@ -100,7 +101,7 @@ def _fall(progress: float) -> float:
 
 
 def _progress(step: float, steps: float) -> float:
-    """Return the fraction ``step / steps``, at most 1."""
+    """Return the fraction ``step / steps``, at most 1; 1 if ``steps`` is 0."""
     if not steps:
         return 1.0
     return min(1.0, step / steps)

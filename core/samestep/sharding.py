@@ -1,8 +1,8 @@
 """Compute which samples a rank processes at a step. Each epoch has one global order, divided by step and then by rank.
 
 The order of an epoch is a pseudo-random permutation of [0, n) that is never stored. `permute` computes any part of the
-order from (n, seed, epoch). Step k uses the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
-batch size. Each rank gets one contiguous shard of these positions. Therefore:
+order from (n, seed, epoch). With a global batch size of B, step k of an epoch uses the positions [k * B, (k + 1) * B)
+of the epoch's order. Each rank gets one contiguous shard of these positions. Therefore:
 
 * The global batches are the same at any world size: the ranks' shards, in rank order, form the global batch.
 * A resume computes its first step as fast as any other step. A resume at another world size neither repeats nor omits
@@ -211,7 +211,8 @@ class GlobalBatches:
         drop_last: whether to omit an epoch's last batch if it is smaller.
 
     Raises:
-        ValueError: an argument is out of range, or no batch remains. Every method raises ValueError for step < 0.
+        ValueError: an argument is out of range, or no batch remains. A method raises ValueError if its ``step`` is
+            negative.
     """
 
     n: int
@@ -301,8 +302,8 @@ class GlobalBatches:
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
         """Return the sample indices of this rank's shard of a global batch.
 
-        For consecutive steps, the method computes up to PREFETCH_SAMPLES indices at a time. For any other step, it
-        computes only the indices of this step.
+        At consecutive steps, the method computes up to PREFETCH_SAMPLES indices at a time. At any other step, and for a
+        micro-batch without ``virtual_ranks``, it computes only the indices that it returns.
 
         Args:
             step: number of updates done before this step.

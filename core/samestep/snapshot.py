@@ -15,7 +15,7 @@ from samestep.safetensors_layout import layout
 
 Arrays = Mapping[str, NDArray[Any]]
 _ALIGNMENT = 64  # bytes
-_free: list[NDArray[np.uint8]] = []  # memory for later snapshots, because a copy into new pages takes longer
+_free: list[NDArray[np.uint8]] = []  # memory for later snapshots, because a copy into new pages is slower
 
 
 class Snapshot:

@@ -1,7 +1,8 @@
 """Write and read ``log/losses.bin``: the loss of every step, including steps without a line in metrics.jsonl.
 
 A record has 16 bytes: the step (int64, updates done) and the loss (float64), both little-endian. The loss is the mean
-over the global batch before the update, with the same bits as ``loss`` in metrics.jsonl. Only rank 0 writes the file.
+over the step's global batch, computed before the update, with the same bits as ``loss`` in metrics.jsonl. Only rank 0
+writes the file.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class StepLosses:
             write_all(self._file.fileno(), content)
 
     def sync(self) -> None:
-        """Sync the file to the disk. Call this method before each checkpoint, because a resume needs the records."""
+        """Sync the file to the disk.
+
+        Call this method before each checkpoint, so that the records up to the checkpoint survive a crash of the
+        machine.
+        """
         os.fsync(self._file.fileno())
 
 

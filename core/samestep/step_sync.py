@@ -28,7 +28,7 @@ class Totals:
         stop_signal: the stop signal that a rank received, or 0.
         launcher_died: whether a rank's launcher has ended, so that the stop is a failure.
         seconds_per_step: rank 0's seconds per step since the last sync.
-        phase_seconds: [world_size * phases], each rank's seconds in the order of PHASES.
+        phase_seconds: [world_size * phases], each rank's seconds since the last sync, in the order of PHASES.
         step_losses: summed loss of each step since the last sync, in order; the last value equals ``loss``.
     """
 
@@ -174,7 +174,7 @@ def _totals(table: NDArray[Any], names: list[str]) -> Totals:
 
 
 def _number(value: SupportsFloat) -> float:
-    """Return a loss as a float. Prefer ``item``: ``float`` emits a warning for a tensor that requires gradients."""
+    """Return a loss or count as a float. Prefer ``item``: ``float`` emits a warning for a tensor with gradients."""
     item = getattr(value, "item", None)
     if item is None:
         return float(value)

@@ -1,10 +1,10 @@
 """Turn signals into stop requests on which all ranks agree.
 
 After TERM, USR1 (Slurm's ``--signal``) or the first Ctrl-C, all ranks agree on a step, save it and exit with 128 + the
-signal. A rank exits at once, without saving, in these cases:
+signal. A rank exits without saving in these cases:
 
 * The rank receives a second signal, or a signal before its first step.
-* The ranks do not agree within ``grace`` seconds.
+* No step is saved within ``grace`` seconds.
 * Another rank has ended. A launcher then sends TERM, and with NCCL the remaining ranks would wait for the ended rank.
 
 A thread handles the signals, because the main thread may wait in C code.

@@ -4,7 +4,7 @@ The file has a line for every K-th step: the step, the digests of the weights be
 gradients. A digest has 16 hexadecimal digits. Rank 0 writes the file. The digests of all shards of an array add up to
 the digest of the full array, which does not depend on the world size.
 
-Most weights of a sharded model are on one rank, so the ranks cannot compare them. Instead, each rank compares its
+Most shards of a sharded model are on one rank only, so the ranks cannot compare them. Instead, each rank compares its
 digests after a traced update with its digests before the next update. A difference means that a bit flipped, or that
 the program changed a weight.
 """
@@ -144,7 +144,9 @@ class Trace:
         return (self._step + 1) % self._every == 0
 
     def begin_update(self) -> None:
-        """Digest the weights before a step's first update.
+        """Digest the weights before a traced step's first update.
+
+        Before the first update after a traced step, also compare the shards with their digests.
 
         Raises:
             RetryableError: as in `check`.
@@ -159,7 +161,7 @@ class Trace:
             self._before = weights
 
     def end_update(self) -> None:
-        """Digest the gradients after an update, because an optimizer's closure may compute them during the update."""
+        """Digest the gradients after a traced update, because an optimizer's closure may compute them in the update."""
         if not self._is_due:
             return
         self._gradients = self.gradients()
@@ -235,7 +237,7 @@ class TraceFile:
             resumed_from: last step to keep; None for a new run.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be read or written.
         """
         self._root = Root(run_dir)
         self._path = run_dir / NAME

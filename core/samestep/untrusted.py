@@ -56,7 +56,7 @@ def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a regular file, or "" if the path leads to something else.
+    """Return the first ``max_bytes`` bytes of a regular file as text, or "" if the path leads to something else.
 
     Raises:
         OSError: the file cannot be read.

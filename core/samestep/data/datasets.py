@@ -13,10 +13,10 @@ MNIST and Fashion-MNIST consist of four IDX files each. CIFAR-10 consists of six
    writable, `$TMPDIR/samestep-<user id>/<name>` (by default in `/tmp`) replaces the cache.
 4. The network. The files are downloaded to the cache, and their SHA-256 is verified.
 
-If no mirror responds and the user chose no dataset, `resolve` replaces the default dataset and returns a notice.
+If no mirror is available and the user chose no dataset, `resolve` replaces the default dataset and returns a notice.
 `mnist-5k`, 5,000 MNIST digits in this package, replaces `mnist`. `synthetic-cifar10`, 1,280 generated images in
-CIFAR-10's format, replaces `cifar10`; its first use generates the files. A launch script calls `resolve` before it
-starts ranks, so that all files exist when a rank calls `load`.
+CIFAR-10's format, replaces `cifar10`; the files are generated at its first use. A launch script calls `resolve` before
+it starts ranks, so that all files exist when a rank calls `load`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
-# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. All MNIST-like datasets use these values.
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]. Apps normalize every MNIST-like dataset by
+# these values.
 MEAN = 0.1307
 STD = 0.3081
 
@@ -77,7 +78,7 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
     Args:
         name: name of the dataset, one of NAMES.
         data_dir: the folder to search first. The folder may be missing or read-only.
-        fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror responds.
+        fallback: whether to replace mnist by mnist-5k, and cifar10 by synthetic-cifar10, if no mirror is available.
 
     Returns:
         Name, folder and fingerprint of the dataset, with a notice if it replaces the requested one.
@@ -190,7 +191,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
         return DatasetInfo(name, SYSTEM[name])
     cache = cache_folder(name)
     if missing(cache, name):
-        from samestep.data import download  # ranks do not need this module
+        from samestep.data import download  # if the cache has the files, a rank does not need this module
 
         try:
             download.fill(name, cache)
@@ -262,7 +263,7 @@ def _synthetic_cifar() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the dataset's folder in a cache: the first folder with all files, else the first writable folder.
+    """Return the dataset's folder in a cache: the first one with all files, else the first writable, else the first.
 
     In a container, the user may have no writable home. Then the cache is in the folder for temporary files.
     """
@@ -278,7 +279,7 @@ def cache_folder(name: str) -> Path:
 
 
 def _caches() -> list[Path]:
-    """Return the user's cache, and the cache in the folder for temporary files.
+    """Return the usable caches: the user's cache, then the cache in the folder for temporary files.
 
     According to the XDG base directory specification, a relative XDG_CACHE_HOME is ignored.
 

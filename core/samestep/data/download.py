@@ -1,7 +1,7 @@
 """Download datasets to the user's cache, or generate the synthetic dataset.
 
-`datasets` imports this module only if a file is missing in the cache. Ranks do not import it, because the launch script
-has already filled the cache.
+`datasets` imports this module only if a file is missing in the cache. A launch script fills the cache before it starts
+ranks, so these ranks do not import the module.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ SHA256 = {
 
 
 class NoNetworkError(Exception):
-    """No mirror responded. The message has the reason."""
+    """No mirror is available: each is unreachable or returns an HTTP error. The message has the first reason."""
 
 
 def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError) -> tuple[str, str]:
-    """Choose the dataset that replaces ``name`` if no mirror responds.
+    """Choose the dataset that replaces ``name`` if no mirror is available.
 
     Args:
         name: name of the dataset.
@@ -106,7 +106,7 @@ def fill(name: str, folder: Path) -> None:
     """Download the missing files of a dataset to its folder in the cache.
 
     Raises:
-        NoNetworkError: no mirror responded.
+        NoNetworkError: no mirror is available.
         ConfigError: a download fails or has the wrong checksum, or the folder cannot be written.
     """
     with _locked(name, folder):
@@ -145,8 +145,8 @@ def generate(name: str, folder: Path) -> None:
 def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
     """Yield the content of a file for each number of images in ``counts``.
 
-    Each of the ten classes has a pattern of 4 x 4 colors, and each image is a mean of its class's pattern and noise.
-    Python's random generator returns the same bytes in every version. NumPy's generator does not guarantee this.
+    Each of the ten classes has a pattern of 4 x 4 colors. Each image is a weighted mean: 1/3 pattern and 2/3 noise.
+    Python's generator provides the random bytes, because the stream of NumPy's Generator may change between versions.
     """
     draw = random.Random("synthetic-cifar10").randbytes
     patterns = np.frombuffer(draw(10 * 3 * 16), np.uint8).reshape(10, 3, 4, 4)
@@ -164,7 +164,7 @@ def _download(name: str, file: str, sha256: str) -> bytes:
 
     Raises:
         ConfigError: all mirrors fail, and at least one of them sent an incomplete or wrong file.
-        NoNetworkError: no mirror responded.
+        NoNetworkError: no mirror is available.
     """
     broken: list[Exception] = []
     unreachable: list[Exception] = []
@@ -227,7 +227,7 @@ def _locked(name: str, folder: Path) -> Iterator[None]:
 
 
 def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
-    """Lock a file.
+    """Lock a file. If the file system has no locks, return without a lock.
 
     Raises:
         ConfigError: another process holds the lock for more than LOCK_TIMEOUT seconds.

@@ -155,7 +155,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearray:
-    """Read the rest of a file, and check that the rest has ``size`` bytes. Stop after ``size`` + 1 bytes.
+    """Return the rest of a file, which must have ``size`` bytes. Read at most ``size`` + 1 bytes.
 
     Args:
         file: open file, at the first byte to read.

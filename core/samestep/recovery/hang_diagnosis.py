@@ -3,11 +3,12 @@
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
 threads. If a rank cannot write this file, the others use its last heartbeat, the state of its process, and
 ``log/stack-<r>.txt``. A C thread of Python's faulthandler writes stacks to ``log/stack-<r>.txt`` if the interpreter is
-blocked. Every rank computes the same diagnosis from these files. `samestep_observe.hang_report` prints the files.
+blocked. Every rank computes a diagnosis from these files, but reports the diagnosis of an earlier rank if that rank has
+written one. `samestep_observe.hang_report` prints the files.
 
 A rank waits for the others if its last collective has not completed, or if its code is in a call of a framework's
-collectives. The rank itself detects both conditions at run time. A rank imports this module only when it hangs, fails
-or stops.
+collectives. The rank itself detects both conditions at run time. A rank imports this module only when it makes no
+progress, fails or stops.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class RankState:
     answered: bool  # whether the rank has written its hang-<r>.json
     location: CodeLocation | None = None
     is_current: bool = True  # False if the location is from the last heartbeat
-    trouble: str = ""  # the reason why the rank does not answer
+    trouble: str = ""  # the reason why the rank does not answer, or ""
 
     @property
     def name(self) -> str:
@@ -411,7 +412,8 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
     """Return the silent ranks, or else the slowest ranks that do not wait, or else waiting ranks that differ.
 
-    Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks.
+    Waiting ranks differ if they have called fewer collectives, or are at another location than most ranks. Except for
+    silent ranks and counts of collectives, `_smallest_group` chooses the result.
     """
     silent = [state for state in states if state.trouble]
     if silent:

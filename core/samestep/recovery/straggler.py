@@ -92,7 +92,7 @@ class StragglerDetector:
         return [int(rank) for rank in np.flatnonzero(is_slow)]
 
     def _is_confirmed(self, rank: int, step: int) -> bool:
-        """Return whether a slow rank has been slow for long enough, and has not been reported."""
+        """Return whether to report a slow rank now: after MIN_STEPS slow steps that cost MIN_SECONDS, and only once."""
         if rank in self._reported:
             return False
         first_step, seconds = self._slow[rank]

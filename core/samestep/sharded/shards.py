@@ -26,7 +26,7 @@ class Shards:
     """The `samestep.run.Storage` of a sharded model.
 
     The functions of the run's `Parts` load `StoredGroups` and return `ShardGroups`. Each rank reads only the parts of
-    `StoredGroups` that it needs. Most weights are on one rank, so the ranks cannot compare weights.
+    `StoredGroups` that it needs. Most weights are on one rank only, so the ranks cannot compare weights.
     """
 
     is_sharded = True
@@ -38,7 +38,11 @@ class Shards:
     def restore(self, run: Run) -> dict[str, Any]:
         """Find the run dir, the dataset and the checkpoint on rank 0, and load on each rank the parts that it needs.
 
-        Before the ranks use a checkpoint, each rank verifies some of its files.
+        Before the ranks use a checkpoint, each rank verifies some of the checkpoint's files.
+
+        Returns:
+            The message of rank 0: the values of `samestep.rundir.restore_message`, and ``folder``, the checkpoint's
+            path.
 
         Raises:
             ConfigError: as in `Run.restore`.
@@ -65,7 +69,7 @@ class Shards:
         except (ConfigError, NonRetryableError) as error:
             if run.world.rank == 0:
                 raise
-            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # rank 0 reports this error
+            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # rank 0 reports its own error
         return message
 
     def _resolve(self, run: Run) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def save(
     Raises:
         NonRetryableError: this rank cannot save a value, or could not write the previous checkpoint. Earlier
             checkpoints remain unchanged.
+        ConfigError: raised on rank 0 if the report files of other ranks are not visible.
         RemoteRankError: another rank raised NonRetryableError.
         ValueError: the ranks' shards of an array do not cover the array.
     """
@@ -490,7 +491,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
     Without ``verify``, check only the manifest and the files' sizes.
 
     Raises:
-        CorruptCheckpoint: the checkpoint cannot be used.
+        CorruptCheckpoint: the manifest or another file is missing, unreadable or corrupt, or of another format.
     """
     saved = checkpoint.read(folder, verify=False)
     if verify and (damage := find_damage(folder, saved.files)):
@@ -500,7 +501,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
 
 def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> str:
-    """Return the error of the first file that does not match its digest; "" if all files match.
+    """Return the error of the first file that is unreadable or does not match its digest; "" if all files match.
 
     Args:
         folder: folder of the files.
@@ -544,7 +545,8 @@ def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any])
         files: the manifest's entries of files, by name.
 
     Raises:
-        ValueError: a piece is invalid or missing.
+        ValueError: a dtype, a shape or a piece is invalid, or a piece is missing. Values of other types may raise
+            TypeError, KeyError or AttributeError.
     """
     stored: dict[str, dict[str, StoredTensor]] = {}
     for group, arrays in groups.items():
@@ -595,7 +597,7 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
 def consolidate(
     arrays: Mapping[str, StoredTensor], path: Path | None = None, tick: Callable[[], Any] = lambda: None
 ) -> str:
-    """Write full arrays to a safetensors file atomically, and read blocks of 16 MiB.
+    """Write full arrays to a safetensors file atomically, one block of at most 16 MiB at a time.
 
     Args:
         arrays: stored arrays by name.

@@ -56,10 +56,10 @@ class StoredTensor:
     pieces: tuple[tuple[Path, Shape, Shape], ...]
 
     def read(self, offset: Shape | None = None, shape: Shape | None = None) -> NDArray[Any]:
-        """Read a part of the array.
+        """Return a part of the array.
 
         Args:
-            offset: index of the part's first element; None for the beginning.
+            offset: index of the part's first element; None for the first element of the full array.
             shape: shape of the part; None for the shape of the full array.
 
         Raises:

@@ -153,10 +153,13 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
     rows: HasRows | None = None
     timer: StepTimer | None = None
     group: Group = None  # the ranks that get different data
-    sums: Tensor | None = None  # with virtual ranks, [n * mean, n * variance, n] of a sub-shard, [2c + 1]
+    sums: Tensor | None = None  # with virtual ranks, [n * mean, n * unbiased variance, n] of a sub-shard, [2c + 1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [m, c, ...]; keep its shape and dtype. In training, both passes are collectives."""
+        """Normalize x [m, c, ...]; keep its shape and dtype.
+
+        In training without virtual ranks, both passes are collectives.
+        """
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]

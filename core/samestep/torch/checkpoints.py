@@ -50,8 +50,9 @@ class Checkpoints:
         **parts: the parts by name. Names consist of lower-case letters and underscores.
 
     Raises:
-        TypeError: a part has a value that a restore would change; the message has the path of the value.
-        ValueError: an argument is out of range.
+        TypeError: a part has a value that a restore would change (the message has the value's path), or is neither a
+            dict nor an object with ``state_dict`` and ``load_state_dict``.
+        ValueError: an argument is out of range, no parts are given, or a part's name is invalid.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Checkpoints:
 
         Raises:
             NonRetryableError: all checkpoints are corrupt, or a rank cannot read its part.
-            ConfigError: the checkpoint has other parts, or another version of this package wrote it.
+            ConfigError: the checkpoint has other parts, or another version of this package or another program wrote it.
             ValueError: a sharded tensor has another shape now. A part's ``load_state_dict`` may raise other errors.
         """
         rank, _ = place()
@@ -107,7 +108,7 @@ class Checkpoints:
         return self.steps
 
     def _read_shards(self, folder: Path) -> dict[str, Arrays]:
-        """Read this rank's parts of a sharded checkpoint.
+        """Return the arrays of each part by name, from a sharded checkpoint. Read only this rank's shards.
 
         Raises:
             NonRetryableError: raised on all ranks if one rank cannot read its parts.
@@ -177,6 +178,7 @@ class Checkpoints:
         Raises:
             TypeError: a part has a value that a restore would change.
             NonRetryableError: the previous checkpoint could not be written.
+            ConfigError: raised on rank 0 if a part has DTensors, and the ranks do not share the folder.
         """
         rank, _ = place()
         structures, groups = self._encode(with_values=rank == 0)
@@ -278,7 +280,7 @@ def read_any(folder: Path, verify: bool) -> Checkpoint:
     """Read and verify a checkpoint; verify a sharded checkpoint in blocks.
 
     Raises:
-        CorruptCheckpoint: the checkpoint cannot be used.
+        CorruptCheckpoint: the manifest or another file is missing, unreadable or corrupt, or of another format.
     """
     if checkpoint.read(folder, verify=False).pieces:
         return storage.read(folder, verify)

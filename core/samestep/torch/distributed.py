@@ -19,7 +19,7 @@ from samestep.sharding import RANDOM_NUMBERS
 from samestep.torch.ranks import all_gather as all_gather
 from samestep.torch.ranks import broadcast as broadcast
 
-SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
+SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks together may use with --share-gpu
 CONTEXT_BYTES = 1.5e9  # memory of a rank's CUDA context
 # NCCL's variables for --share-gpu; {} without the option. This dictionary is global because the environment is global.
 _sharing: dict[str, str] = {}
@@ -73,7 +73,7 @@ def gpu_use(requested: str, ranks: int, gpus: int) -> str:
         gpus: number of GPUs on this machine.
 
     Raises:
-        ConfigError: the machine has too few GPUs.
+        ConfigError: the machine has fewer GPUs than ranks for "cuda", or no GPU for SHARED_GPU.
     """
     if requested == SHARED_GPU:
         if gpus == 0:
@@ -90,9 +90,10 @@ def gpu_use(requested: str, ranks: int, gpus: int) -> str:
 def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
     """Return the environment variables with which NCCL accepts several ranks on one GPU.
 
-    NCCL rejects two ranks with the same host and GPU. Before NCCL 2.30, each rank therefore gets its own NCCL_HOSTID,
-    and ranks communicate by the loopback interface. The ranks themselves set the variables, because a launch script
-    cannot read NCCL's version, and a bare torchrun does not set the variables.
+    NCCL rejects two ranks with the same host and GPU, unless NCCL_MULTI_RANK_GPU_ENABLE of NCCL 2.30 is set. Before
+    NCCL 2.30, each rank therefore gets its own NCCL_HOSTID. The ranks communicate by the loopback interface. The ranks
+    themselves set the variables, because a launch script cannot read NCCL's version, and a bare torchrun does not set
+    the variables.
 
     Args:
         nccl: version of NCCL, such as (2, 28, 9).
@@ -202,7 +203,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
 
     Raises:
         ConfigError: as in `backend`, or the launcher gives no address, or the port is in use.
-        NonRetryableError: the rendezvous with the other ranks failed.
+        NonRetryableError: the rendezvous with the other ranks failed, or NCCL rejects ranks that share a GPU.
     """
     settings: dict[str, Any] = {"backend": backend(device, requested), "timeout": timedelta(seconds=timeout + 30)}
     settings |= {"rank": world.rank, "world_size": world.world_size}
@@ -271,5 +272,5 @@ def _recorded(function: str) -> list[dict[str, Any]]:
 
 
 def _is_pending(entry: dict[str, Any]) -> bool:
-    """Return whether a collective has not completed. NCCL marks a completed collective as retired after a delay."""
+    """Return whether a collective is incomplete. NCCL marks a completed collective as retired after a delay."""
     return not entry["retired"] and entry.get("state") != "completed"

@@ -18,7 +18,7 @@ from samestep.torch.samplers import HasRows, Rows
 _GAMMA = -0x61C8864680B583EB
 _M1 = -0x40A7B892E31B1A47
 _M2 = -0x6B2FB644ECCEEE15
-MOST_BY_NUMPY = 2**16  # most positions of a mask that numpy draws instead of torch, which uses several threads
+MOST_BY_NUMPY = 2**16  # maximum positions of a mask to draw by numpy; torch draws larger masks with several threads
 _models: weakref.WeakValueDictionary[int, ModelRows] = weakref.WeakValueDictionary()
 
 
@@ -67,10 +67,10 @@ def generator_states() -> list[Tensor]:
 
 
 def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Tensor:
-    """Return 64 random bits, int64 [count], for each position. The bits are the same on any device.
+    """Return 64 random bits for each position, int64 [count]. The bits are the same on any device.
 
-    The bits are SplitMix64's outputs for a counter, without SplitMix64's last step, which changes only low bits. The
-    masks remove the sign bits that torch shifts into an int64.
+    The bits are SplitMix64's outputs for a counter, without SplitMix64's last step, which changes only low bits. Each
+    bitwise AND removes the sign bits that torch shifts into an int64.
 
     Args:
         key: offset of the counter, int64 [].

@@ -43,8 +43,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     This function changes the model in place. Batch norms compute statistics over all ranks' rows, or over each
     sub-shard with virtual ranks. A dropout's mask depends on a row's position in the global batch. Parameters, buffers
     and the names in a state_dict stay the same. For a DDP model, gradients are summed in an order that a restart does
-    not change. DDP stops broadcasting buffers, because the buffers are equal on all ranks. Call this function after DDP
-    and before torch.compile.
+    not change. DDP stops broadcasting buffers, because the buffers are equal on all ranks. Call this function after
+    wrapping the model in DDP, and before torch.compile.
 
     The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
     check.
@@ -52,11 +52,11 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     Args:
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
         rows: the sampler, or a `FixedRows`. Pass None only for a model without dropouts.
-        timer: timer that counts the time in which this rank waits for other ranks as communication.
+        timer: timer that counts waits for other ranks as communication, or None.
 
     Raises:
-        ValueError: a module cannot be made exact; the message has its name. If any other module draws random numbers,
-            its first forward pass raises ValueError.
+        ValueError: a module cannot be made exact (the message has its name), or a sub-shard is too small for a batch
+            norm; see `separate`. If any other module draws random numbers, the first forward pass raises ValueError.
     """
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():
@@ -137,7 +137,7 @@ def separate(norms: list[Any], rows: Any) -> None:
         rows: the sampler, or a `FixedRows`.
 
     Raises:
-        ValueError: a sub-shard has fewer than 2 samples.
+        ValueError: a sub-shard of an epoch's last batch has fewer than 2 samples.
     """
     if isinstance(rows, GlobalBatchSampler):
         last = len(rows) - 1

@@ -12,7 +12,7 @@ def check_training_arguments(args: Any) -> None:
         args: the `transformers.TrainingArguments`. Call this function on all ranks.
 
     Raises:
-        ValueError: a setting changes the batches or the order of examples; the message has its name.
+        ValueError: a setting changes the batches, the order of examples or a resume; the message has its name.
     """
     if getattr(args, "group_by_length", False):  # exists up to transformers 4
         raise ValueError("group_by_length=True would be ignored: GlobalBatchSampler decides the order, so remove it")

@@ -25,7 +25,7 @@ class Seeded(Dataset[Any]):
 
     Random flips and crops of an example are the same in any worker, batch or rank. A sampler of this package passes the
     epoch with its indices; for other indices the epoch is 0. A read outside a worker finally restores the generators'
-    states. All other attributes are forwarded to the dataset.
+    states. Attributes that this class lacks are read from the dataset.
 
     Args:
         dataset: object with ``__getitem__`` and ``__len__``.
@@ -34,7 +34,8 @@ class Seeded(Dataset[Any]):
 
     Raises:
         TypeError: the dataset does not support an index.
-        RuntimeError: raised by the first read if both results differ, because the dataset has its own generator.
+        RuntimeError: raised by the first read of a process if the two results differ. The dataset then draws from its
+            own generator.
     """
 
     def __init__(self, dataset: Any, seed: int = 0, verify: bool = True) -> None:
@@ -100,7 +101,7 @@ def restore_generators(states: tuple[Any, Any, Tensor]) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two examples have the same values; True for two objects of one unknown type."""
+    """Return whether two examples have the same values; True for two objects of a type that cannot be compared here."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

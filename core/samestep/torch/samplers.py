@@ -86,8 +86,8 @@ class FixedRows:
     draws its masks from this generator.
 
     Args:
-        virtual_ranks: a number lets batch norms compute the statistics of each forward pass without other ranks; None
-            lets them use all ranks' rows.
+        virtual_ranks: None, or any number. With a number, batch norms compute the statistics of each forward pass
+            without other ranks. With None, the statistics are over all ranks' rows.
         group: the ranks that get different data, as in `GlobalBatchSampler`.
     """
 
@@ -127,10 +127,10 @@ class GlobalBatchSampler(Sampler[Indices]):
     """Yield this rank's shard of each global batch, for the argument ``batch_sampler`` of a DataLoader.
 
     An epoch is a permutation of the dataset, which is computed and never stored. The shards of a batch differ in size
-    by at most one, and may be empty. Each batch is one step of the optimizer. The position counts steps over all
-    epochs. An iteration begins at the position, and stops at the end of its epoch. After an epoch's last batch, the
-    position belongs to this epoch until the iteration ends. If a program is restored at such a position, the next
-    iteration yields no batch, so that the program first repeats its evaluation.
+    by at most one, and may be empty. Each batch is one step of the optimizer. The sampler's position is the number of
+    steps done, over all epochs. An iteration begins at the position, and stops at the end of its epoch. After an
+    epoch's last batch, the position belongs to this epoch until the iteration ends. If a program is restored at such a
+    position, the next iteration yields no batch, so that the program first repeats its evaluation.
 
     `samestep.torch.DataLoader` counts the batches that the loop has received. With any other DataLoader, iterate over
     ``sampler.received(loader)``, because its workers may read ahead.
@@ -138,8 +138,8 @@ class GlobalBatchSampler(Sampler[Indices]):
     Args:
         dataset_len: number of examples.
         global_batch_size: examples per step, over all ranks.
-        rank: rank of this process; by default the rank in the process group at the first iteration.
-        world_size: number of ranks; by default the number in the process group at the first iteration.
+        rank: rank of this process; by default the rank in the process group at the start of each iteration.
+        world_size: number of ranks; by default the number in the process group at the start of each iteration.
         seed: integer in [0, 2**64). The order of examples and the random numbers of `Seeded` depend on this seed.
         drop_last: whether to omit an epoch's last batch if it is smaller.
         seed_steps: whether to seed ``random``, ``numpy.random`` and torch from (seed, step) when the loop receives a
@@ -196,7 +196,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         self._is_drawn = False
         self._is_counted = False
         self._has_received_last = False  # whether the loop has received the epoch's last batch in this process
-        # (k, count) and the rows of the micro-batch that `micro_batches` yields. `GradientTree.add` takes (k, count).
+        # (k, count) and the rows of the micro-batch that `micro_batches` yields. `GradientTree.add` needs (k, count).
         self.micro_batch: tuple[int, int] | None = None
         self._micro_rows: Rows | None = None
 
@@ -492,7 +492,7 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
     Args:
         rank: the caller's argument.
         world_size: the caller's argument.
-        group: process group, which excludes ``rank`` and ``world_size``.
+        group: process group. If given, ``rank`` and ``world_size`` must be None.
 
     Raises:
         TypeError: an argument is not an integer.
@@ -522,8 +522,8 @@ def _slicer(begin: int, end: int) -> Any:
 def seed_generators(seed: int) -> None:
     """Seed ``random``, ``numpy.random`` and torch's generators with a 64-bit integer.
 
-    `torch.manual_seed` would also check all types of devices, which takes 0.3 ms on a CPU build. NumPy's generator gets
-    the lower 32 bits, because a longer seed takes more time.
+    `torch.manual_seed` would also check all types of devices (0.3 ms on a CPU build). NumPy's generator gets the lower
+    32 bits, because `numpy.random.seed` rejects larger integers.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # datasets use NumPy's global generator

@@ -1,7 +1,7 @@
 """Convert the state of a program's parts to JSON and arrays, and back with the same types, without pickle.
 
 JSON contains the structure. Each value without a JSON type becomes an object with a tag. Each tensor becomes an array
-whose name is its path, such as "state.0.exp_avg". A model's arrays have the names of its parameters.
+whose name is its path, such as "state.0.exp_avg". A model's arrays have the names of its parameters and buffers.
 """
 
 from __future__ import annotations

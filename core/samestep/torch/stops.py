@@ -53,7 +53,7 @@ class StopRequests:
     def step(self) -> int:
         """Count a step, and call `agree` after some steps. Call this method after each step on all ranks.
 
-        Two calls of `agree` are about a quarter of the grace time apart, and at most 64 steps.
+        The interval between two calls of `agree` is about a quarter of the grace time, at least 1 and at most 64 steps.
 
         Returns:
             The signal that the ranks agreed on, or 0. The value is the same on all ranks.

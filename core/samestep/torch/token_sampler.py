@@ -18,8 +18,8 @@ from samestep.torch.samplers import Batch, GlobalBatchSampler, seed_generators, 
 class GlobalTokenBatchSampler(GlobalBatchSampler):
     """Yield this rank's samples of each global batch, which has about ``step_tokens`` tokens.
 
-    In each step, iterate over `micro_batches`, and call `scale` with the loss summed over the target tokens. The loss
-    is then the mean over the target tokens of the global batch, without communication.
+    In each step, iterate over `micro_batches`, and call `scale` with the loss summed over the target tokens. The
+    results of all ranks and micro-batches add up to the mean over the target tokens of the global batch.
 
     The dataset must pad on the right, because `micro_batches` removes the columns after a micro-batch's longest
     example. Padding on the right does not affect the losses of a causal model.

@@ -14,7 +14,7 @@ from samestep.trace import Trace, digest
 
 
 def watch(parameters: Mapping[str, Tensor], trace: Trace) -> None:
-    """Let ``trace`` digest each update of ``parameters`` by any optimizer of this process.
+    """Let ``trace`` digest weights and gradients when any optimizer of this process updates ``parameters``.
 
     Hooks call `Trace.begin_update` before the update, and `Trace.end_update` after it.
 

@@ -44,7 +44,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 class GradientTree:
     """Sum the gradients and losses of a step's micro-batches, with the same bits at any world size.
 
-    The tree replaces DDP's reduction. A rank keeps a few sums of gradients, the nodes of `samestep.virtual_ranks`. The
+    The tree replaces DDP's reduction. A rank stores a few sums of gradients, the nodes of `samestep.virtual_ranks`. The
     ranks exchange these sums after the last micro-batch. If the gradients are large, each rank sums one slice of them,
     and sends and receives about as many bytes as an all-reduce.
     """
