@@ -142,7 +142,7 @@ def main() -> None:
         print("ANSWER", json.dumps(answer), flush=True)
         os._exit(0)
 
-    # Name, mode, oneDNN's instruction set, threads.
+    # Each setting has a name, a mode, oneDNN's instruction set and a number of threads.
     settings = [
         ("MindSpore, graph (the app's default)", "graph", "app", 1),
         ("MindSpore, graph, 2 threads", "graph", "app", 2),

@@ -78,7 +78,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Training:
-    """One program's run at one world size. ``examples`` is the number that the evaluation counted."""
+    """One program's run at one world size. ``examples`` is the number of test examples that the evaluation counted."""
 
     updates: list[Update]
     accuracy: float

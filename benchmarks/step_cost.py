@@ -193,7 +193,7 @@ def variants_of(virtual_ranks: list[int], world_size: int) -> list[Variant]:
 
 
 def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each loop in each round, by name."""
+    """Return each loop's milliseconds per step in each round, by the name of the loop's variant."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first round warms up
         first = number % len(loops)  # each round begins with the next loop

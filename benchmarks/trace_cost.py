@@ -111,7 +111,7 @@ class Loop:
 
 
 def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each loop in each round, by name."""
+    """Return each loop's milliseconds per step in each round, by the name of the loop's variant."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first round warms up
         first = number % len(loops)  # each round begins with the next loop
@@ -124,7 +124,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
 
 
 def loss_cost() -> float:
-    """Return the mean milliseconds, per step, by which a write of ten steps' losses delays rank 0."""
+    """Return the mean time to write ten steps' losses, divided by ten, in milliseconds per step."""
     writes = 1_000
     with tempfile.TemporaryDirectory() as folder:
         losses = StepLosses(Path(folder), None)

@@ -6,8 +6,8 @@ The program also draws docs/first_picture.zh.svg, the same picture for README.zh
 
 Both loops train in float64 at 1, 2 and 4 ranks. Each loop also has a run with a kill: rank 1 of 4 is killed at step 70,
 and the same command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that
-FOLDER already contains. All runs together need four minutes on 2 cores. If the losses with Samestep differ, the picture
-shows NOT EQUAL.
+FOLDER already contains. All runs together need four minutes on 2 cores. If the losses with Samestep differ by more than
+rounding errors, the picture shows NOT EQUAL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a small CNN on random images with every part of the kit: torchrun --nproc-per-node 2 own_loop_exact.py."""
+"""Train a small CNN on random images with six parts of the kit: torchrun --nproc-per-node 2 own_loop_exact.py."""
 
 import argparse
 import gc

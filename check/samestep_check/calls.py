@@ -2,7 +2,7 @@
 
 A seccomp filter reports the calls of all processes of the job, in any language (filter_calls.py). If the kernel refuses
 the filter, an audit hook in each Python process reports calls (inside/samestep_record_files.py). The hook reports only
-the opens, renames, links and deletions of Python code.
+the opens for writing, renames, links and deletions of Python code.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Handler = Callable[[Call], int]
 
 
 class Refused(NotSeen):
-    """The seccomp filter is not in use: the kernel refuses the filter, or the descriptor does not arrive in time."""
+    """The seccomp filter is not in use: the kernel refuses it, or its descriptor does not arrive in time."""
 
 
 # Argument positions of each call's (folder descriptor or None, path). A second pair has the positions of the target.
@@ -118,7 +118,7 @@ class FilteredCalls:
 
     Args:
         folder: the handler receives each ``sync``, and each call on a path below this folder except ``__pycache__``.
-        handler: function that a thread calls with each call, while the calling process waits.
+        handler: function that receives each call in a thread, while the process that makes the call waits.
         covered: the path at which ``folder`` is mounted for the job; None if the folder is not mounted.
     """
 
@@ -163,7 +163,7 @@ class FilteredCalls:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread that answers calls. Call this method after the job's processes have ended."""
+        """Stop the thread that answers calls, and close the filter. Call this after the job's processes have ended."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -237,7 +237,7 @@ def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[
         own: function that translates a path of the waiting process to this process's path of the same file.
 
     Raises:
-        OSError: the process has ended, or its memory is not readable.
+        OSError: the process has ended, its memory is not readable, or an argument is not an open descriptor.
     """
     kind = KINDS[name]
     if kind == "sync":
@@ -278,7 +278,7 @@ class AnnouncedCalls:
 
     Args:
         path: path of the Unix socket, which the constructor creates.
-        handler: function that a thread calls with each call, while the calling process waits.
+        handler: function that receives each call in a thread, while the process that makes the call waits.
     """
 
     def __init__(self, path: Path, handler: Handler) -> None:
@@ -331,7 +331,7 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether the kernel accepts the filter, and Yama allows this process to read the paths of calls."""
+    """Return whether the filter reports a test call. The kernel may refuse the filter, or deny access to the path."""
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []

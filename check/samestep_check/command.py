@@ -159,7 +159,7 @@ def wanted_rows(options: Options) -> list[str]:
     """Return the names of the rows in --faults. The word ``failed`` selects the rows that failed in the file of --json.
 
     Raises:
-        ConfigError: a row is unknown, or no row failed in the file.
+        ConfigError: a row is unknown. For ``failed``: the file of --json is missing or invalid, or has no failed row.
     """
     words = options.faults.split(",")
     if "failed" not in words:
@@ -224,7 +224,8 @@ def check(
         notes: list to which the check appends lines about its limits, and about parts of samestep.torch in use.
 
     Raises:
-        ConfigError: the undisturbed script fails, or writes outside of its folder.
+        ConfigError: an option is invalid, the folder cannot be copied, the undisturbed script fails, or the script
+            writes outside of its folder.
     """
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
         folder = Path(options.keep or temporary).resolve()

@@ -47,7 +47,7 @@ class Job:
         own_temporary = records.with_name(records.name + "-tmp")
         own_temporary.mkdir()
         self._begun = time.time()
-        self.duration = 0.0  # seconds from the start until `wait_for_end` stopped waiting
+        self.duration = 0.0  # seconds from the start to the launcher's end, or to the limit of `wait_for_end`
         self.left_behind = 0
         # Each child inherits the mark in SAMESTEP_INSIDE, by which `pids` finds children in other sessions.
         shared = {**config, "work": str(work), "records": str(records), "mark": self.mark}

@@ -41,7 +41,7 @@ def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
     Args:
         runner: the runner of the script, which has the undisturbed run.
         run: the run with a fault, and its restart.
-        saved: the steps of checkpoints that the restart may resume.
+        saved: steps of the checkpoints from which the restart may resume, the newest first.
 
     Raises:
         Failed: the restart fails, starts over at step 0, or repeats or loses samples.
@@ -96,7 +96,7 @@ def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Seque
 
 
 def saved_at(run: Faulted) -> list[int]:
-    """Return the steps of the checkpoints that a restart may resume, the newest first."""
+    """Return the steps of at most two checkpoints from which a restart may resume, the newest first."""
     end = run.fault_time + run.duration
     if run.code == 0 and run.again:  # the launcher may have restarted the ranks
         end = run.again[0].time
@@ -250,7 +250,7 @@ class Comparison(NamedTuple):
         k: number of the step, from 0.
         name: name of the optimizer.
         bound: largest relative difference of norms that counts as equal.
-        draws_others: whether the step draws other random numbers than in the undisturbed run, which changes buffers.
+        draws_others: whether the step draws other random numbers than in the undisturbed run, so that buffers differ.
     """
 
     k: int
@@ -341,7 +341,7 @@ def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str)
 
 
 def difference(found: Sequence[Mapping[str, object]] | None, wanted: Sequence[Mapping[str, object]] | None) -> str:
-    """Return the first setting of a parameter group that differs, with both values, in words."""
+    """Return the first setting that differs in a parameter group, with both values, or else the numbers of groups."""
     for group, (one, two) in enumerate(zip(found or [], wanted or []), 1):
         for name in two:
             if one.get(name) != two[name]:

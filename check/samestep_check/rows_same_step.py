@@ -44,7 +44,7 @@ def _first_odd(steps: Sequence[Step]) -> int:
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
-    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen if they are unknown."""
+    """Return whether a step's weights differ between one rank and several. Raise NotSeen if weights are unknown."""
     if several.weights is None or alone.weights is None:
         raise NotSeen("the weights")
     return relative(several.weights, alone.weights) > bound
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach its weights (its losses if none are known)."""
+    """Check that N ranks train on the samples of one rank, and reach the same weights, or losses if none are known."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps

@@ -67,7 +67,7 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
 
 
 def checkpoint_damaged(runner: ScriptRunner) -> str:
-    """Check that the restarted script refuses or skips a newest checkpoint with a flipped bit."""
+    """Check that the restarted script refuses or skips the newest checkpoint after a bit of it is flipped."""
     first: Faulted = runner.stopped
     restarted(runner, first)  # the restart must work without damage
     names: list[str] = []
@@ -225,7 +225,7 @@ def _baseline(runner: ScriptRunner, recording: Recording) -> int:
 
 
 def save_every_write(runner: ScriptRunner) -> str:
-    """Check that a kill at each write, rename and deletion of a save leaves a usable checkpoint."""
+    """Check that a kill at any of up to --points file system calls of a save leaves a usable checkpoint."""
     recording: Recording = runner.recording
     save = recording.save
     wanted = states.states_of(save, recording.calls, recording.states, runner.options.points)

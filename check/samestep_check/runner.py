@@ -67,7 +67,7 @@ class Faulted:
     done: int  # number of steps of the ranks' first start; only those before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
     code: int | None  # exit code; None if the job was still running
-    duration: float  # seconds from the fault to the end
+    duration: float  # seconds from the fault until all processes have ended, or until a time limit
     records: Records
     attempts: list[list[Step]]
     work: Path
@@ -150,7 +150,7 @@ class ScriptRunner:
 
     Attributes:
         results: results of cached runs, by the name of the run.
-        left_behind: number of processes that outlived their launchers.
+        left_behind: number of processes, in all jobs so far, that outlived their launcher by `LEFT_GRACE` seconds.
         ranks: number of ranks that the command starts.
         other: number of ranks for the rows that start the script at another world size.
     """
@@ -172,7 +172,7 @@ class ScriptRunner:
         self.other: int = options.other_n or self.ranks + 1
         self._temporary = temporary
         self._count = 0
-        self._is_uncovered = False  # a process of the script accesses the folder instead of the copy
+        self._is_uncovered = False  # in a process of the script, the copy is not mounted over the folder
         self._config = {
             "source": str(folder),
             "allowed": _real_paths(places),
@@ -410,7 +410,7 @@ class ScriptRunner:
         return ranks[max(ranks)][-1].pid
 
     def faulted(self, strike: Callable[[Job], object] | None, **config: Any) -> Faulted:
-        """Run the script with a fault, then restart it as a user would.
+        """Run the script with a fault. Restart it as a user would, unless it exits with 0.
 
         Args:
             strike: function that injects the fault in the middle of the run; None if ``config`` sets the fault.

@@ -22,7 +22,7 @@ class Script:
         resume_command: shell line of the command that resumes the script; None means the same command.
 
     Attributes:
-        ranks: the number of ranks that the command starts.
+        ranks: the number of ranks in the command; `DEFAULT_RANKS` if the command has none.
 
     Raises:
         ConfigError: the resume command cannot be split into words.

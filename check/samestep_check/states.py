@@ -23,7 +23,7 @@ from samestep_check.calls import Call
 
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
-RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
+RECORD_LIMIT = 2e9  # maximum number of bytes of copied files; no state is recorded after it is exceeded
 ENTRY_LIMIT = 1_000_000  # maximum number of files, folders and links in all states together
 
 
@@ -198,7 +198,7 @@ def restore(entries: Snapshot, folder: Path, emptied: Iterable[str] = ()) -> Non
     Args:
         entries: snapshot to restore, by relative path.
         folder: path of the new folder.
-        emptied: files that get no content, as after a power cut.
+        emptied: relative paths of files that are created empty, as after a power cut.
     """
     folder.mkdir()
     lost = set(emptied)
@@ -226,7 +226,7 @@ class Save(NamedTuple):
 
     Attributes:
         done: number of steps before the save.
-        calls: numbers of the calls, in order.
+        calls: indices of the calls in the recorded calls, in order.
         weight: number of files written plus number of names changed.
     """
 
@@ -293,7 +293,7 @@ def _names_of(call: Recorded) -> set[str]:
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
-    """Return one group for the calls after each step, without calls on logs."""
+    """Return one group for the calls after each step, without ``sync`` and without calls on logs."""
     logs = _logs(calls, times)
     groups: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
@@ -307,7 +307,7 @@ def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
 
 def _logs(calls: Sequence[Recorded], times: Sequence[float]) -> set[str]:
-    """Return the paths of files that only grow over several steps, and that no call renames."""
+    """Return the paths of files that only grow over several steps, and that no call renames, links or deletes."""
     sizes: dict[str, list[int]] = {}
     groups: dict[str, set[int]] = {}
     moved: set[str] = set()
@@ -515,7 +515,7 @@ class FullDisk:
         self._others -= {_without_digits(path) for is_own, path in writes if is_own}
 
     def __call__(self, call: Call) -> int:
-        """Return ENOSPC for a write to the full disk, or 0 for another call."""
+        """Return ENOSPC for a write after the middle of the save, and 0 for any other call."""
         if call.kind != "write":
             return 0
         path = os.path.relpath(call.path, self._folder)

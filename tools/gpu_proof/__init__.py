@@ -29,6 +29,6 @@ ranks share the GPU (--share-gpu), so the times of these rows do not apply to se
 - finetune: The row checks the bits and the losses (in bfloat16) of llm_finetune, and measures tokens per second.
 - speed: The rows measure samples per second of mnist_ddp and a baseline loop, and steps per second of cifar_ddp.
 
-Rows that measure no time run in parallel, with up to one rank per processor. A job that hangs ends after --job-limit
-seconds, and all rows end after --limit seconds.
+Rows that measure no time run in parallel, with up to --jobs ranks. A job that hangs ends after --job-limit seconds
+(times a factor of its row), and all rows end after --limit seconds.
 """

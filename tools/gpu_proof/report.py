@@ -46,7 +46,7 @@ class Results:
 
 
 def machine_of(device: str) -> dict[str, Any]:
-    """Return the device, its cores and versions of software. Exit with 2 if torch finds no GPU for "cuda"."""
+    """Return the device, the number of CPU cores and software versions. Exit with 2 if torch finds no GPU."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}

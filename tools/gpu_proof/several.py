@@ -70,7 +70,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def bits(row: Row, app: str) -> dict[str, Any]:
-    """Compare the weights of runs with 1 to 4 ranks, and of a killed run with 3 ranks. Return the CPU's weights too."""
+    """Compare the weights of runs with 1 to 4 ranks, and of a killed run with 3 ranks. Return the weights' digest."""
     steps = steps_of(row, app)
     options = options_of(row, app, "--virtual-ranks=4")
     counts = (1, 3) if row.proof.quick else (1, 2, 3, 4)

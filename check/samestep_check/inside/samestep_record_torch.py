@@ -132,7 +132,7 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the innermost dataset, or None, and the reason if there are no keys."""
+    """Return the keys of a batch's examples in the innermost dataset and "", or None and why an example has no key."""
     if hasattr(batch, "tolist"):  # some samplers yield a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
@@ -266,7 +266,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return, by name, the `summary` of the weights, and of all state tensors or buffers that have the same name."""
+    """Return `summary` of the weights, of the state tensors of each name, and of the buffers of each name, by name."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
