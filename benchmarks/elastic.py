@@ -33,7 +33,7 @@ JOBS = [  # app, ranks, and how many of them are killed at once
     ("mnist_ddp", 3, 1),
 ]
 METHODS = ("fork", "exec")
-RETURNING = 3  # number of ranks of a job whose killed ranks return
+RETURNING = 3  # number of ranks of the jobs in the second table
 KILLS = 4  # number of kills in each job
 FIRST = 30  # steps before the first kill
 LIMIT = 120.0  # timeout of each wait, in seconds

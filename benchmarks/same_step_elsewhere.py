@@ -202,7 +202,7 @@ def alike(one: Training, other: Training) -> int:
 
 
 def rate_difference(one: Training, other: Training) -> str:
-    """Return as text the largest difference of an update's learning rates, divided by the largest rate at 1 rank."""
+    """Return the largest difference of an update's learning rates as text, relative to the largest rate at 1 rank."""
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     if not known:

@@ -16,7 +16,7 @@ start-up, the first steps, evaluation and checkpoints.
 - *accelerate*, *lightning*: the same layers, dataset and workers through Accelerator.prepare and through Lightning's
   Trainer (loops/accelerate_loop.py, loops/lightning_loop.py).
 
-- *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl.
+- *app*: the app as its launch script starts it, with its default model and optimizer, timed by its own metrics.jsonl.
 
 - *limit*: the app's own step on the app's first 32 batches, which are normalized in memory before the clock starts.
   This variant samples, logs and saves nothing.
@@ -76,7 +76,7 @@ class Row:
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
     torchvision: bool = True  # whether the loops need torchvision from its separate folder
-    workers: tuple[int, ...] = (0, 2)  # possible numbers of DataLoader workers; a loop gets the fastest of them
+    workers: tuple[int, ...] = (0, 2)  # possible numbers of DataLoader workers; a loop uses the fastest number
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")

@@ -1,4 +1,4 @@
-"""Train once for each cause that makes a loss depend on the world size.
+"""Train once with each cause that makes a loss depend on the world size, and once with none.
 
 docs/causes.py starts this program at 1 and 2 ranks, and draws docs/causes.svg.
 """

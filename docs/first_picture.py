@@ -141,7 +141,7 @@ def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False
     Args:
         program: path of the training script.
         count: number of ranks.
-        folder: folder of the run. The program writes to its subfolder ``out``.
+        folder: folder of the run. The program writes to the subfolder ``out`` of this folder.
         log: file to which the output is appended.
         kill: whether to send SIGKILL to rank 1 at step KILL_AT.
     """
@@ -172,7 +172,7 @@ def step_of(found: re.Match[str]) -> int:
 
 
 def losses(output: str) -> Losses:
-    """Return the loss of each step. If a resumed run repeated a step, return its later loss."""
+    """Return the loss of each step. If a resumed run repeated a step, return the step's later loss."""
     by_step = {step_of(found): float(found[3]) for found in LOSS.finditer(output)}
     return [by_step[step] for step in sorted(by_step)]
 

@@ -1,4 +1,4 @@
-"""Run the slow tests, one tox environment after the other, and write docs/soak.md.
+"""Run the quick and the slow tests, one tox environment after the other, and write docs/soak.md.
 
     bash scripts/test.sh -e soak                         # all environments; takes hours
     bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # keeps the other environments' results

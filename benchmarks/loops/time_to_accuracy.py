@@ -1,7 +1,7 @@
 """Train on Fashion-MNIST with DDP until a target accuracy, in a baseline loop or with variants of the app's step.
 
 torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
-dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
+dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, and Adam at 1e-3.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Call(NamedTuple):
     target: str | None = None
 
 
-# A handler returns the errno with which the call fails, or 0, so that the call continues. AnnouncedCalls ignores the
+# A handler returns an errno, with which the call fails, or 0, with which the call continues. AnnouncedCalls ignores the
 # returned number.
 Handler = Callable[[Call], int]
 
@@ -163,7 +163,7 @@ class FilteredCalls:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread that answers calls, and close the filter. Call this after the job's processes have ended."""
+        """Stop the thread that answers calls, and close the filter. Call this method after the job has ended."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stop_on_signals() -> None:
-    """Install signal handlers that raise Stopped, so that context managers end all processes and delete all copies."""
+    """Install signal handlers that raise Stopped, so that context managers end the job and delete temporary folders."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number, f"stopped by {signal.Signals(number).name}")

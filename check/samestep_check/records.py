@@ -28,7 +28,7 @@ class Step(NamedTuple):
     loss: float | None
     optimizer: int | None  # number of the optimizer in the order of creation, from 1
     kind: str  # class name of the optimizer
-    state: dict[str, list[float]] | None  # [count, joint norm, zero tensors] by name, before the step
+    state: dict[str, list[float]] | None  # [tensors, joint norm, tensors that are zero] by name, before the step
     settings: list[dict[str, Any]] | None  # other numeric settings of each parameter group
     scale: float | None  # scale of a GradScaler
     weights_before: float | None  # norm of the weights before the step

@@ -128,7 +128,7 @@ def other_n(runner: ScriptRunner) -> str:
 
 
 def resume_optimizer(runner: ScriptRunner) -> str:
-    """Check that a resumed run begins with the undisturbed run's optimizer state, learning rates and generators."""
+    """Check that a resumed run begins with the undisturbed run's optimizer, learning rates and generator states."""
     run: Faulted = runner.killed
     bound = runner.bound()
     restarted(runner, run)
@@ -149,7 +149,7 @@ def resume_optimizer(runner: ScriptRunner) -> str:
 
 
 def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> list[str]:
-    """Compare the first step of each optimizer, and all learning rates. Return the names of shifted generators."""
+    """Compare the first step of each optimizer, and all learning rates. Return `compare_generators`' shifted names."""
     steps = runner.steps
     several = len({step.optimizer for step in steps}) > 1
     compared = set()

@@ -123,7 +123,7 @@ def evaluation(runner: ScriptRunner) -> str:
 
 
 def _counted(each: Evaluation, ranks: int) -> str:
-    """Return how often each example counts. Raise Failed if some examples count more often than others, or never."""
+    """Return a message on how often each example counts. Raise Failed if an example counts more often, or never."""
     counts = each.counts
     size = each.size
     times, _ = Counter(counts.values()).most_common(1)[0]

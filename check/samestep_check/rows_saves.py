@@ -113,7 +113,7 @@ def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
 
 
 def _beside(path: Path, pattern: str) -> list[Path]:
-    """Return the checkpoint files in the same folder that were written within `BESIDE` seconds of a file.
+    """Return the checkpoint files in a file's folder that were written within `BESIDE` seconds of this file.
 
     Python's audit hook does not report some of these files, such as safetensors.
     """

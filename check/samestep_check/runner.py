@@ -402,7 +402,7 @@ class ScriptRunner:
             raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.error_line()}")
 
     def victim(self, job: Job) -> int:
-        """Return the PID of the highest rank; raise NotSeen if no process has a rank."""
+        """Return the PID of the rank with the highest number; raise NotSeen if no process has a rank."""
         records = job.read()
         ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
         if not ranks:

@@ -260,13 +260,13 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
 
 def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
-    """Return a group without the calls on files of these names."""
+    """Return a group without its calls on files that ``names`` contains."""
     own = [number for number in group.calls if not names.issuperset(_names_of(calls[number]))]
     return Save(group.done, own, _weight([calls[number] for number in own]))
 
 
 def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
-    """Return the name that most groups contain, among files at least half as large as the largest file."""
+    """Return the name in the largest number of groups, among files at least half as large as the largest file."""
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for group in groups:
@@ -288,7 +288,7 @@ def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:
 
 
 def _names_of(call: Recorded) -> set[str]:
-    """Return the names of a call's path and target, without digits."""
+    """Return a call's path and target, in which ``#`` replaces digits."""
     return {_without_digits(path) for path in (call.path, call.target) if path}
 
 
@@ -426,7 +426,7 @@ class _Unsynced:
         self.lost: set[str] = set()
 
     def follow(self, call: Recorded) -> None:
-        """Update the tracked files by one call."""
+        """Update the tracked files after one call."""
         if call.kind in CHANGES:
             self._written.add(call.path)
         elif call.kind == "sync":

@@ -73,7 +73,7 @@ def is_covered() -> bool:
 
 
 def _own_path(path: str) -> str:
-    """Return the real path while the copy is mounted: of the folder for a path in ``kept``, otherwise of the copy."""
+    """Return a path's real place under the mounted copy: in the folder for a path in ``kept``, else in the copy."""
     for folder in (config["source"], config["work"]):
         if _is_below(path, folder):
             name = path.removeprefix(folder)
