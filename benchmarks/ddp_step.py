@@ -102,7 +102,7 @@ def variant(
     inner: Callable[[nn.Module], nn.Module] = lambda model: model,
     **sgd: Any,
 ) -> Callable[[], object]:
-    """Return a function that takes a training step.
+    """Return a function that runs a training step.
 
     Args:
         shards: the batches of this rank, which repeat.

@@ -156,7 +156,7 @@ class Copy:
         return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
 
     def environment(self, section: str) -> str:
-        """Return a section of tox.ini for the copy, with its own requirements, its own tests and the common tests."""
+        """Return a section of tox.ini for the copy, with the copy's requirements and tests, and the common tests."""
         own = {"tests/common", *(f"tests/{path.name}" for path in test_folders(self.origin))}
 
         def of_copy(match: re.Match[str]) -> str:

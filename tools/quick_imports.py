@@ -57,7 +57,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
 
 
 def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield each hard-linked module's paths of bytecode in ``folder`` and in ``store``. Both files may be missing."""
+    """Yield the paths of each hard-linked module's bytecode, in ``folder`` and in ``store``. Files may be missing."""
     for path in folder.rglob("*.py"):
         file = path.lstat()
         if file.st_nlink > 1:

@@ -58,7 +58,7 @@ def until_accurate(
     Args:
         options: options of this program, such as the target.
         steps_per_epoch: number of steps of an epoch. The model is also evaluated at the end of each epoch.
-        step: function that takes the step with the given number, from 0.
+        step: function that runs the step with the given number, from 0.
         accuracy: function that evaluates the model, and returns the test accuracy from 0 to 1.
     """
     found: list[dict[str, float]] = []

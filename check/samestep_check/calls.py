@@ -134,7 +134,7 @@ class FilteredCalls:
         self.error: BaseException | None = None
 
     def wrapped(self, command: Sequence[str]) -> list[str]:
-        """Return a command that installs the filter and then executes ``command``."""
+        """Return the words of a command that installs the filter and then executes ``command``."""
         # The options -I and -S prevent a second run of the job's sitecustomize.
         return [sys.executable, "-I", "-S", str(_FILTER), str(self._far_end.fileno()), *command]
 
@@ -147,7 +147,7 @@ class FilteredCalls:
         """Receive the filter's descriptor from the started command, and start the thread that answers the job's calls.
 
         Raises:
-            Refused: the kernel refuses the filter, or no descriptor arrives within `HANDSHAKE` seconds.
+            Refused: the kernel does not accept the filter, or no descriptor arrives within `HANDSHAKE` seconds.
         """
         self._far_end.close()
         self._channel.settimeout(HANDSHAKE)

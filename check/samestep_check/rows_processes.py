@@ -50,7 +50,7 @@ def workers(runner: ScriptRunner) -> str:
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
-    """Describe how a run ended after SIGTERM.
+    """Return a message on how a run ended after SIGTERM.
 
     Raises:
         Failed: the run lost a step, ignored SIGTERM, hung or exited with 0, or its restart failed.

@@ -149,7 +149,7 @@ def resume_optimizer(runner: ScriptRunner) -> str:
 
 
 def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> list[str]:
-    """Compare the first step of each optimizer, and all learning rates. Return `compare_generators`' shifted names."""
+    """Compare each optimizer's first step, and all learning rates. Return the shifted generators of the first step."""
     steps = runner.steps
     several = len({step.optimizer for step in steps}) > 1
     compared = set()

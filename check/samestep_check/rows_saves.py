@@ -252,7 +252,7 @@ def save_every_write(runner: ScriptRunner) -> str:
 
 
 def problem_of(found: Resumed, least: int) -> str:
-    """Describe the fault of a restart that must resume at step ``least`` or later; empty if the restart works."""
+    """Return the fault of a restart that must resume at step ``least`` or later, as text; empty if it works."""
     if found.problem:
         return found.problem
     if not found.steps:

@@ -151,7 +151,7 @@ class ScriptRunner:
     Attributes:
         results: results of cached runs, by the name of the run.
         left_behind: number of processes, in all jobs so far, that outlived their launcher by `LEFT_GRACE` seconds.
-        ranks: number of ranks that the command starts.
+        ranks: number of ranks of the command, as in `Script`.
         other: number of ranks for the rows that start the script at another world size.
     """
 

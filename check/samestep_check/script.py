@@ -41,7 +41,7 @@ class Script:
             self.ranks = int(_number_in(command[place]))
 
     def words(self, ranks: int, is_restart: bool = False) -> list[str]:
-        """Return the command for a number of ranks.
+        """Return the words of the command for a number of ranks.
 
         ``ranks`` replaces the value of the launcher's option and ``{n}``. ``64 // ranks`` replaces ``{64/n}``.
 

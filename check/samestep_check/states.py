@@ -388,7 +388,7 @@ def _spread(states: Sequence[State]) -> list[State]:
 
 
 def words_of(state: State, save: Save, calls: Sequence[Recorded]) -> str:
-    """Describe the moment of a state within a save.
+    """Return the moment of a state within a save, as text.
 
     Args:
         state: a recorded state of the save.

@@ -95,7 +95,7 @@ def bits(row: Row, app: str) -> dict[str, Any]:
 
 
 def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compare losses in float64 at 1, 2 and 3 ranks, with dropout and augmentation. ``faults`` happen at 2 ranks."""
+    """Compare losses in float64 at 1, 2 and 3 ranks, with the options in OPTIONS. ``faults`` happen at 2 ranks."""
     steps = 5 if row.proof.quick else SAME_STEPS[app]
     options = [*OPTIONS[app], "--dtype=float64", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     counts = (1, 2) if row.proof.quick else (1, 2, 3)
@@ -171,12 +171,15 @@ def what_ended(log: Path) -> str:
 
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
-    """Raise RuntimeError unless a run resumed ``times`` times and has the weights of the undisturbed run.
+    """Compare a resumed run with the undisturbed run, and return figures: weights' digest, backend, number of ranks.
 
     Args:
         whole: run dir of the undisturbed run.
         run_dir: run dir of the resumed run.
         times: expected number of resumes.
+
+    Raises:
+        RuntimeError: the weights of the two runs differ, or the number of resumes is not ``times``.
     """
     expected = result(whole)
     found = result(run_dir)
