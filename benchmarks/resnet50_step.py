@@ -83,7 +83,7 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
 
 
 def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> dict[str, Any]:
-    """Measure torchvision's model with torch's SGD, with the app's default settings."""
+    """Measure a training step of torchvision's model with the app's default settings, and return `measure`'s result."""
     sys.path[:0] = [str(ROOT / "core"), str(ROOT / "benchmarks" / "loops")]
     import torch
     from common import torchvision_that_imports

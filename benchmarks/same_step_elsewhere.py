@@ -128,7 +128,7 @@ def theirs(program: Program, n: int, folder: Path) -> Training:
 
 
 def merge(records: list[dict[str, Any]]) -> Training:
-    """Merge the ranks' micro-batches into updates."""
+    """Return a `Training`, in which the ranks' micro-batches are merged into updates."""
     parts: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         for part in record["trained"]:
@@ -142,7 +142,7 @@ def merge(records: list[dict[str, Any]]) -> Training:
 
 
 def ours(program: Program, n: int, folder: Path) -> Training:
-    """Train cifar_ddp by its launch script, from the initial weights of the other programs."""
+    """Train cifar_ddp by its launch script, from the other programs' initial weights, and return the run."""
     from samestep.sharding import GlobalBatches
 
     dtype = program.options[0].removeprefix("--dtype=")

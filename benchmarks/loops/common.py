@@ -75,8 +75,8 @@ def torchvision_that_imports() -> object:
     two of the operators are declared.
 
     Returns:
-        The module torchvision; if its import fails, an object that keeps the operators declared; if torchvision is not
-        installed, None.
+        The module torchvision, or an object that keeps the operators declared if the import fails, or None if
+        torchvision is not installed.
     """
     import torch
 

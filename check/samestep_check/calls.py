@@ -209,7 +209,7 @@ class FilteredCalls:
         return self._handler(call)
 
     def _own(self, path: str) -> str:
-        """Translate a path of the job to this process's path of the same file."""
+        """Return this process's path of a file, from the job's path of the same file."""
         if self._covered is not None and _is_below(path, self._covered):
             return self._folder + path.removeprefix(self._covered)
         return path

@@ -479,7 +479,7 @@ def _whole(shards: Sequence[Shard]) -> Evaluation | None:
 
 
 def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
-    """Merge the steps of ranks. None marks a step in which a rank did not take part."""
+    """Return the steps of all ranks, merged. None marks a step in which a rank did not take part."""
     found: list[Step] = []
     epoch = 0
     known: set[Key] = set()
@@ -498,7 +498,7 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
 
 
 def _aligned(ranks: Sequence[Sequence[RankStep | None]]) -> Sequence[Sequence[RankStep | None]]:
-    """Align the steps of ranks by the number of batches before each step, because a rank may skip steps."""
+    """Return the ranks' steps, aligned by the number of batches before each step, because a rank may skip steps."""
     by_position = []
     for steps in ranks:
         by_position.append({step.position: step for step in steps if step is not None})

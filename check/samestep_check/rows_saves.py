@@ -321,7 +321,7 @@ def disk_full(runner: ScriptRunner) -> str:
 
 
 def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and fail its writes with ENOSPC after the middle of a save.
+    """Run the script, fail its writes with ENOSPC after the middle of a save, and return the run.
 
     Args:
         runner: runner that starts the script.
@@ -348,9 +348,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
 
 
 def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script. Before a save, limit the size of the script's files to half of the largest checkpoint file.
+    """Run the script, limit the size of its files before a save, and return the run.
 
-    This limit needs no seccomp filter.
+    The limit is half of the size of the largest checkpoint file. This limit needs no seccomp filter.
 
     Args:
         runner: runner that starts the script.

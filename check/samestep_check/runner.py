@@ -235,7 +235,7 @@ class ScriptRunner:
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
-        """Run the script at a number of ranks, without a fault, to its end.
+        """Run the script at a number of ranks, without a fault, to its end, and return the run.
 
         Raises:
             Failed: the script fails at the command's number of ranks.
@@ -410,7 +410,7 @@ class ScriptRunner:
         return ranks[max(ranks)][-1].pid
 
     def faulted(self, strike: Callable[[Job], object] | None, **config: Any) -> Faulted:
-        """Run the script with a fault. Restart it as a user would, unless it exits with 0.
+        """Run the script with a fault, restart it as a user would unless it exits with 0, and return both runs.
 
         Args:
             strike: function that injects the fault in the middle of the run; None if ``config`` sets the fault.
@@ -439,7 +439,7 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restore the folder of a run to its content before the first restart, and restart the script again.
+        """Restore the folder of a run to its content before the first restart, restart the script, and return the run.
 
         Args:
             run: run with a fault, whose folder is restored.
@@ -452,14 +452,14 @@ class ScriptRunner:
         return replace(run, restart=self.restarted(run.work, ranks))
 
     def restarted(self, work: Path, ranks: int) -> Restart:
-        """Restart the script in a folder, and wait for its end."""
+        """Restart the script in a folder, wait for its end, and return the restart."""
         with self.job(work, ranks, is_restart=True) as job:
             ended = job.wait_for_end(self.patience())
             records = job.read()
             return Restart(job.code if ended else None, job.error_line(), records.steps(), records)
 
     def first_step(self, work: Path) -> Restart:
-        """Restart the script in a folder, until the first step of all ranks.
+        """Restart the script in a folder, stop it after the first step of all ranks, and return the restart.
 
         Raises:
             OutOfTime: the row has no time to wait for the first step.
@@ -518,7 +518,7 @@ class ScriptRunner:
 
     @cached
     def recording(self) -> Recording:
-        """Record the file system calls of a run, and choose one of its saves.
+        """Record the file system calls of a run, choose one of its saves, and return the recording.
 
         Raises:
             NotSeen: the run has no step, or fewer than two checkpoints.

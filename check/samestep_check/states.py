@@ -373,7 +373,7 @@ def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], mo
 
 
 def _spread(states: Sequence[State]) -> list[State]:
-    """Reorder states so that each prefix of the result is spread evenly over all states."""
+    """Return the states in an order in which each prefix is spread evenly over all states."""
     count = len(states)
     found: dict[int, State] = {}
     parts = 1

@@ -1,4 +1,7 @@
-"""Define the rows with several ranks, which test bits, kills, stops, hangs, and losses at several world sizes."""
+"""Define the rows with several ranks, which test bits, kills, stops, hangs, and losses at several world sizes.
+
+A row's function returns figures for the table of results, and raises an exception if the row fails.
+"""
 
 from __future__ import annotations
 
