@@ -189,7 +189,11 @@ def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
 
 
 def differences(one: Training, other: Training) -> list[float]:
-    """Return the relative difference of each update's loss between the run ``one`` at 1 rank and the run ``other``."""
+    """Return the relative difference of each update's loss between the run ``one`` at 1 rank and the run ``other``.
+
+    Raises:
+        ValueError: the two runs have different numbers of updates.
+    """
     if len(one.updates) != len(other.updates):
         raise ValueError(f"{len(one.updates)} updates at 1 rank, but {len(other.updates)}")
     return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]

@@ -221,7 +221,7 @@ def start(steps: int) -> tuple[Run, Split]:
     """Join the other ranks, and return a run of mnist_ddp in a temporary folder and its training set.
 
     Args:
-        steps: number of steps that the run must allow.
+        steps: number of steps that the run must at least allow.
     """
     device = torch.device("cpu")
     world = env.detect(os.environ)

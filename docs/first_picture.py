@@ -91,6 +91,9 @@ def changed(program: str, diff: Sequence[str]) -> str:
     Args:
         program: text of the program before the change.
         diff: lines that begin with a space, ``-`` or ``+``, in the order of the program. ``@@`` marks omitted lines.
+
+    Raises:
+        SystemExit: the diff shows two consecutive lines that are not consecutive in the program.
     """
     lines = program.splitlines()
     made: list[str] = []

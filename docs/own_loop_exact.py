@@ -101,5 +101,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
+    gc.collect()  # delete the DDP object, because a thread of gloo may otherwise abort the process at exit
     dist.destroy_process_group()

@@ -87,7 +87,7 @@ def epoch_order(runner: ScriptRunner) -> str:
 
 
 def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
-    """Return the first rank's examples of each epoch, in order."""
+    """Return the first rank's examples by epoch, in the order of its steps."""
     first = next(iter(runner.reference.records.ranks().values()), None)
     steps = runner.steps
     if first is None or any(step.indices is None for step in steps):

@@ -192,7 +192,7 @@ def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] 
         state: recorded state of the folder to restore.
         lost: files of the state that are restored empty.
     """
-    work = runner.recording.work  # reuse the recorded folder, because files in it may contain its path
+    work = runner.recording.work  # restart in the recorded run's folder, because files may contain the folder's path
     shutil.rmtree(work)
     states.restore(state.entries, work, lost)
     return resumed(runner, runner.first_step(work))

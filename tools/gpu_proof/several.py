@@ -222,6 +222,9 @@ def stop(
         step: number of the update, from 1.
         before: a fault that happens first, or None.
         others: further arguments of `Row.start`.
+
+    Raises:
+        RuntimeError: the exit code is not `STOP_CODE`, or the newest checkpoint is older than ``step``.
     """
     pause = {"rank": 0, "step": step - 1, "kind": "pause", "start": 1 if before else 0}
     with row.start(app, ranks, options, faults=[*([before] if before else []), pause], **others) as job:

@@ -146,7 +146,11 @@ def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
 
 
 def _key(value: Any) -> Any:
-    """Return an example's key as a JSON value: null, a boolean, a number, a string or a list of keys."""
+    """Return an example's key as a JSON value: null, a boolean, a number, a string or a list of keys.
+
+    Raises:
+        TypeError: the key's text may differ between two runs.
+    """
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if hasattr(value, "__index__"):  # an int, a numpy integer, or a tensor of one integer
