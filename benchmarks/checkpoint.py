@@ -111,7 +111,7 @@ class Ways:
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Return the milliseconds of each variant in each round, and the size of each checkpoint file in bytes."""
+    """Return each variant's milliseconds in each round, by name, and under "bytes" the size of each checkpoint file."""
     ways = Ways(model, optimizer, folder)
     contestants: dict[str, Callable[[], object]] = {
         "save": ways.save,

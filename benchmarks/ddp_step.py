@@ -53,7 +53,7 @@ def in_rank_order(rows: Tensor) -> Tensor:
 
 
 def gather(local: Tensor) -> Future[Tensor]:
-    """Return the mean of all ranks' buckets ``local``. Each rank gathers and sums all buckets.
+    """Return a future of the mean of all ranks' buckets ``local``. Each rank gathers and sums all buckets.
 
     A rank receives (p - 1) n bytes, for p ranks and buckets of n bytes.
     """
@@ -63,7 +63,7 @@ def gather(local: Tensor) -> Future[Tensor]:
 
 
 def exchange(local: Tensor) -> Future[Tensor]:
-    """Return the mean of all ranks' buckets ``local``. Each rank sums one part, and sends the sum to all ranks.
+    """Return a future of the mean of all ranks' buckets ``local``. Each rank sums one part, and sends it to all ranks.
 
     A rank sends 2 (p - 1) / p n bytes, as in a ring, for p ranks and buckets of n bytes. The hook blocks, because
     gloo's threads cannot wait for each other. So the rank computes no gradients during the exchange.
@@ -79,7 +79,7 @@ def exchange(local: Tensor) -> Future[Tensor]:
 
 
 def by_rank_0(local: Tensor) -> Future[Tensor]:
-    """Return the mean of all ranks' buckets ``local``. Rank 0 sums and broadcasts, as in the app."""
+    """Return a future of the mean of all ranks' buckets ``local``. Rank 0 sums and broadcasts, as in mnist_ddp."""
     ordered_all_reduce(local)
     done: Future[Tensor] = Future()
     done.set_result(local.div_(dist.get_world_size()))
@@ -102,7 +102,7 @@ def variant(
     inner: Callable[[nn.Module], nn.Module] = lambda model: model,
     **sgd: Any,
 ) -> Callable[[], object]:
-    """Return a function that takes a training step.
+    """Return a function that runs a training step.
 
     Args:
         shards: the batches of this rank, which repeat.

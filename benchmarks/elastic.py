@@ -4,9 +4,9 @@
 
 The first table has the seconds from a SIGKILL of ranks until the job logs a step that began after the kill. Its rows
 are jobs of mnist_elastic, which continue after the kill, and of mnist_ddp, which restart. The second table has the
-seconds from a SIGKILL of one of three ranks of mnist_elastic until its successor has made an update, by --start-method.
-The third table has the images per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and the median of
-their ratios. Jobs take turns in each round.
+seconds from a SIGKILL of one of three ranks of mnist_elastic until the successor of this rank has made an update, by
+--start-method. The third table has the images per second of mnist_elastic and mnist_ddp, both with 8 virtual ranks, and
+the median of their ratios. Jobs take turns in each round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ JOBS = [  # app, ranks, and how many of them are killed at once
     ("mnist_ddp", 3, 1),
 ]
 METHODS = ("fork", "exec")
-RETURNING = 3  # number of ranks of a job whose killed ranks return
+RETURNING = 3  # number of ranks of the jobs in the second table
 KILLS = 4  # number of kills in each job
 FIRST = 30  # steps before the first kill
 LIMIT = 120.0  # timeout of each wait, in seconds
@@ -60,7 +60,7 @@ class Job:
         return max((line["step"] for line in self.lines()[-1:]), default=0)
 
     def ranks(self, first: int) -> dict[int, int]:
-        """Return the PIDs, by rank, of the running ranks that have made an update. Omit ranks below ``first``."""
+        """Return, by rank, the PIDs of running ranks from ``first`` on that have made an update."""
         found = {}
         for path in (self.run_dir / "log").glob("alive-[0-9]"):
             beat = json.loads(path.read_text())

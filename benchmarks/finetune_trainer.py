@@ -170,7 +170,7 @@ def settings(case: Case, steps: int, folder: Path) -> Any:
 
 
 def record_losses(trainer: Any) -> list[tuple[int, float, int]]:
-    """Wrap the Trainer's step, and return a list of (step, summed loss, number of targets) for each later micro-batch.
+    """Wrap the Trainer's step, which then appends (step, summed loss, number of targets) to the returned list.
 
     The loss uses the weights before the step, and no dropout. The Trainer's own log rounds the loss to float32.
     """

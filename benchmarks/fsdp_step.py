@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def app(options: Options) -> Callable[[int], object]:
-    """Return a function that takes a training step of the app."""
+    """Return a function that runs a training step of the app."""
     mesh = distributed.make_mesh(options, CPU)
     model = build_model(options, torch.float32, mesh)
     optimizer = train.build_optimizer(options, model)
@@ -61,7 +61,7 @@ def app(options: Options) -> Callable[[int], object]:
 
 
 def plain(options: Options, wrap: Callable[[GPT], nn.Module]) -> Callable[[int], object]:
-    """Return a function that takes a step as in tutorials, with random windows, mean losses, and torch's clipping."""
+    """Return a function that runs a step as in tutorials, with random windows, mean losses, and torch's clipping."""
     torch.manual_seed(1)
     model = GPT(options.layers, options.width, options.heads)
     for parameter in model.parameters():

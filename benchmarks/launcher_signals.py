@@ -3,10 +3,10 @@
     python3.11 benchmarks/launcher_signals.py mnist_ddp lenet_paddle     # print the rows of docs/signals.md
     PYTHON=/path/to/python python3.11 benchmarks/launcher_signals.py mnist_horovod
 
-Each launcher starts two ranks of the app, and gets TERM, INT or USR1 as soon as they train. The table shows the
-launcher's exit code, the seconds until the last rank had ended, and whether the ranks saved their last step. The script
-uses .venvs/<app>, which the app's launch script creates; PYTHON selects another Python. The script omits launchers that
-are not installed.
+Each launcher starts two ranks of the app, except `python train.py`, which starts one rank. The launcher gets TERM, INT
+or USR1 as soon as the ranks train. The table shows the launcher's exit code, the seconds until the last rank had ended,
+and whether the ranks saved their last step. The script uses .venvs/<app>, which the app's launch script creates; PYTHON
+selects another Python. The script omits launchers that are not installed.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ weights. MindSpore and torch need separate environments:
     python3.11 -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 torchvision==0.28.0
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
-Each setting runs in its own process. The settings take turns in `--rounds` rounds, which spreads the machine's other
-load over all settings. The table includes the elapsed time, and the processor time of all threads, which varies less.
+Each run of a setting starts a new process. The settings take turns in `--rounds` rounds, which spreads the machine's
+other load over all settings. The table includes the elapsed time, and the processor time of all threads, which varies
+less.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def measure(step: Any, steps: int) -> dict[str, Any]:
 
 
 def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path, mode: str) -> dict[str, Any]:
-    """Measure the app's training step in one process.
+    """Measure the app's training step in this process, and return the result of `measure`.
 
     Args:
         depth: number of layers of the ResNet, such as 50.
@@ -82,7 +83,7 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
 
 
 def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> dict[str, Any]:
-    """Measure torchvision's model with torch's SGD, with the app's default settings."""
+    """Measure a training step of torchvision's model with the app's default settings, and return `measure`'s result."""
     sys.path[:0] = [str(ROOT / "core"), str(ROOT / "benchmarks" / "loops")]
     import torch
     from common import torchvision_that_imports
@@ -142,7 +143,7 @@ def main() -> None:
         print("ANSWER", json.dumps(answer), flush=True)
         os._exit(0)
 
-    # Name, mode, oneDNN's instruction set, threads.
+    # Each setting has a name, a mode, oneDNN's instruction set and a number of threads.
     settings = [
         ("MindSpore, graph (the app's default)", "graph", "app", 1),
         ("MindSpore, graph, 2 threads", "graph", "app", 2),

@@ -78,7 +78,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Training:
-    """One program's run at one world size. ``examples`` is the number that the evaluation counted."""
+    """One program's run at one world size. ``examples`` is the number of test examples that the evaluation counted."""
 
     updates: list[Update]
     accuracy: float
@@ -128,7 +128,7 @@ def theirs(program: Program, n: int, folder: Path) -> Training:
 
 
 def merge(records: list[dict[str, Any]]) -> Training:
-    """Merge the ranks' micro-batches into updates."""
+    """Return a `Training`, in which the ranks' micro-batches are merged into updates."""
     parts: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         for part in record["trained"]:
@@ -142,7 +142,7 @@ def merge(records: list[dict[str, Any]]) -> Training:
 
 
 def ours(program: Program, n: int, folder: Path) -> Training:
-    """Train cifar_ddp by its launch script, from the initial weights of the other programs."""
+    """Train cifar_ddp by its launch script, from the other programs' initial weights, and return the run."""
     from samestep.sharding import GlobalBatches
 
     dtype = program.options[0].removeprefix("--dtype=")
@@ -189,7 +189,11 @@ def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
 
 
 def differences(one: Training, other: Training) -> list[float]:
-    """Return the relative difference of each update's loss between the run ``one`` at 1 rank and the run ``other``."""
+    """Return the relative difference of each update's loss between the run ``one`` at 1 rank and the run ``other``.
+
+    Raises:
+        ValueError: the two runs have different numbers of updates.
+    """
     if len(one.updates) != len(other.updates):
         raise ValueError(f"{len(one.updates)} updates at 1 rank, but {len(other.updates)}")
     return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]
@@ -202,7 +206,7 @@ def alike(one: Training, other: Training) -> int:
 
 
 def rate_difference(one: Training, other: Training) -> str:
-    """Return as text the largest difference of an update's learning rates, divided by the largest rate at 1 rank."""
+    """Return the largest difference of an update's learning rates as text, relative to the largest rate at 1 rank."""
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     if not known:

@@ -2,7 +2,7 @@
 
     python benchmarks/sharding.py [--rounds 3] [--quick] [--json FILE]
 
-On every rank, DistributedSampler makes a list of all indices of the epoch before it returns the first index. sharding
+DistributedSampler makes a list of all indices of the epoch on every rank, before it returns the first index. sharding
 computes only the requested indices, and stores no list. Both methods shuffle the samples of a job with one rank. Each
 measurement runs in a new process, and counts time and memory after the imports. DistributedSampler runs with up to
 10,000,000 samples. The sampler's bytes per sample show whether more samples would fit into this machine's memory. The
@@ -34,13 +34,13 @@ Figures = dict[str, float]
 
 
 def resident(field: str) -> float:
-    """Return this process's resident memory in MiB: the current for the field ``VmRSS``, the peak for ``VmHWM``."""
+    """Return this process's resident memory in MiB: the current size for field ``VmRSS``, the peak for ``VmHWM``."""
     status = Path("/proc/self/status").read_text()
     return next(float(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(field))
 
 
 def measure_sharding(n: int, seconds: float) -> Figures:
-    """Measure sharding's first batch, memory and speed in this process, for an epoch of ``n`` samples."""
+    """Return sharding's milliseconds to the first batch, memory in MiB, and indices per second, for ``n`` samples."""
     import numpy as np
     from samestep.sharding import GlobalBatches, permute
 
@@ -70,7 +70,7 @@ def measure_sharding(n: int, seconds: float) -> Figures:
 
 
 def measure_sampler(n: int) -> Figures:
-    """Measure torch's sampler in the same way. The speed covers an epoch, including the time to make the list."""
+    """Return the same values for torch's sampler. The speed covers an epoch, including the time to make the list."""
     from torch.utils.data import Dataset, DistributedSampler
 
     class Samples(Dataset[int]):

@@ -4,8 +4,8 @@
         benchmarks/step_cost.py [--rounds 200] [--virtual-ranks 4 8]
 
 The first variant is a loop without the kit: indices of a permutation, torch's own dropout and reduction, and the mean
-over a rank's shard. All other variants take the app's step. Either a `Run` or the kit's `samestep.torch.StopRequests`
-handles the stop requests.
+over a rank's shard. All other variants run the app's training step. In variants with stop requests, either a `Run` or
+the kit's `samestep.torch.StopRequests` handles these requests.
 
 All variants take turns in one job, ten steps each, with the log line's all-reduce after the tenth step. Times are
 medians, in milliseconds. Differences and ratios compare a variant with the first variant of the same round, and have
@@ -81,7 +81,7 @@ def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Ite
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Take a step without the kit, and return the loss."""
+    """Take a step without the kit, and return this rank's loss."""
     optimizer.zero_grad()
     loss = F.nll_loss(model(images), labels)
     loss.backward()
@@ -193,7 +193,7 @@ def variants_of(virtual_ranks: list[int], world_size: int) -> list[Variant]:
 
 
 def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each loop in each round, by name."""
+    """Return each loop's milliseconds per step in each round, by the name of the loop's variant."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first round warms up
         first = number % len(loops)  # each round begins with the next loop
@@ -221,7 +221,7 @@ def start(steps: int) -> tuple[Run, Split]:
     """Join the other ranks, and return a run of mnist_ddp in a temporary folder and its training set.
 
     Args:
-        steps: maximum number of steps of the run.
+        steps: number of steps that the run must at least allow.
     """
     device = torch.device("cpu")
     world = env.detect(os.environ)

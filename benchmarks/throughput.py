@@ -16,7 +16,7 @@ start-up, the first steps, evaluation and checkpoints.
 - *accelerate*, *lightning*: the same layers, dataset and workers through Accelerator.prepare and through Lightning's
   Trainer (loops/accelerate_loop.py, loops/lightning_loop.py).
 
-- *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl.
+- *app*: the app as its launch script starts it, with its default model and optimizer, timed by its own metrics.jsonl.
 
 - *limit*: the app's own step on the app's first 32 batches, which are normalized in memory before the clock starts.
   This variant samples, logs and saves nothing.
@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl (the apps' default)
 LIMIT = 900  # timeout of each run, in seconds
-SPREAD = 1.3  # if a variant's fastest round is more times as fast as its slowest, the row is measured again
+SPREAD = 1.3  # largest accepted ratio of a variant's fastest round to its slowest round
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
 # Never use pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
@@ -76,7 +76,7 @@ class Row:
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
     torchvision: bool = True  # whether the loops need torchvision from its separate folder
-    workers: tuple[int, ...] = (0, 2)  # possible numbers of DataLoader workers; a loop gets the fastest of them
+    workers: tuple[int, ...] = (0, 2)  # possible numbers of DataLoader workers; a loop uses the fastest number
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
@@ -124,7 +124,7 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """Return the folder of torchvision, or LOOPS, which is always on the path, if ``python`` has torchvision."""
+    """Return torchvision's folder, or LOOPS, which is on the path anyway, if ``python`` has torchvision."""
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
         return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"
@@ -236,7 +236,11 @@ def spread(speeds: Speeds) -> float:
 
 
 def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
-    """Repeat until the spread is at most SPREAD. Return the attempt of least spread, and the number of attempts."""
+    """Repeat up to ``attempts`` times, until the spread is at most SPREAD.
+
+    Returns:
+        The attempt of least spread, and the number of attempts.
+    """
     tried: list[Speeds] = []
     while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
         tried.append(attempt())

@@ -139,7 +139,7 @@ class Bench:
         self.python = python
 
     def lines(self, n: int, *words: str) -> list[dict[str, Any]]:
-        """Run the app, and return its metrics.jsonl lines that have a step, with ``seconds`` since the first step."""
+        """Run the app, and return the lines of metrics.jsonl that have a step, with ``seconds`` since step 1 began."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             script = ["bash", str(ROOT / "scripts" / "run_cifar_ddp.sh"), str(n), "--dataset=fashion-mnist"]

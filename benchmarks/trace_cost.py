@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/trace_cost.py [--rounds 100]
 
-All variants take the app's step in one job, in turns of fifty steps, with a log line's sync after every tenth step. The
-first variant writes no losses, and its log line has only the last step's loss. The other variants write the loss of
-every step to log/losses.bin. The last two variants also compute digests of all weights and gradients on rank 0, at one
-of the fifty steps or at each step.
+All variants run the app's training step in one job, in turns of fifty steps, with a log line's sync after every tenth
+step. The first variant writes no losses. Its sync reduces two numbers: the last step's loss, and the summed loss since
+the last log line. The other variants write the loss of every step to log/losses.bin. The last two variants also compute
+digests of all weights and gradients on rank 0, at one of the fifty steps or at each step.
 
 Times are medians, in milliseconds. Differences and ratios compare a variant with the first variant of the same round,
-and have quartiles. The cost of the losses is smaller than this spread. The last line therefore has the mean time of
-1,000 writes of ten losses, per step.
+and have quartiles. The cost of the losses is smaller than this spread. The last line therefore has the mean time per
+step of 1,000 writes of ten losses each.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Loop:
 
 
 def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each loop in each round, by name."""
+    """Return each loop's milliseconds per step in each round, by the name of the loop's variant."""
     taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
     for number in range(rounds + 1):  # the first round warms up
         first = number % len(loops)  # each round begins with the next loop
@@ -124,7 +124,7 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
 
 
 def loss_cost() -> float:
-    """Return the mean milliseconds, per step, by which a write of ten steps' losses delays rank 0."""
+    """Return the mean time to write ten steps' losses, divided by ten, in milliseconds per step."""
     writes = 1_000
     with tempfile.TemporaryDirectory() as folder:
         losses = StepLosses(Path(folder), None)

@@ -37,7 +37,7 @@ CAUSES = {
 WIDTH = 880
 HEIGHT = 360
 LEFT, RIGHT, TOP, BOTTOM = 60, 660, 20, 310
-LOWEST = -17  # bottom of the vertical axis, a power of ten
+LOWEST = -17  # bottom of the vertical axis, as the exponent of a power of ten
 HIGHEST = 0
 
 

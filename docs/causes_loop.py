@@ -1,4 +1,4 @@
-"""Train once for each cause that makes a loss depend on the world size.
+"""Train once with each cause that makes a loss depend on the world size, and once with none.
 
 docs/causes.py starts this program at 1 and 2 ranks, and draws docs/causes.svg.
 """
@@ -99,5 +99,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
+    gc.collect()  # delete the DDP objects, because a thread of gloo may otherwise abort the process at exit
     dist.destroy_process_group()

@@ -6,8 +6,8 @@ The program also draws docs/first_picture.zh.svg, the same picture for README.zh
 
 Both loops train in float64 at 1, 2 and 4 ranks. Each loop also has a run with a kill: rank 1 of 4 is killed at step 70,
 and the same command starts the job again. The program saves the output of each run in FOLDER, and skips the runs that
-FOLDER already contains. All runs together need four minutes on 2 cores. If the losses with Samestep differ, the picture
-shows NOT EQUAL.
+FOLDER already contains. All runs together need four minutes on 2 cores. If the losses with Samestep differ by more than
+rounding errors, the picture shows NOT EQUAL.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def changed(program: str, diff: Sequence[str]) -> str:
     Args:
         program: text of the program before the change.
         diff: lines that begin with a space, ``-`` or ``+``, in the order of the program. ``@@`` marks omitted lines.
+
+    Raises:
+        SystemExit: the diff shows two consecutive lines that are not consecutive in the program.
     """
     lines = program.splitlines()
     made: list[str] = []
@@ -141,7 +144,7 @@ def start(program: Path, count: int, folder: Path, log: Path, kill: bool = False
     Args:
         program: path of the training script.
         count: number of ranks.
-        folder: folder of the run. The program writes to its subfolder ``out``.
+        folder: folder of the run. The program writes to the subfolder ``out`` of this folder.
         log: file to which the output is appended.
         kill: whether to send SIGKILL to rank 1 at step KILL_AT.
     """
@@ -172,7 +175,7 @@ def step_of(found: re.Match[str]) -> int:
 
 
 def losses(output: str) -> Losses:
-    """Return the loss of each step. If a resumed run repeated a step, return its later loss."""
+    """Return the loss of each step. If a resumed run repeated a step, return the step's later loss."""
     by_step = {step_of(found): float(found[3]) for found in LOSS.finditer(output)}
     return [by_step[step] for step in sorted(by_step)]
 

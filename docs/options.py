@@ -205,7 +205,7 @@ def cell(parser: Parser, dest: str) -> str:
 
 
 def help_text(action: argparse.Action) -> str:
-    """Return an option's help with its values, as --help prints it."""
+    """Return an option's help text, in which its values replace the placeholders, as --help prints the text."""
     values = {**vars(action), "prog": "", "type": ""}
     return str(action.help or "") % values
 

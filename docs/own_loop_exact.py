@@ -1,4 +1,4 @@
-"""Train a small CNN on random images with every part of the kit: torchrun --nproc-per-node 2 own_loop_exact.py."""
+"""Train a small CNN on random images with six parts of the kit: torchrun --nproc-per-node 2 own_loop_exact.py."""
 
 import argparse
 import gc
@@ -101,5 +101,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
+    gc.collect()  # delete the DDP object, because a thread of gloo may otherwise abort the process at exit
     dist.destroy_process_group()

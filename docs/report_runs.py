@@ -77,7 +77,12 @@ def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[i
 
 @contextlib.contextmanager
 def watched(run_dir: Path, output: Path) -> Iterator[None]:
-    """Run `samestep watch` in a pseudo-terminal during the block, and write its distinct frames to ``output``."""
+    """Run `samestep watch` in a pseudo-terminal during the ``with`` block, and write the distinct frames to a file.
+
+    Args:
+        run_dir: run directory that `samestep watch` shows.
+        output: path of the file for the frames.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "core"), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}

@@ -170,8 +170,8 @@ def targets(markdown: str) -> Iterator[str]:
 def resolved(origin: str, target: str) -> str | None:
     """Return the path of the target of a link in the file ``origin``, relative to the repository's root.
 
-    Return the path of the folder's README.md if the target is a folder with a README.md. Return None if the target is
-    outside the repository.
+    Return the path of the folder's README.md if the target is a folder with a README.md. Return None if the target is a
+    URL, or if the repository has no such file or folder.
     """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def checked_files() -> list[Path]:
-    """Return the absolute paths of the Python files in CHECKED, without files in UNCHECKED and without steps."""
+    """Return the absolute paths of Python files in CHECKED, except files in UNCHECKED and in folders named steps."""
     found = []
     for folder in CHECKED:
         for path in sorted(Path(ROOT, folder).rglob("*.py")):

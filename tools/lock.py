@@ -116,7 +116,7 @@ def core_requirements() -> str:
 
 
 def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ()) -> list[Entry]:
-    """Resolve a file of requirements with uv, and keep the versions in ``locked`` that still fit.
+    """Return the entries that uv resolves from a file of requirements, with the versions in ``locked`` that still fit.
 
     The function does not pass the hashes in ``locked`` to uv, because uv would treat them as hashes of PyPI. If uv
     fails, the program exits with an error.

@@ -88,7 +88,7 @@ class Copy:
             self.paths += [path for path in scripts if re.search(name_pattern(origin), read(path))]
 
     def rename(self, text: str) -> str:
-        """Replace the origin's name by the copy's in ``text``, except in paths to files that the tool does not copy."""
+        """Return ``text`` with the copy's name for the origin's, except in paths to files that are not copied."""
 
         def renamed(match: re.Match[str]) -> str:
             path = re.sub(r"^(\.\./)+", "", match[0]).rstrip("./")
@@ -156,7 +156,7 @@ class Copy:
         return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
 
     def environment(self, section: str) -> str:
-        """Return a section of tox.ini for the copy, with its own requirements, its own tests and the common tests."""
+        """Return a section of tox.ini for the copy, with the copy's requirements and tests, and the common tests."""
         own = {"tests/common", *(f"tests/{path.name}" for path in test_folders(self.origin))}
 
         def of_copy(match: re.Match[str]) -> str:
@@ -329,7 +329,7 @@ def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build core's wheel in ``folder`` by pip, which downloads the build backend."""
+    """Build core's wheel in ``folder`` by pip, which downloads the build backend. Return the wheel's path."""
     print("building core's wheel", flush=True)
     venv = folder / "venv"  # the system's Python may lack pip
     run([sys.executable, "-m", "venv", str(venv)], f"{sys.executable} cannot make an environment to build in", folder)

@@ -195,7 +195,7 @@ def check(found: Limits, limits: Limits) -> list[str]:
 
 
 def sample(count: int, seed: str, kind: str = "markdown") -> list[Sentence]:
-    """Draw sentences of the pages for readers, or of the docstrings and comments of all code.
+    """Return random sentences of the pages for readers, or of the docstrings and comments of all code.
 
     Args:
         count: maximum number of sentences.

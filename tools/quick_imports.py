@@ -7,7 +7,7 @@ framework. The program saves time in two ways:
 
 * It compiles the modules once for all environments and clones of a user. Compiling torch needs 6 processor seconds. uv
   hard-links the files of all environments to its cache, so environments with equal packages share inodes.
-* It prevents most garbage collections during imports, and excludes existing objects from the collection at exit.
+* It prevents most garbage collections, and excludes existing objects from the collection at exit.
   Otherwise, these collections use a third of the processor time of a process that imports torch.
 """
 
@@ -57,7 +57,7 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
 
 
 def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the paths of each hard-linked module's bytecode in ``folder`` and in ``store``. Each may be missing."""
+    """Yield the paths of each hard-linked module's bytecode, in ``folder`` and in ``store``. Files may be missing."""
     for path in folder.rglob("*.py"):
         file = path.lstat()
         if file.st_nlink > 1:

@@ -1,4 +1,4 @@
-"""Run the slow tests, one tox environment after the other, and write docs/soak.md.
+"""Run the quick and the slow tests, one tox environment after the other, and write docs/soak.md.
 
     bash scripts/test.sh -e soak                         # all environments; takes hours
     bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # keeps the other environments' results
@@ -43,7 +43,7 @@ tests of faults start mnist_ddp with `--start-method exec`.
 
 
 def environments() -> list[str]:
-    """Return the names of the tox environments that have slow tests."""
+    """Return the names of the tox environments that have slow tests, and BY_EXEC."""
     tox = configparser.RawConfigParser()
     tox.read(ROOT / "tox.ini")
     names = [name.strip() for name in tox["tox"]["env_list"].split(",")]

@@ -53,7 +53,7 @@ def main() -> None:
     options = arguments()
     L.seed_everything(options.seed)
     batch_size = options.batch // options.accumulate // options.ranks
-    # Lightning adds its DistributedSampler to these loaders.
+    # With the strategy ddp, Lightning adds its DistributedSampler to these loaders.
     training = DataLoader(Cifar(True, not options.plain), batch_size, shuffle=True)
     test = DataLoader(Cifar(False, False), batch_size)
     L.seed_everything(options.seed)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESIDENT = 32  # number of batches of a compute limit, which are loaded before the clock starts, and repeat
+RESIDENT = 32  # number of batches that the loop of a compute limit loads before the clock starts, and then repeats
 
 
 def arguments() -> argparse.Namespace:
@@ -69,13 +69,14 @@ def _synchronize() -> None:
 
 @functools.cache  # the operators stay declared as long as the library object exists
 def torchvision_that_imports() -> object:
-    """Import torchvision, even if it is built for a CUDA torch and installed beside a CPU torch.
+    """Make torchvision importable, even if it is built for a CUDA torch and installed beside a CPU torch.
 
     The import of such a torchvision fails, because its operators are not registered. Its models and datasets work if
     two of the operators are declared.
 
     Returns:
-        An object that keeps the operators declared, or None if torchvision is not installed.
+        The module torchvision, or an object that keeps the operators declared if the import fails, or None if
+        torchvision is not installed.
     """
     import torch
 

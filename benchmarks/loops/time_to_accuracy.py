@@ -1,7 +1,7 @@
 """Train on Fashion-MNIST with DDP until a target accuracy, in a baseline loop or with variants of the app's step.
 
 torchrun starts this program for time_to_accuracy.py. The baseline loop has the parts that tutorials use: torchvision's
-dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
+dataset with per-sample transforms, a DataLoader with workers, DistributedSampler, BatchNorm2d, and Adam at 1e-3.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def until_accurate(
 
     Args:
         options: options of this program, such as the target.
-        steps_per_epoch: number of steps before each evaluation at an epoch's end.
-        step: function that takes the step with the given number, from 0.
+        steps_per_epoch: number of steps of an epoch. The model is also evaluated at the end of each epoch.
+        step: function that runs the step with the given number, from 0.
         accuracy: function that evaluates the model, and returns the test accuracy from 0 to 1.
     """
     found: list[dict[str, float]] = []
@@ -146,7 +146,7 @@ OTHERS = "contiguous", "torch's norm", "pool last"  # changes for which the app 
 
 
 class AppLoop:
-    """The app's training with the options ``words``, and with the change ``name`` if OTHERS contains the name."""
+    """The training of cifar_ddp with the options ``words``, and with the change ``name`` if OTHERS contains it."""
 
     def __init__(self, options: argparse.Namespace, name: str, words: list[str]) -> None:
         app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"

@@ -1,4 +1,4 @@
-"""An adapter of `samestep check` that makes torchvision's wheel importable beside a CPU torch.
+"""An adapter for `samestep check` that makes torchvision's wheel importable beside a CPU torch.
 
 The wheel for x86-64 is built for a CUDA torch. Beside a CPU torch, its import fails because operators are missing.
 This adapter declares these operators, which the examples do not call.

@@ -6,9 +6,10 @@
 
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # print our changes of an example
 
-Each example is the authors' file, downloaded at the commit in its origin.json, and verified by its SHA-256. Its
-samestep.ed has our changes: the source of the data, the length of the training, and CPU instead of a GPU. If a
-program's name ends in -kit, its example also has the changes of kit.ed, which add samestep.torch.
+Each example is the authors' file, verified by its SHA-256. The file comes from GitHub, at the commit in the example's
+origin.json, or from an installed package. The example's samestep.ed has our changes: the source of the data, the length
+of the training, and CPU instead of a GPU. If a program's name ends in -kit, its example also has the changes of kit.ed,
+which add samestep.torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from subjects import SUBJECTS, Subject
 
 MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
 SECONDS = re.compile(r"(\d+\.\d) s\b")
-Cells = dict[str, dict[str, dict[str, str]]]  # by row and subject: verdict, message, date, machine
+Cells = dict[str, dict[str, dict[str, str]]]  # by row and subject: verdict, message, date, versions, machine, load
 
 
 def measure(
@@ -48,7 +49,7 @@ def measure(
     Args:
         subject: the program to check.
         rows: names of the rows to run.
-        given: folder of the originals, or None to download them.
+        given: folder of the originals, or None, as in `sources.fetch`.
         limits: options of the check that limit its time.
         keep: folder for the copies of the program and their output, or None.
     """
@@ -156,7 +157,7 @@ def verdicts_of(cells: Cells, name: str) -> dict[str, str]:
 
 
 def write_page(path: Path, measured: str) -> None:
-    """Write ``measured`` between the marks of a page."""
+    """Write ``measured`` between the marks of a page, or into a new page."""
     page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
     before, found, rest = page.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])

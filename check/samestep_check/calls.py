@@ -2,7 +2,7 @@
 
 A seccomp filter reports the calls of all processes of the job, in any language (filter_calls.py). If the kernel refuses
 the filter, an audit hook in each Python process reports calls (inside/samestep_record_files.py). The hook reports only
-the opens, renames, links and deletions of Python code.
+the opens for writing, renames, links and deletions of Python code.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Call(NamedTuple):
     target: str | None = None
 
 
-# A handler returns the errno with which the call fails, or 0, so that the call continues. AnnouncedCalls ignores the
+# A handler returns an errno, with which the call fails, or 0, with which the call continues. AnnouncedCalls ignores the
 # returned number.
 Handler = Callable[[Call], int]
 
 
 class Refused(NotSeen):
-    """The seccomp filter is not in use: the kernel refuses the filter, or the descriptor does not arrive in time."""
+    """The seccomp filter is not in use: the kernel refuses it, or its descriptor does not arrive in time."""
 
 
 # Argument positions of each call's (folder descriptor or None, path). A second pair has the positions of the target.
@@ -118,7 +118,7 @@ class FilteredCalls:
 
     Args:
         folder: the handler receives each ``sync``, and each call on a path below this folder except ``__pycache__``.
-        handler: function that a thread calls with each call, while the calling process waits.
+        handler: function that receives each call in a thread, while the process that makes the call waits.
         covered: the path at which ``folder`` is mounted for the job; None if the folder is not mounted.
     """
 
@@ -134,7 +134,7 @@ class FilteredCalls:
         self.error: BaseException | None = None
 
     def wrapped(self, command: Sequence[str]) -> list[str]:
-        """Return a command that installs the filter and then executes ``command``."""
+        """Return the words of a command that installs the filter and then executes ``command``."""
         # The options -I and -S prevent a second run of the job's sitecustomize.
         return [sys.executable, "-I", "-S", str(_FILTER), str(self._far_end.fileno()), *command]
 
@@ -147,7 +147,7 @@ class FilteredCalls:
         """Receive the filter's descriptor from the started command, and start the thread that answers the job's calls.
 
         Raises:
-            Refused: the kernel refuses the filter, or no descriptor arrives within `HANDSHAKE` seconds.
+            Refused: the kernel does not accept the filter, or no descriptor arrives within `HANDSHAKE` seconds.
         """
         self._far_end.close()
         self._channel.settimeout(HANDSHAKE)
@@ -163,7 +163,7 @@ class FilteredCalls:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread that answers calls. Call this method after the job's processes have ended."""
+        """Stop the thread that answers calls, and close the filter. Call this method after the job has ended."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -209,7 +209,7 @@ class FilteredCalls:
         return self._handler(call)
 
     def _own(self, path: str) -> str:
-        """Translate a path of the job to this process's path of the same file."""
+        """Return this process's path of a file, from the job's path of the same file."""
         if self._covered is not None and _is_below(path, self._covered):
             return self._folder + path.removeprefix(self._covered)
         return path
@@ -237,7 +237,7 @@ def read_call(process: int, name: str, arguments: Sequence[int], own: Callable[[
         own: function that translates a path of the waiting process to this process's path of the same file.
 
     Raises:
-        OSError: the process has ended, or its memory is not readable.
+        OSError: the process has ended, its memory is not readable, or an argument is not an open descriptor.
     """
     kind = KINDS[name]
     if kind == "sync":
@@ -278,7 +278,7 @@ class AnnouncedCalls:
 
     Args:
         path: path of the Unix socket, which the constructor creates.
-        handler: function that a thread calls with each call, while the calling process waits.
+        handler: function that receives each call in a thread, while the process that makes the call waits.
     """
 
     def __init__(self, path: Path, handler: Handler) -> None:
@@ -331,7 +331,7 @@ Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
 def is_supported() -> bool:
-    """Return whether the kernel accepts the filter, and Yama allows this process to read the paths of calls."""
+    """Return whether the filter reports a test call. The kernel may refuse the filter, or deny access to the path."""
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []

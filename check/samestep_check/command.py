@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stop_on_signals() -> None:
-    """Install signal handlers that raise Stopped, so that context managers end all processes and delete all copies."""
+    """Install signal handlers that raise Stopped, so that context managers end the job and delete temporary folders."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number, f"stopped by {signal.Signals(number).name}")
@@ -159,7 +159,7 @@ def wanted_rows(options: Options) -> list[str]:
     """Return the names of the rows in --faults. The word ``failed`` selects the rows that failed in the file of --json.
 
     Raises:
-        ConfigError: a row is unknown, or no row failed in the file.
+        ConfigError: a row is unknown. For ``failed``: the file of --json is missing or invalid, or has no failed row.
     """
     words = options.faults.split(",")
     if "failed" not in words:
@@ -224,7 +224,8 @@ def check(
         notes: list to which the check appends lines about its limits, and about parts of samestep.torch in use.
 
     Raises:
-        ConfigError: the undisturbed script fails, or writes outside of its folder.
+        ConfigError: an option is invalid, the folder cannot be copied, the undisturbed script fails, or the script
+            writes outside of its folder.
     """
     with cleanup.folder_for(options.keep) as folder:
         runner = ScriptRunner(options, command, folder)

@@ -47,7 +47,7 @@ class Job:
         own_temporary = records.with_name(records.name + "-tmp")
         own_temporary.mkdir()
         self._begun = time.time()
-        self.duration = 0.0  # seconds from the start until `wait_for_end` stopped waiting
+        self.duration = 0.0  # seconds from the start to the launcher's end, or to the limit of `wait_for_end`
         self.left_behind = 0
         # Each child inherits the mark in SAMESTEP_INSIDE, by which `pids` finds children in other sessions.
         shared = {**config, "work": str(work), "records": str(records), "mark": self.mark}
@@ -105,7 +105,7 @@ class Job:
         return [path.read_bytes().count(b'"event": "step"') for path in self.records_folder.glob("*.jsonl")]
 
     def wait(self, until: Callable[[], object], limit: float) -> bool:
-        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as its result is true, else False."""
+        """Poll ``until`` for up to ``limit`` seconds. Return True as soon as it returns a true value, else False."""
         end = time.monotonic() + limit
         while not until():
             self.raise_recorded_errors()
@@ -145,7 +145,7 @@ class Job:
         return done
 
     def pids(self) -> list[int]:
-        """Return the PIDs of all processes that belong to the job's session, or have its mark in their environment."""
+        """Return the PIDs of running processes in the job's session, or with the job's mark in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended
@@ -186,7 +186,7 @@ def started(
     config: Mapping[str, Any],
     calls: Calls | None = None,
 ) -> Iterator[Job]:
-    """Start a job, and kill its processes at the end of the block.
+    """Start a job, and kill its processes at the end of the ``with`` block.
 
     Args:
         command: words of the script's command.

@@ -15,7 +15,7 @@ def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
     """Return a function that fails the test if a row of a check fails.
 
     Call it as ``samestep_check("torchrun --nproc-per-node=2 train.py", "--faults=quick")``, with a command and options
-    of ``samestep check``. The keyword argument ``folder`` is the script's folder, by default pytest's root.
+    of ``samestep check``. The keyword argument ``folder`` is the script's folder, by default pytest's root folder.
     """
 
     def run(command: str | Sequence[str], *arguments: str, folder: str | Path | None = None) -> None:

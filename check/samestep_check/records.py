@@ -28,7 +28,7 @@ class Step(NamedTuple):
     loss: float | None
     optimizer: int | None  # number of the optimizer in the order of creation, from 1
     kind: str  # class name of the optimizer
-    state: dict[str, list[float]] | None  # [count, joint norm, zero tensors] by name, before the step
+    state: dict[str, list[float]] | None  # [tensors, joint norm, tensors that are zero] by name, before the step
     settings: list[dict[str, Any]] | None  # other numeric settings of each parameter group
     scale: float | None  # scale of a GradScaler
     weights_before: float | None  # norm of the weights before the step
@@ -57,7 +57,7 @@ class Save(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The number of evaluations of each example, in a dataset of ``size`` examples."""
+    """How often one evaluation counts each example of a dataset with ``size`` examples."""
 
     counts: Counter[Key]
     size: int
@@ -140,7 +140,7 @@ class Process:
 class Notes:
     """Facts about a process that limit the check or explain its results."""
 
-    is_inferred: bool = False  # no step recorded the batches that it used
+    is_inferred: bool = False  # a DataLoader returned training batches, but no step recorded which batches it used
     workers: int = 0  # largest number of workers of a DataLoader
     timeout: float | None = None  # timeout of collectives, in seconds
     parts: list[str] = field(default_factory=list)  # names of samestep.torch that the script uses
@@ -148,7 +148,7 @@ class Notes:
     reason: str = ""  # why examples have no keys
     awaited: set[str] = field(default_factory=set)  # modules for which the adapter called after_import
     imported: set[str] = field(default_factory=set)  # awaited modules that were imported
-    is_uncovered: bool = False  # the process accesses the script's folder instead of the copy
+    is_uncovered: bool = False  # the copy is not mounted over the script's folder in this process
 
 
 class Reader:
@@ -249,8 +249,8 @@ class Reader:
         used = event.get("used")
         if used:
             self._follows = True
-        # If other steps recorded batch numbers, a step without numbers, such as a step of a GAN's generator, trains on
-        # no batch. Batches of an adapter have no numbers, so the next step uses all of them.
+        # If an earlier step recorded batch numbers, a step without numbers, such as a step of a GAN's generator, trains
+        # on no batch. Batches of an adapter have no numbers, so the next step uses all of them.
         has_numbers = any(batch.number is not None for batch in self._pending)
         if used or (self._follows and has_numbers):
             taken = self._take(used or ())
@@ -342,7 +342,7 @@ def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
 
 
 def _shift(epoch: list[RankStep], count: int, last: int | None) -> None:
-    """Give ``count`` of the batches returned so far to each step, and all remaining ones to step ``last``, from 1."""
+    """Assign ``count`` of the batches so far to each step, and all remaining batches to step ``last``, from 1."""
     ahead: list[Batch] = []
     for k, step in enumerate(epoch, 1):
         ahead += step.batches
@@ -386,7 +386,7 @@ class Records:
         return [_steps([each[i].steps for each in ranks if i < len(each)]) for i in range(count)]
 
     def continued(self, since: float) -> list[Step]:
-        """Return the steps after the time ``since``, or no steps if each rank has been restarted."""
+        """Return the steps after ``since``, in seconds since 1970 (UTC); no steps if each rank has been restarted."""
         ranks = self.ranks().values()
         if not any(len(each) == 1 and each[0].steps[0].time < since for each in ranks):
             return []
@@ -404,7 +404,7 @@ class Records:
         return attempts[-1] if attempts else []
 
     def first_times(self) -> list[float]:
-        """Return the time at which the fastest rank finished each step of the last start."""
+        """Return when the fastest rank finished each step of the last start, in seconds since 1970 (UTC)."""
         ranks = [[step.time for step in processes[-1].steps] for processes in self.ranks().values()]
         return [min(time for time in times if time is not None) for times in zip_longest(*ranks)]
 
@@ -479,7 +479,7 @@ def _whole(shards: Sequence[Shard]) -> Evaluation | None:
 
 
 def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
-    """Merge the steps of ranks. None marks a step in which a rank did not take part."""
+    """Return the steps of all ranks, merged. None marks a step in which a rank did not take part."""
     found: list[Step] = []
     epoch = 0
     known: set[Key] = set()
@@ -498,7 +498,7 @@ def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
 
 
 def _aligned(ranks: Sequence[Sequence[RankStep | None]]) -> Sequence[Sequence[RankStep | None]]:
-    """Align the steps of ranks by the number of batches before each step, because a rank may skip steps."""
+    """Return the ranks' steps, aligned by the number of batches before each step, because a rank may skip steps."""
     by_position = []
     for steps in ranks:
         by_position.append({step.position: step for step in steps if step is not None})

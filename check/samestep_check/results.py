@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return the results as lines. The lines of a failed row include the usual cause, a page of docs/ and a change."""
+    """Return a line of text for each result. After a failed row, more lines have the usual cause and a change."""
     lines = []
     shown: dict[str, str] = {}  # by piece of code: the row that shows the code
     for each in results:

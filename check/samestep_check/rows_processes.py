@@ -50,10 +50,10 @@ def workers(runner: ScriptRunner) -> str:
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:
-    """Describe how a run ended after SIGTERM.
+    """Return a message on how a run ended after SIGTERM.
 
     Raises:
-        Failed: the run lost a step, ignored SIGTERM, hung or exited with 0.
+        Failed: the run lost a step, ignored SIGTERM, hung or exited with 0, or its restart failed.
     """
     total = len(runner.steps)
     if run.code is None:
@@ -95,7 +95,7 @@ def leftovers(runner: ScriptRunner) -> str:
 
 
 def recovery_time(runner: ScriptRunner) -> str:
-    """Check that the job resumes after a rank was killed. The message contains the seconds to the next step."""
+    """Check that the job resumes after SIGKILL to a rank. The message has the seconds until the next step."""
     run: Faulted = runner.killed
     restarted(runner, run)
     if not run.again:

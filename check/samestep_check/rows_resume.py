@@ -41,7 +41,7 @@ def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
     Args:
         runner: the runner of the script, which has the undisturbed run.
         run: the run with a fault, and its restart.
-        saved: the steps of checkpoints that the restart may resume.
+        saved: steps of the checkpoints from which the restart may resume, the newest first.
 
     Raises:
         Failed: the restart fails, starts over at step 0, or repeats or loses samples.
@@ -96,7 +96,7 @@ def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Seque
 
 
 def saved_at(run: Faulted) -> list[int]:
-    """Return the steps of the checkpoints that a restart may resume, the newest first."""
+    """Return the steps of at most two checkpoints from which a restart may resume, the newest first."""
     end = run.fault_time + run.duration
     if run.code == 0 and run.again:  # the launcher may have restarted the ranks
         end = run.again[0].time
@@ -128,7 +128,7 @@ def other_n(runner: ScriptRunner) -> str:
 
 
 def resume_optimizer(runner: ScriptRunner) -> str:
-    """Check that a resumed run begins with the undisturbed run's optimizer state, learning rates and generators."""
+    """Check that a resumed run begins with the undisturbed run's optimizer, learning rates and generator states."""
     run: Faulted = runner.killed
     bound = runner.bound()
     restarted(runner, run)
@@ -149,7 +149,7 @@ def resume_optimizer(runner: ScriptRunner) -> str:
 
 
 def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> list[str]:
-    """Compare the first step of each optimizer, and all learning rates. Return the names of shifted generators."""
+    """Compare each optimizer's first step, and all learning rates. Return the shifted generators of the first step."""
     steps = runner.steps
     several = len({step.optimizer for step in steps}) > 1
     compared = set()
@@ -250,7 +250,7 @@ class Comparison(NamedTuple):
         k: number of the step, from 0.
         name: name of the optimizer.
         bound: largest relative difference of norms that counts as equal.
-        draws_others: whether the step draws other random numbers than in the undisturbed run, which changes buffers.
+        draws_others: whether the step draws other random numbers than in the undisturbed run, so that buffers differ.
     """
 
     k: int
@@ -341,7 +341,7 @@ def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str)
 
 
 def difference(found: Sequence[Mapping[str, object]] | None, wanted: Sequence[Mapping[str, object]] | None) -> str:
-    """Return the first setting of a parameter group that differs, with both values, in words."""
+    """Return the first setting that differs in a parameter group, with both values, or else the numbers of groups."""
     for group, (one, two) in enumerate(zip(found or [], wanted or []), 1):
         for name in two:
             if one.get(name) != two[name]:

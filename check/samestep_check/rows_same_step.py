@@ -44,7 +44,7 @@ def _first_odd(steps: Sequence[Step]) -> int:
 
 
 def _differs(several: Step, alone: Step, bound: float) -> bool:
-    """Return whether a step leads to other weights at one rank than at several. Raise NotSeen if they are unknown."""
+    """Return whether a step's weights differ between one rank and several. Raise NotSeen if weights are unknown."""
     if several.weights is None or alone.weights is None:
         raise NotSeen("the weights")
     return relative(several.weights, alone.weights) > bound
@@ -87,7 +87,7 @@ def epoch_order(runner: ScriptRunner) -> str:
 
 
 def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
-    """Return the first rank's examples of each epoch, in order."""
+    """Return the first rank's examples by epoch, in the order of its steps."""
     first = next(iter(runner.reference.records.ranks().values()), None)
     steps = runner.steps
     if first is None or any(step.indices is None for step in steps):
@@ -123,7 +123,7 @@ def evaluation(runner: ScriptRunner) -> str:
 
 
 def _counted(each: Evaluation, ranks: int) -> str:
-    """Return how often each example counts. Raise Failed if some examples count more often than others, or never."""
+    """Return a message on how often each example counts. Raise Failed if an example counts more often, or never."""
     counts = each.counts
     size = each.size
     times, _ = Counter(counts.values()).most_common(1)[0]
@@ -136,7 +136,7 @@ def _counted(each: Evaluation, ranks: int) -> str:
 
 
 def one_rank(runner: ScriptRunner) -> str:
-    """Check that N ranks train on the samples of one rank, and reach its weights (its losses if none are known)."""
+    """Check that N ranks train on the samples of one rank, and reach the same weights, or losses if none are known."""
     _compare_samples(runner)
     steps = runner.steps
     single: list[Step] = runner.single.steps

@@ -67,7 +67,7 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
 
 
 def checkpoint_damaged(runner: ScriptRunner) -> str:
-    """Check that the restarted script refuses or skips a newest checkpoint with a flipped bit."""
+    """Check that the restarted script refuses or skips the newest checkpoint after a bit of it is flipped."""
     first: Faulted = runner.stopped
     restarted(runner, first)  # the restart must work without damage
     names: list[str] = []
@@ -113,7 +113,7 @@ def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
 
 
 def _beside(path: Path, pattern: str) -> list[Path]:
-    """Return the checkpoint files in the same folder that were written within `BESIDE` seconds of a file.
+    """Return the checkpoint files in a file's folder that were written within `BESIDE` seconds of this file.
 
     Python's audit hook does not report some of these files, such as safetensors.
     """
@@ -192,7 +192,7 @@ def restart_from(runner: ScriptRunner, state: states.State, lost: Iterable[str] 
         state: recorded state of the folder to restore.
         lost: files of the state that are restored empty.
     """
-    work = runner.recording.work  # reuse the recorded folder, because files in it may contain its path
+    work = runner.recording.work  # restart in the recorded run's folder, because files may contain the folder's path
     shutil.rmtree(work)
     states.restore(state.entries, work, lost)
     return resumed(runner, runner.first_step(work))
@@ -225,7 +225,7 @@ def _baseline(runner: ScriptRunner, recording: Recording) -> int:
 
 
 def save_every_write(runner: ScriptRunner) -> str:
-    """Check that a kill at each write, rename and deletion of a save leaves a usable checkpoint."""
+    """Check that a kill at any of up to --points file system calls of a save leaves a usable checkpoint."""
     recording: Recording = runner.recording
     save = recording.save
     wanted = states.states_of(save, recording.calls, recording.states, runner.options.points)
@@ -252,7 +252,7 @@ def save_every_write(runner: ScriptRunner) -> str:
 
 
 def problem_of(found: Resumed, least: int) -> str:
-    """Describe the fault of a restart that must resume at step ``least`` or later; empty if the restart works."""
+    """Return the fault of a restart that must resume at step ``least`` or later, as text; empty if it works."""
     if found.problem:
         return found.problem
     if not found.steps:
@@ -321,7 +321,7 @@ def disk_full(runner: ScriptRunner) -> str:
 
 
 def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script, and fail its writes with ENOSPC after the middle of a save.
+    """Run the script, fail its writes with ENOSPC after the middle of a save, and return the run.
 
     Args:
         runner: runner that starts the script.
@@ -348,9 +348,9 @@ def run_on_full_disk(runner: ScriptRunner, recording: Recording, work: Path) -> 
 
 
 def run_with_short_files(runner: ScriptRunner, recording: Recording, work: Path) -> FullRun:
-    """Run the script. Before a save, limit the size of the script's files to half of the largest checkpoint file.
+    """Run the script, limit the size of its files before a save, and return the run.
 
-    This limit needs no seccomp filter.
+    The limit is half of the size of the largest checkpoint file. This limit needs no seccomp filter.
 
     Args:
         runner: runner that starts the script.

@@ -67,7 +67,7 @@ class Faulted:
     done: int  # number of steps of the ranks' first start; only those before the fault if `in_place`
     fault_time: float  # seconds since 1970 (UTC)
     code: int | None  # exit code; None if the job was still running
-    duration: float  # seconds from the fault to the end
+    duration: float  # seconds from the fault until all processes have ended, or until a time limit
     records: Records
     attempts: list[list[Step]]
     work: Path
@@ -150,8 +150,8 @@ class ScriptRunner:
 
     Attributes:
         results: results of cached runs, by the name of the run.
-        left_behind: number of processes that outlived their launchers.
-        ranks: number of ranks that the command starts.
+        left_behind: number of processes, in all jobs so far, that outlived their launcher by `LEFT_GRACE` seconds.
+        ranks: number of ranks of the command, as in `Script`.
         other: number of ranks for the rows that start the script at another world size.
     """
 
@@ -172,7 +172,7 @@ class ScriptRunner:
         self.other: int = options.other_n or self.ranks + 1
         self._temporary = temporary
         self._count = 0
-        self._is_uncovered = False  # a process of the script accesses the folder instead of the copy
+        self._is_uncovered = False  # in a process of the script, the copy is not mounted over the folder
         self._config = {
             "source": str(folder),
             "allowed": _real_paths(places),
@@ -235,7 +235,7 @@ class ScriptRunner:
         return max(1.0, self.clock.left())
 
     def undisturbed_at(self, ranks: int) -> Undisturbed:
-        """Run the script at a number of ranks, without a fault, to its end.
+        """Run the script at a number of ranks, without a fault, to its end, and return the run.
 
         Raises:
             Failed: the script fails at the command's number of ranks.
@@ -402,7 +402,7 @@ class ScriptRunner:
             raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.error_line()}")
 
     def victim(self, job: Job) -> int:
-        """Return the PID of the highest rank; raise NotSeen if no process has a rank."""
+        """Return the PID of the rank with the highest number; raise NotSeen if no process has a rank."""
         records = job.read()
         ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
         if not ranks:
@@ -410,7 +410,7 @@ class ScriptRunner:
         return ranks[max(ranks)][-1].pid
 
     def faulted(self, strike: Callable[[Job], object] | None, **config: Any) -> Faulted:
-        """Run the script with a fault, then restart it as a user would.
+        """Run the script with a fault, restart it as a user would unless it exits with 0, and return both runs.
 
         Args:
             strike: function that injects the fault in the middle of the run; None if ``config`` sets the fault.
@@ -439,7 +439,7 @@ class ScriptRunner:
         return run
 
     def again(self, run: Faulted, ranks: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
-        """Restore the folder of a run to its content before the first restart, and restart the script again.
+        """Restore the folder of a run to its content before the first restart, restart the script, and return the run.
 
         Args:
             run: run with a fault, whose folder is restored.
@@ -452,14 +452,14 @@ class ScriptRunner:
         return replace(run, restart=self.restarted(run.work, ranks))
 
     def restarted(self, work: Path, ranks: int) -> Restart:
-        """Restart the script in a folder, and wait for its end."""
+        """Restart the script in a folder, wait for its end, and return the restart."""
         with self.job(work, ranks, is_restart=True) as job:
             ended = job.wait_for_end(self.patience())
             records = job.read()
             return Restart(job.code if ended else None, job.error_line(), records.steps(), records)
 
     def first_step(self, work: Path) -> Restart:
-        """Restart the script in a folder, until the first step of all ranks.
+        """Restart the script in a folder, stop it after the first step of all ranks, and return the restart.
 
         Raises:
             OutOfTime: the row has no time to wait for the first step.
@@ -518,7 +518,7 @@ class ScriptRunner:
 
     @cached
     def recording(self) -> Recording:
-        """Record the file system calls of a run, and choose one of its saves.
+        """Record the file system calls of a run, choose one of its saves, and return the recording.
 
         Raises:
             NotSeen: the run has no step, or fewer than two checkpoints.

@@ -22,7 +22,7 @@ class Script:
         resume_command: shell line of the command that resumes the script; None means the same command.
 
     Attributes:
-        ranks: the number of ranks that the command starts.
+        ranks: the number of ranks in the command; `DEFAULT_RANKS` if the command has none.
 
     Raises:
         ConfigError: the resume command cannot be split into words.
@@ -41,7 +41,7 @@ class Script:
             self.ranks = int(_number_in(command[place]))
 
     def words(self, ranks: int, is_restart: bool = False) -> list[str]:
-        """Return the command for a number of ranks.
+        """Return the words of the command for a number of ranks.
 
         ``ranks`` replaces the value of the launcher's option and ``{n}``. ``64 // ranks`` replaces ``{64/n}``.
 

@@ -23,7 +23,7 @@ from samestep_check.calls import Call
 
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
-RECORD_LIMIT = 2e9  # bytes of copied files; later states are not recorded
+RECORD_LIMIT = 2e9  # maximum number of bytes of copied files; no state is recorded after it is exceeded
 ENTRY_LIMIT = 1_000_000  # maximum number of files, folders and links in all states together
 
 
@@ -198,7 +198,7 @@ def restore(entries: Snapshot, folder: Path, emptied: Iterable[str] = ()) -> Non
     Args:
         entries: snapshot to restore, by relative path.
         folder: path of the new folder.
-        emptied: files that get no content, as after a power cut.
+        emptied: relative paths of files that are created empty, as after a power cut.
     """
     folder.mkdir()
     lost = set(emptied)
@@ -226,7 +226,7 @@ class Save(NamedTuple):
 
     Attributes:
         done: number of steps before the save.
-        calls: numbers of the calls, in order.
+        calls: indices of the calls in the recorded calls, in order.
         weight: number of files written plus number of names changed.
     """
 
@@ -260,13 +260,13 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
 
 def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
-    """Return a group without the calls on files of these names."""
+    """Return a group without its calls on files that ``names`` contains."""
     own = [number for number in group.calls if not names.issuperset(_names_of(calls[number]))]
     return Save(group.done, own, _weight([calls[number] for number in own]))
 
 
 def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
-    """Return the name that most groups contain, among files at least half as large as the largest file."""
+    """Return the name in the largest number of groups, among files at least half as large as the largest file."""
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for group in groups:
@@ -288,12 +288,12 @@ def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:
 
 
 def _names_of(call: Recorded) -> set[str]:
-    """Return the names of a call's path and target, without digits."""
+    """Return a call's path and target, in which ``#`` replaces digits."""
     return {_without_digits(path) for path in (call.path, call.target) if path}
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
-    """Return one group for the calls after each step, without calls on logs."""
+    """Return one group for the calls after each step, without ``sync`` and without calls on logs."""
     logs = _logs(calls, times)
     groups: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
@@ -307,7 +307,7 @@ def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
 
 
 def _logs(calls: Sequence[Recorded], times: Sequence[float]) -> set[str]:
-    """Return the paths of files that only grow over several steps, and that no call renames."""
+    """Return the paths of files that only grow over several steps, and that no call renames, links or deletes."""
     sizes: dict[str, list[int]] = {}
     groups: dict[str, set[int]] = {}
     moved: set[str] = set()
@@ -373,7 +373,7 @@ def states_of(save: Save, calls: Sequence[Recorded], states: Sequence[State], mo
 
 
 def _spread(states: Sequence[State]) -> list[State]:
-    """Reorder states so that each prefix of the result is spread evenly over all states."""
+    """Return the states in an order in which each prefix is spread evenly over all states."""
     count = len(states)
     found: dict[int, State] = {}
     parts = 1
@@ -388,7 +388,7 @@ def _spread(states: Sequence[State]) -> list[State]:
 
 
 def words_of(state: State, save: Save, calls: Sequence[Recorded]) -> str:
-    """Describe the moment of a state within a save.
+    """Return the moment of a state within a save, as text.
 
     Args:
         state: a recorded state of the save.
@@ -426,7 +426,7 @@ class _Unsynced:
         self.lost: set[str] = set()
 
     def follow(self, call: Recorded) -> None:
-        """Update the tracked files by one call."""
+        """Update the tracked files after one call."""
         if call.kind in CHANGES:
             self._written.add(call.path)
         elif call.kind == "sync":
@@ -515,7 +515,7 @@ class FullDisk:
         self._others -= {_without_digits(path) for is_own, path in writes if is_own}
 
     def __call__(self, call: Call) -> int:
-        """Return ENOSPC for a write to the full disk, or 0 for another call."""
+        """Return ENOSPC for a write after the middle of the save, and 0 for any other call."""
         if call.kind != "write":
             return 0
         path = os.path.relpath(call.path, self._folder)

@@ -10,7 +10,7 @@ class Verdict(Exception):
 
 
 class Failed(Verdict):
-    """The script does not survive the fault, or behaves wrongly after the fault."""
+    """The script fails the row. For example, it does not resume after the fault, or takes other steps at 1 rank."""
 
 
 class CannotTell(Verdict):
@@ -25,4 +25,4 @@ class OutOfTime(CannotTell):
 
 
 class NotSeen(Verdict):
-    """The check cannot observe an event or a value that the row needs, or cannot change the script as the row needs."""
+    """The check cannot observe or change something that the row needs, such as a step or the number of ranks."""

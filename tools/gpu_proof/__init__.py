@@ -14,13 +14,14 @@ ranks share the GPU (--share-gpu), so the times of these rows do not apply to se
   final weights are bitwise equal to the weights of an undisturbed run.
 - stopped: The launch script gets SIGTERM. The ranks save the step, the exit code is 143, and the job resumes. The final
   weights are bitwise equal to the weights of an undisturbed run.
-- same step: With dropout and augmentation, losses in float64 are the same at 1, 2 and 3 ranks, within 1e-12.
+- same step: With dropout (and, in cifar_ddp, augmentation), losses in float64 are the same at 1, 2 and 3 ranks, within
+  1e-12.
 - hang: A rank gets SIGSTOP. The report shows the rank, the rank's line, and the collective in which other ranks wait.
-- sharded: gpt_fsdp has the same losses at four meshes, and resumes a checkpoint at another mesh.
+- sharded: gpt_fsdp has the same losses at four meshes, within 1e-12, and resumes a checkpoint at another mesh.
 - elastic: A rank of mnist_elastic is killed, and its successor rejoins. The weights are bitwise equal to the weights of
   a run with one rank.
-- kit: A loop uses samestep.torch without an app. Losses in float64 are the same at 1, 2 and 3 ranks. A killed and
-  resumed job has the same weights as an undisturbed job.
+- kit: A loop uses samestep.torch without an app. Losses in float64 are the same at 1, 2 and 3 ranks, within 1e-12. A
+  killed and resumed job has the same weights as an undisturbed job.
 - losses: The first losses on the device equal the losses on the CPU, within a tolerance.
 - recovery: After SIGKILL, a restart, SIGTERM and a resume, the weights are bitwise equal to the weights of an
   undisturbed run.
@@ -29,6 +30,6 @@ ranks share the GPU (--share-gpu), so the times of these rows do not apply to se
 - finetune: The row checks the bits and the losses (in bfloat16) of llm_finetune, and measures tokens per second.
 - speed: The rows measure samples per second of mnist_ddp and a baseline loop, and steps per second of cifar_ddp.
 
-Rows that measure no time run in parallel, with up to one rank per processor. A job that hangs ends after --job-limit
-seconds, and all rows end after --limit seconds.
+Rows that measure no time run in parallel, with up to --jobs ranks. A job that hangs ends after --job-limit seconds
+(times a factor of its row), and all rows end after --limit seconds.
 """

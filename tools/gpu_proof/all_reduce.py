@@ -17,7 +17,7 @@ from samestep import env
 from samestep.options import SHARED_GPU
 from samestep.torch import distributed
 
-VALUES = 21_840  # number of mnist_ddp's gradients
+VALUES = 21_840  # number of values in mnist_ddp's gradients
 CALLS = 20
 TIMEOUT = 30.0  # seconds
 

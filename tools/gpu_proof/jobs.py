@@ -327,7 +327,9 @@ def start_process(
     faults: Sequence[Fault] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str]:
-    """Start a program with the environment variables of jobs (this interpreter, one thread, the caller's PYTHONPATH).
+    """Start a program with the environment variables of jobs, and return its process.
+
+    By default, the variables select this interpreter, one thread, and the caller's PYTHONPATH.
 
     Args:
         words: words of the command line.

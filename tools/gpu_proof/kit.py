@@ -47,7 +47,11 @@ def train(row: Row, ranks: int, device: str = "") -> dict[str, Any]:
 
 
 def train_with_kill(row: Row, ranks: int) -> dict[str, Any]:
-    """Train until the last rank kills itself, end the other ranks, resume, and return the object that rank 0 prints."""
+    """Train until the last rank kills itself, end the other ranks, resume, and return the object that rank 0 prints.
+
+    Raises:
+        RuntimeError: a rank fails, or the job starts at the first step instead of resuming.
+    """
     words = [str(PROGRAM), row.proof.device, str(row.proof.new_folder()), str(STEPS)]
     run_ranks(row, [*words, str(KILLED_AT)], ranks, killed=ranks - 1)
     found = printed(run_ranks(row, words, ranks))

@@ -23,7 +23,8 @@ def run_ranks(row: Row, words: Sequence[str], ranks: int, killed: int | None = N
         row: row that starts the ranks.
         words: the program and its arguments.
         ranks: number of ranks.
-        killed: a rank that kills itself. The function then kills the other ranks, as a launcher would.
+        killed: a rank that kills itself. The function then kills the other ranks, as a launcher would, and returns an
+            empty list.
         device: "cpu" or "cuda"; by default the proof's device.
 
     Raises:

@@ -20,7 +20,7 @@ ENDED_FIRST = f"{NOT_RUN}: the proof ended first"
 
 
 class Results:
-    """The results of the rows so far. `note` writes the results to a file after each row."""
+    """The results of the rows so far. The method `note` adds results, and writes all results to a file."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], date: str, keep: bool) -> None:
         """Read the file if ``keep`` is true. Exit with 2 if the file is from another machine."""
@@ -46,7 +46,7 @@ class Results:
 
 
 def machine_of(device: str) -> dict[str, Any]:
-    """Return the device, its cores and versions of software. Exit with 2 if torch finds no GPU for "cuda"."""
+    """Return the device, the number of CPU cores and software versions. Exit with 2 if torch finds no GPU."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}

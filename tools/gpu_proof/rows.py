@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     patience: float = 1.0
 
 
-SLOW = 1.8  # `patience` of rows that compile or repeat rounds
+SLOW = 1.8  # `patience` of the longest rows, such as rows that compile
 QUICK = 0.6  # `patience` of rows for which all other rows wait
 
 

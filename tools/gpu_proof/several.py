@@ -1,4 +1,7 @@
-"""Define the rows with several ranks, which test bits, kills, stops, hangs, and losses at several world sizes."""
+"""Define the rows with several ranks, which test bits, kills, stops, hangs, and losses at several world sizes.
+
+A row's function returns figures for the table of results, and raises an exception if the row fails.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def bits(row: Row, app: str) -> dict[str, Any]:
-    """Compare the weights of runs with 1 to 4 ranks, and of a killed run with 3 ranks. Return the CPU's weights too."""
+    """Compare the weights of runs with 1 to 4 ranks, and of a killed run with 3 ranks. Return the weights' digest."""
     steps = steps_of(row, app)
     options = options_of(row, app, "--virtual-ranks=4")
     counts = (1, 3) if row.proof.quick else (1, 2, 3, 4)
@@ -95,7 +98,7 @@ def bits(row: Row, app: str) -> dict[str, Any]:
 
 
 def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compare losses in float64 at 1, 2 and 3 ranks, with dropout and augmentation. ``faults`` happen at 2 ranks."""
+    """Compare losses in float64 at 1, 2 and 3 ranks, with the options in OPTIONS. ``faults`` happen at 2 ranks."""
     steps = 5 if row.proof.quick else SAME_STEPS[app]
     options = [*OPTIONS[app], "--dtype=float64", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
     counts = (1, 2) if row.proof.quick else (1, 2, 3)
@@ -171,12 +174,15 @@ def what_ended(log: Path) -> str:
 
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
-    """Raise RuntimeError unless a run resumed ``times`` times and has the weights of the undisturbed run.
+    """Compare a resumed run with the undisturbed run, and return figures: weights' digest, backend, number of ranks.
 
     Args:
         whole: run dir of the undisturbed run.
         run_dir: run dir of the resumed run.
         times: expected number of resumes.
+
+    Raises:
+        RuntimeError: the weights of the two runs differ, or the number of resumes is not ``times``.
     """
     expected = result(whole)
     found = result(run_dir)
@@ -216,6 +222,9 @@ def stop(
         step: number of the update, from 1.
         before: a fault that happens first, or None.
         others: further arguments of `Row.start`.
+
+    Raises:
+        RuntimeError: the exit code is not `STOP_CODE`, or the newest checkpoint is older than ``step``.
     """
     pause = {"rank": 0, "step": step - 1, "kind": "pause", "start": 1 if before else 0}
     with row.start(app, ranks, options, faults=[*([before] if before else []), pause], **others) as job:

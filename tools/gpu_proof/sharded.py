@@ -1,4 +1,7 @@
-"""Define the rows of gpt_fsdp, which shards its model over the ranks, and of mnist_elastic, whose ranks may rejoin."""
+"""Define the rows of gpt_fsdp, which shards its model over the ranks, and of mnist_elastic, whose ranks may rejoin.
+
+A row's function returns figures for the table of results, and raises an exception if the row fails.
+"""
 
 from __future__ import annotations
 

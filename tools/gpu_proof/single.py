@@ -1,4 +1,7 @@
-"""Define the rows that compare the device with the CPU, and the rows that measure time."""
+"""Define the rows that compare the device with the CPU, and the rows that measure time.
+
+A row's function returns figures for the table of results, and raises an exception if the row fails.
+"""
 
 from __future__ import annotations
 

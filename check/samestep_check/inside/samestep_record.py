@@ -134,7 +134,7 @@ def guarded(hook: Hook) -> Hook:
 
 @guarded
 def generators() -> dict[str, int]:
-    """Return a checksum of each random number generator's state, keyed ``random``, ``torch`` and ``numpy``."""
+    """Return a checksum of each generator's state: ``random``, and ``torch`` and ``numpy`` if they are imported."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # the function is missing while torch is being imported
@@ -243,7 +243,7 @@ def _rank() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    # mnist_elastic stores the rank only in this variable. This function parses the variable's JSON, because the
+    # In mnist_elastic, only this variable contains the rank. This function parses the variable's JSON, because the
     # script's interpreter may lack `samestep.job_info`.
     rank: int | None = json.loads(os.environ.get("SAMESTEP_JOB_INFO") or "{}").get("rank")
     return rank

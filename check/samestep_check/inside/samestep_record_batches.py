@@ -30,7 +30,7 @@ _reached: list[int] = []  # batch numbers that backward passes reached, in order
 _first: dict[int, int] = {}  # by optimizer id: index in _reached of the current gradients' first batch
 _depth = 0  # number of nested module calls that are running
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called with gradients enabled
-_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # newest recorded version of each module
+_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # module version at the newest record
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -233,7 +233,7 @@ def _record_call(module: Any) -> None:
         return
     _recorded[module] = version
     for part, values in parts.items():
-        numbers = [each for each in values if each.is_floating_point()]  # counters would dominate the norm
+        numbers = [each for each in values if each.is_floating_point()]  # integer counters would dominate the norm
         if numbers:
             record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
 

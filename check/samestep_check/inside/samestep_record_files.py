@@ -1,4 +1,4 @@
-"""Record the writes to checkpoints, and refuse writes outside of the copied folder."""
+"""Record the writes to checkpoints, and refuse writes that are neither in the copy nor in an allowed folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _below(descriptor: int | None, path: Any) -> Any:
 
 
 def _is_checkpoint(source: str | None, target: Any) -> bool:
-    """Return whether a rename moves a folder into a folder of checkpoints, such as checkpoints/step-3."""
+    """Return whether a rename moves a folder into a folder of checkpoints, for example to checkpoints/step-3."""
     folder = os.path.basename(os.path.dirname(os.path.abspath(os.fsdecode(target))))
     is_folder = source is not None and os.path.isdir(source)
     return is_folder and bool(re.search(config["checkpoint"], folder))
@@ -73,7 +73,7 @@ def is_covered() -> bool:
 
 
 def _own_path(path: str) -> str:
-    """Return where a path leads while the copy is mounted: kept paths to the folder, other paths to the copy."""
+    """Return a path's real place under the mounted copy: in the folder for a path in ``kept``, else in the copy."""
     for folder in (config["source"], config["work"]):
         if _is_below(path, folder):
             name = path.removeprefix(folder)
@@ -87,7 +87,7 @@ def _inside(path: Any, follow: bool = True) -> str | None:
     """Return the real path that a call writes to, or None for a file of the recorder or a file descriptor.
 
     Raises:
-        PermissionError: the path is outside of the copy and of the allowed folders.
+        PermissionError: the path is neither in the copy nor in an allowed folder.
     """
     if isinstance(path, int):
         return None

@@ -132,7 +132,7 @@ def _subsets(dataset: Any) -> list[list[int]]:
 
 
 def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
-    """Return the keys of a batch's examples in the innermost dataset, or None, and the reason if there are no keys."""
+    """Return the keys of a batch's examples in the innermost dataset and "", or None and why an example has no key."""
     if hasattr(batch, "tolist"):  # some samplers yield a batch's indices as an array or a tensor
         batch = batch.tolist()
     keys = batch if isinstance(batch, list) else [batch]
@@ -146,7 +146,11 @@ def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
 
 
 def _key(value: Any) -> Any:
-    """Return an example's key as a JSON value: null, a boolean, a number, a string or a list of keys."""
+    """Return an example's key as a JSON value: null, a boolean, a number, a string or a list of keys.
+
+    Raises:
+        TypeError: the key's text may differ between two runs.
+    """
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if hasattr(value, "__index__"):  # an int, a numpy integer, or a tensor of one integer
@@ -266,7 +270,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return, by name, the `summary` of the weights, and of all state tensors or buffers that have the same name."""
+    """Return `summary` of the weights, of the state tensors of each name, and of the buffers of each name, by name."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():

@@ -28,11 +28,11 @@ from types import SimpleNamespace
 from typing import Any
 
 ENTER_SECONDS = 0.5  # time for the other ranks to enter the all-reduce, in seconds
-PAUSE_SECONDS = 60.0  # timeout of the stop signal, in seconds
+PAUSE_SECONDS = 60.0  # longest wait for the stop signal, in seconds
 
 _faults = json.loads(os.environ.get("GPU_PROOF_FAULTS", "[]"))
 _info = json.loads(os.environ.get("SAMESTEP_JOB_INFO", "{}"))
-_rank = _info.get("rank", int(os.environ.get("RANK", "0")))  # mnist_elastic sets only the job info
+_rank = _info.get("rank", int(os.environ.get("RANK", "0")))  # in mnist_elastic, only the job info has the rank
 _start = int(os.environ.get("SAMESTEP_RESTARTS", "0"))
 
 
