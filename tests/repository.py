@@ -21,7 +21,7 @@ PACKAGES = {  # by folder; the folders are on Python's path
 
 
 def without_git() -> dict[str, str]:
-    """Return the environment without git's variables, which point hooks to another repository."""
+    """Return the environment without git's variables, which name another repository if a git hook runs the tests."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
 

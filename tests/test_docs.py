@@ -53,7 +53,7 @@ def anchors(page: Path) -> set[str]:
 
 @cache  # pages name the same tests
 def functions(file: Path) -> dict[str, list[str]]:
-    """Return the decorators of each function of a test file."""
+    """Return ``{function: its decorators}`` of a test file."""
     found = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {node.name: [*map(ast.unparse, node.decorator_list)] for node in found}
 

@@ -45,7 +45,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def test_programs_know_few_variables_of_this_project() -> None:
-    """A launch script passes one document to its ranks; the other variables are for users."""
+    """A launch script passes its values to ranks in one variable, SAMESTEP_JOB_INFO."""
     names: set[str] = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.*"):
@@ -66,7 +66,7 @@ def test_each_train_py_has_the_same_functions_in_the_same_order(app: str) -> Non
 
 @pytest.mark.parametrize("app", APPS)
 def test_each_collective_of_a_train_py_is_marked(app: str) -> None:
-    """By the comment, readers find each call in which a rank waits for the other ranks."""
+    """The comment shows readers each call in which a rank waits for the other ranks."""
     source, tree = parse_train(app)
     lines = source.splitlines()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

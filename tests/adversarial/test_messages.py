@@ -328,7 +328,7 @@ def test_what_listens_there_does_not_extend_the_time(
 
 @contextlib.contextmanager
 def on_the_way(port: int, change: Callable[[list[bytes]], bytes]) -> Iterator[int]:
-    """Forward connections to ``port``; ``change`` maps all lines that machine 0 has sent to the line to forward."""
+    """Forward one connection to ``port``; ``change`` maps all lines that machine 0 has sent to the line to forward."""
     listener = socket.create_server(("127.0.0.1", 0))
     lines = list[bytes]()
 

@@ -84,12 +84,7 @@ def scripts() -> dict[str, Script]:
 
 
 def check(script: Script, rows: str) -> Checked:
-    """Check a script in a temporary folder.
-
-    Args:
-        script: the script.
-        rows: the value of --faults.
-    """
+    """Check a script in a temporary folder, and return the result. ``rows`` is the value of --faults."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "script"

@@ -201,7 +201,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
 def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    """Send signals to the script, a rank or the launcher, at N = 2 and 3. The launcher may kill its ranks."""
+    """Send signals to the script, a rank or the launcher of 2 and 3 ranks. The launcher may kill its ranks."""
     chance = random.Random(1)
     many = 20
     if "slow" in harness.app.skipped_marks:

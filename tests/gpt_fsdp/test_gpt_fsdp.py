@@ -41,7 +41,7 @@ def size(mesh: str) -> int:
     return dp * tp
 
 
-# The same model and training in one process and plain torch, except for the order of samples.
+# PLAIN trains the same model in one process with plain torch. Only the order of samples comes from samestep.
 PLAIN = """
 import json, math
 from pathlib import Path

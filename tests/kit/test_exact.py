@@ -83,7 +83,7 @@ def test_two_dropouts_and_two_calls_have_masks_of_their_own() -> None:
 
 
 def test_a_sequence_is_dropped_by_row_too() -> None:
-    """Rows may be [batch * time, ...]: a rank's rows are then a multiple of its part of the batch."""
+    """Rows may be [batch * time, ...]. The number of a rank's rows is then a multiple of the number of its examples."""
     x = torch.ones(12, 3)
     torch.manual_seed(1)
     whole = exact(nn.Sequential(nn.Dropout(0.5)), rows(0, 4, 4))(x)

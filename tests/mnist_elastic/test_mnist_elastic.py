@@ -29,13 +29,13 @@ def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
 
 
 def waits_for(harness: Harness, members: int) -> dict[str, str]:
-    """Return variables that slow down the steps of fewer than ``members``, so that lost ranks rejoin in time."""
+    """Return variables that slow down groups of fewer than ``members`` ranks, so that lost ranks rejoin in time."""
     path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "SAMESTEP_COMPLETE": str(members)}
 
 
 def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
-    """Wait for a rank that has taken part in at least ``updates`` updates, kill it, and return its place in words.
+    """Wait for a rank that has done at least ``updates`` updates, kill it, and return its rank, step and function.
 
     The launcher ends the job if a rank ends four times in a row without an update.
     """
@@ -158,7 +158,7 @@ def test_ten_stops_of_the_job_in_a_row_cost_no_bit(
 
 
 def members(job: Job) -> list[list[int]]:
-    """Return the ranks of each group of the job, in order."""
+    """Return the ranks of each group of the job, in the order of the events."""
     events = (job.run_dir / "log" / "events.jsonl").read_text().splitlines()
     return [sorted(json.loads(line)["ranks"]) for line in events if '"members"' in line]
 

@@ -57,7 +57,7 @@ def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(h
 
 
 def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness) -> None:
-    """Lightning validates when --max-steps cuts an epoch. The result uses this validation, but the metrics do not.
+    """Lightning validates when --max-steps cuts an epoch. The result uses this validation, but metrics.jsonl does not.
 
     The CSV logger starts a new version at each start of the program.
     """

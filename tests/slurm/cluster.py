@@ -133,7 +133,7 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
 
 
 def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
-    """Write a script for each program to ``folder/bin``, which runs the program with the unpacked libraries."""
+    """Write a script for each program to ``folder/bin``. The script runs the program with the unpacked libraries."""
     (folder / "bin").mkdir()
     path = f"{libraries}:{libraries / 'slurm-wlm'}"
     loader = next(each for folder in ("/lib64", "/lib") for each in Path(folder).glob("ld-linux-*.so.?"))
