@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Run the programs of the app's `App.prepare`, once for all workers."""
+    """Run the programs in ``prepare`` of the app under test, once for all workers."""
     if hasattr(session.config, "workerinput"):
         return
     for words in app_spec(session.config.getoption("--app")).prepare:

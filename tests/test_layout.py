@@ -20,7 +20,7 @@ ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
 APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # The apps that train.
 FOLDERS = "apps benchmarks check core deploy docs launch observe scripts tools".split()  # without tests
 MOST_VARIABLES = 10  # environment variables named SAMESTEP_*
-FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
+FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # The order of these functions in train.py.
 FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning use torch
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
 COLLECTIVE = re.compile(

@@ -33,7 +33,7 @@ from scratch_project import ScratchProject, environment
 CORE = Path(samestep.__file__).parents[1]
 LIMIT = 60  # seconds; every child process ends sooner
 
-# PROGRAM is a run of one rank without a framework. Its weights depend on all updates and on the optimizer's state.
+# PROGRAM runs one rank without a framework. Its weights depend on all updates and on the optimizer's state.
 PROGRAM = """
 import os
 import sys

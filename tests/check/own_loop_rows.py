@@ -26,7 +26,10 @@ SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", re.MU
 
 
 def verdicts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the section of each change, and each row's verdict after the change. The first section, "", has no change."""
+    """Yield the section of each change, and the verdict of each row after the change.
+
+    The first item is "" and the verdicts before all changes.
+    """
     program = folder / "docs" / "usual_loop.py"
     program.parent.mkdir()
     program.write_bytes((REPOSITORY / "docs" / "usual_loop.py").read_bytes())

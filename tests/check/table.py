@@ -26,7 +26,7 @@ import tomllib
 
 SCRIPTS = Path(__file__).with_name("scripts")
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
-TIME_LIMIT = 1500  # seconds of a check
+TIME_LIMIT = 1500  # limit of a check, in seconds
 
 
 class Script(NamedTuple):

@@ -1,4 +1,4 @@
-"""Run the laboratory by its launch script and as bare ranks, with real processes and collectives."""
+"""Run collectives_lab by its launch script and without a launcher, with real processes and collectives."""
 
 from __future__ import annotations
 
@@ -477,7 +477,7 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 
 
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bool) -> None:
-    """Ranks sleep only for the planned strategies, places and kind. With --trace, all collectives are recorded.
+    """Check the chosen strategies, places and kind of sleep. With --trace, all collectives are recorded.
 
     A soak runs all conditions of --quick.
     """
@@ -503,7 +503,7 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
     for block in conditions[f"{first}, one rank sleeps 100 ms in aggregation"]["blocks"]:
         assert block["ranks"][1]["slept"] >= 16 * 0.100  # sleep never returns early
         assert block["ranks"][0]["slept"] == 0
-        # Even on a busy machine, rank 0 waits for rank 1 after more than half of its 16 sleeps of 100 ms.
+        # Even on a busy machine, rank 0 waits for rank 1 after more than half of rank 1's 16 sleeps of 100 ms.
         assert block["waited_for"].count(1) > 8
         # Rank 0 waits because rank 1 is late, so it waits no longer than rank 1 spends outside of collectives.
         assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
@@ -593,7 +593,7 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bo
 
 
 def check_data_parallel(found: dict[str, Any]) -> None:
-    """Without a GPU, DataParallel takes the plain step bit for bit; its algorithm and DDP differ by rounding."""
+    """Without a GPU, DataParallel changes no bit of a step. Its algorithm in 2 pieces and DDP change the rounding."""
     assert (found["world_size"], found["steps"], found["devices_of_data_parallel"]) == (2, 6, [])
     names = ["plain", "DataParallel", "its algorithm, in 2 pieces", "DistributedDataParallel"]
     assert [each["way"] for each in found["ways"]] == names
@@ -672,7 +672,7 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
 def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
     run_dir = lab.folder / "run"
     run_dir.mkdir()
-    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # fitted times x 1.5, others x 0.5
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # factor 1.5 or 0.5 in turn
     outcome = lab.measure(2, "predict")
     errors = read(run_dir, "predict")["fits"][0]["lines"]["all_reduce"]["errors"]
     assert all(abs(error - 2.0) < 0.01 for error in errors)

@@ -32,7 +32,7 @@ FAULTS = Path(__file__).parent / "faults"  # every Python that a test starts loa
 
 @dataclass(frozen=True)
 class App:
-    """The values that the common tests need for one app. Common tests run for each app with an app_spec.py."""
+    """Settings of the common tests for one app. The common tests run for each app with an app_spec.py."""
 
     dataset: str  # the embedded dataset
     test_examples: int
@@ -104,7 +104,7 @@ def options_of(app: str) -> Any:
 
 
 def app_spec(name: str) -> App:
-    """Return an app's values: ``SPEC`` in ``tests/<app>/app_spec.py``, with the folder's name as the app's name."""
+    """Return ``SPEC`` of ``tests/<name>/app_spec.py``, with ``name`` as the app's name."""
     found: App = replace(_module(ROOT / "tests" / name / "app_spec.py").SPEC, name=name)
     return found
 
@@ -374,7 +374,7 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
-    """Run a command in place of the launch script, with the run dir ``run`` in the test's folder."""
+    """Run a command instead of the launch script. The command must use the run dir ``run`` in the test's folder."""
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 

@@ -98,7 +98,7 @@ class Moment:
 
 
 def written(run: Shape, path: str = "") -> str:
-    """Return a pattern that matches ``path`` in the temporary folder of the second epoch's first checkpoint."""
+    """Return a pattern of ``path`` in the temporary folder of the first periodic checkpoint of the second epoch."""
     return rf"/\.step-{first_of_second_epoch(run):08d}\.tmp{path}"
 
 

@@ -485,7 +485,7 @@ def test_hang_report_of_nothing_is_one_line(
 def test_whether_all_ranks_of_a_job_live_is_known(
     dog: watchdog.Watchdog, tmp_path: Path, ranks: int, second: str, here: bool
 ) -> None:
-    """While all ranks live, a SIGTERM comes from a person; otherwise it comes from a launcher that has lost a rank."""
+    """If all ranks live, a SIGTERM is a stop request. If a rank has ended, a SIGTERM comes from the launcher."""
     with subprocess.Popen(["true"]) as ended:
         ended.wait(timeout=LIMIT)
     (tmp_path / "alive-0").write_text(json.dumps(dog.values()))

@@ -708,7 +708,7 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
-    """Log lines have the accuracy since the previous line, the console has the accuracy since the epoch began.
+    """Log lines have the accuracy since the previous line; the console has the accuracy since the epoch began.
 
     The ranks crash in the middle of an epoch.
     """

@@ -60,7 +60,7 @@ def test_masks_have_torchs_share_and_scale(kind: Any) -> None:
 
 @pytest.mark.parametrize("key", [-(2**63), -1, 0, 12345678901234567, 2**63 - 1])
 def test_the_bits_of_a_position_do_not_depend_on_the_number_of_positions(key: int) -> None:
-    """Torch draws the bits of many positions, numpy the bits of few positions."""
+    """torch draws the bits of many positions, and NumPy draws the bits of few positions."""
     cpu = torch.device("cpu")
     many = random_bits(torch.tensor(key), 7, MOST_BY_NUMPY + 1, cpu)
     for first, stop in ((0, 50), (1000, 1000), (MOST_BY_NUMPY - 9, MOST_BY_NUMPY + 1)):

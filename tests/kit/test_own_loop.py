@@ -26,7 +26,7 @@ STEPS = 28  # per epoch of 1,000 examples in global batches of 37
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder, and check after the test that no process with its mark is left."""
+    """Yield a folder, and check after the test that no process marked with the folder is left."""
     yield tmp_path
     left = marked("SAMESTEP_TEST", str(tmp_path))
     kill_marked("SAMESTEP_TEST", str(tmp_path), LIMIT)

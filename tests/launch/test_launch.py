@@ -444,7 +444,7 @@ def test_an_app_of_samestep_0_2_is_refused_with_the_place_of_the_new_names(
 
 
 def test_an_app_whose_options_lack_hooks_is_refused_in_one_line(project: ScratchProject, tmp_path: Path) -> None:
-    """Such an app may have hooks of samestep 0.2, which would never run."""
+    """An app without HOOKS may have the hooks of samestep 0.2, which would never run."""
     root = tmp_path / "old"
     shutil.copytree(project.root, root)
     options = root / "apps" / "toy" / "options.py"

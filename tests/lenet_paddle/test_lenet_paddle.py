@@ -292,7 +292,7 @@ def test_spawn_alone_takes_the_processors_that_it_may_use(harness: Harness) -> N
 
 @pytest.mark.soak  # the quick tests use two hosts (tests/multihost)
 def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Use --ips with two addresses of this machine: Paddle refuses 127.0.0.1 in a list of several."""
+    """Use --ips with two addresses of this machine. Paddle refuses 127.0.0.1 in a list of several addresses."""
     hosts = ("127.0.0.2", "127.0.0.3")
     words = [f"--ips={','.join(hosts)}", f"--start_port={free_port()}", "--nproc_per_node=1"]
     jobs = []

@@ -115,8 +115,8 @@ def check_losses(harness: Harness, folder: Path) -> None:
     assert relative_difference(alone, losses(folder)) < harness.app.tolerance
 
 
-# cifar_ddp starts its ranks as mnist_ddp does, and its torchvision would prevent the import of Lightning. The quick
-# tests run mnist_ddp on three hosts (below) for all apps of torchrun. MindSpore compiles for a minute here, and
+# cifar_ddp starts its ranks as mnist_ddp does. It needs torchvision, which would prevent the import of Lightning. The
+# quick tests run mnist_ddp on three hosts (below) for all apps of torchrun. MindSpore compiles for a minute here, and
 # mnist_elastic has a separate test.
 @pytest.mark.parametrize(
     "app",

@@ -201,7 +201,7 @@ def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any)
 
 
 def test_the_models_are_torchvisions(told_of_models: Any) -> None:
-    """Strict loading compares names, shapes and dtypes. A test in another environment has torchvision."""
+    """Strict loading compares names, shapes and dtypes. tests/mnist_ddp compares the digests with torchvision."""
     output = told_of_models["MODELS"]
     assert output["18"]["parameters"] == 11_181_642
     assert output["50"]["parameters"] == 23_528_522
@@ -419,7 +419,7 @@ def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
 
 
 def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
-    """The app raises the timeouts of MindSpore and HCCL, so that its watchdog can name the missing rank before."""
+    """The app raises the timeouts of MindSpore and HCCL, so that its watchdog reports the missing rank first."""
     assert told_of_ranks["timeouts"] == ["1860", "1860", "1860"]
 
 
@@ -436,7 +436,7 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
 
 
 def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
-    """AutoParallel of MindSpore has the mode and averages gradients. semi-auto shards the last layer's features."""
+    """MindSpore's AutoParallel gets the mode and averages gradients. semi-auto shards the last layer's features."""
     auto, semi_auto = told_of_ranks["cut"]
     assert auto == ["AutoParallel", "recursive_programming", True, None]
     assert semi_auto == ["AutoParallel", "semi_auto", True, [[1, 8], [1, 8]]]

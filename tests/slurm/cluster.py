@@ -1,6 +1,6 @@
 """Run a real Slurm on this machine: Debian's controller and one daemon per node, unpacked but not installed.
 
-The packages are unpacked into a cache folder, and their programs run with its libraries. Each node has its own
+The packages are unpacked into a cache folder, and the programs run with the libraries in it. Each node has its own
 loopback address, which is also its name, because no other name would resolve to it.
 """
 

@@ -33,7 +33,7 @@ USER_SIGNAL = "SlurmctldParameters=preempt_send_user_signal"
 
 
 class Site:
-    """A cluster and a user's folder with the repository, in which jobs are submitted."""
+    """A cluster, and a user's folder with the repository. Jobs are submitted in this folder."""
 
     def __init__(self, running: Cluster, harness: Harness) -> None:
         self.cluster = running
