@@ -2,7 +2,7 @@
 
     python tests/check/own_loop_rows.py [--show]
 
-With --show, the command only prints the table. It needs torch, and takes about 10 minutes.
+With --show, the command only prints the table. It needs torch, and runs for about 10 minutes.
 """
 
 from __future__ import annotations

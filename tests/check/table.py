@@ -3,7 +3,7 @@
     python tests/check/table.py [--only NAME...] [--rows ROWS] [--jobs 2]
 
 The command prints a table and the wrong verdicts. The exit code is 1 if a verdict is wrong. The command needs torch,
-and takes three minutes for each script with all rows.
+and runs for three minutes per script with all rows.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class App:
 
     dataset: str  # the embedded dataset
     test_examples: int
-    # Options of a run of at least two epochs that takes seconds. They include --log-every=1, and a --checkpoint-every
+    # Options of a run of at least two epochs and a few seconds. They include --log-every=1, and a --checkpoint-every
     # that saves twice in each epoch, besides the checkpoint at its end.
     small: Sequence[str]
     exact: Sequence[str]  # Options under which losses at all world sizes agree within ``tolerance``.
@@ -45,13 +45,13 @@ class App:
     train_examples: int | None = None  # Number of training examples; None if no test checks it.
     metric: str = "test_loss"  # Name of the value in the result that measures the quality.
     direction: str = "min"  # "max" if a higher value of ``metric`` is better, "min" if a lower value is.
-    metric_limit: float | None = None  # The worst ``metric`` that the defaults may reach; None: not checked.
+    metric_limit: float | None = None  # The worst ``metric`` that the defaults may reach, or None.
     prepare: Sequence[Sequence[str]] = ()  # Programs with arguments; Python runs each before the tests.
     loss_factor: float = 1.0  # For the app's own tests: an upper bound of lowest loss / first loss.
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Options that change a small run. A resume must refuse each of them.
     virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
-    defaults: Sequence[str] = ()  # Options that the tests add to a default run, so that it takes minutes.
+    defaults: Sequence[str] = ()  # Options that limit a run with the defaults to a few minutes.
     parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
     exact_steps: Sequence[int] = (100, 6)  # Numbers of steps of the first variant, and of the others.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
@@ -62,10 +62,10 @@ class App:
     kills: int = 20  # The number of kills of each kind at random steps in a soak.
     replayed_steps: int = 3  # The number of random steps that a soak replays.
     launcher: str = "torchrun"  # The launcher that the app's launch script starts.
-    preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
+    preload: Sequence[str] = ("torch",)  # Modules with a slow import; see rank_server.py.
     compared: bool = True  # Whether all ranks hold the same weights and compare them.
     # Marks of tests that pytest skips for this app, except with --soak or --every-case. ``core_only``: core alone
-    # decides the result, and another app runs the test. ``slow``: a start takes long. All others: another app, or a
+    # decides the result, and another app runs the test. ``slow``: a start is slow. All others: another app, or a
     # test of this app's own, covers the case.
     skipped_marks: Sequence[str] = ()
     name: str = ""
@@ -374,7 +374,7 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
-    """Run a command instead of the launch script. The command must use the run dir ``run`` in the test's folder."""
+    """Run a command instead of the launch script for at most 120 s, and return its outcome."""
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 

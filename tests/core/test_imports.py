@@ -1,4 +1,4 @@
-"""Test that the smallest app imports few modules of the package, and that the package's modules import no framework."""
+"""Test that the smallest app imports few modules of the package, and that only samestep.torch imports a framework."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
 def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """One job gets all events, because a start takes long: ranks join, leave and hang, and all processes are killed."""
+    """One job gets all events, because a start is slow: ranks join, leave and hang, and all processes are killed."""
     reference = undisturbed(1, *SHORT)
     run_dir = harness.folder / "run"
     job = harness.start(1, *SHORT, "--timeout=16", run_dir=run_dir, **waits_for(harness, 5))
@@ -187,7 +187,7 @@ def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, i
 
 
 def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """One run gets four faults, because a start takes long: a changed weight, two kinds of kills, and a stranger."""
+    """One run gets four faults, because a start is slow: a changed weight, two kinds of kills, and a stranger."""
     reference = undisturbed(1, *SHORT)
     names = ["a flipped bit is found by the next checkpoint", "those who have updated are killed"]
     names += ["a rank is killed while it sends its state", "a stranger has the place of a rank that comes back"]

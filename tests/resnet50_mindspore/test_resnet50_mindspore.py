@@ -172,7 +172,7 @@ print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
 
 @pytest.fixture(scope="module")
 def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the output of four programs, by name. One process runs them, because MindSpore takes 2 s to import."""
+    """Return the output of four programs, by name. One process runs them, because the import of MindSpore needs 2 s."""
     folder = tmp_path_factory.mktemp("models")
     programs = {"MODELS": MODELS, "WEIGHTS": WEIGHTS, "LOSSES": LOSSES, "IMAGES": IMAGES}
     runs = ["import contextlib, io, json, os, runpy", "told = {}"]
