@@ -384,7 +384,7 @@ def faulty(fault: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def python_path(folder: Path) -> str:
-    """Return the value of PYTHONPATH with ``folder`` as its first folder."""
+    """Return the value of PYTHONPATH with ``folder`` in front."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

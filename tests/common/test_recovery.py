@@ -81,7 +81,7 @@ def test_a_killed_launcher_or_script_changes_no_bit(
         else:
             harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        # Ranks end within a second after their script was killed, but they may finish the run before.
+        # Ranks end about a second after their script was killed, but they may finish the run before.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
     table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")

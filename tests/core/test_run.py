@@ -795,7 +795,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
 
 
 def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(run_dir: Path) -> None:
-    """The loss of one update overflows, and the next does not, so the mean over the epoch would be NaN or infinite."""
+    """One loss is NaN or infinite, and the next is finite. The mean over the epoch would be NaN or infinite."""
     for scale in (np.nan, np.inf):
         faults = Faults(loss_scale={4: scale})
         for rank in job(2, options_for(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):

@@ -1,6 +1,6 @@
 """Inject a fault at an exact moment. Python imports this module at startup from a folder of PYTHONPATH.
 
-SAMESTEP_FAULT holds a JSON object with ``rank``, ``signal``, and one of the following keys. These keys send the signal:
+SAMESTEP_FAULT holds a JSON object. ``rank`` is the rank that has the fault. These keys send ``signal`` to that rank:
 
 * ``audit`` and ``match``: before the first change of the kind ``audit`` to a path that matches ``match`` in a run dir.
   The kinds are "os.mkdir", "open" (of a new file) and "os.rename".
@@ -8,7 +8,7 @@ SAMESTEP_FAULT holds a JSON object with ``rank``, ``signal``, and one of the fol
 * ``step``: at the beginning of this step, counted from 0.
 * ``evaluating``: at this evaluated batch, counted from 1 after the first step.
 
-These keys send no signal:
+These keys send no signal. ``slow`` and ``modules`` need no ``rank``:
 
 * ``differ``: one weight of this rank changes at the beginning of this step, counted from 0 (torch only).
 * ``flip``: one bit of this rank's shard of a weight flips at the beginning of this step, counted from 0 (torch only).
