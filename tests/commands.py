@@ -96,7 +96,7 @@ class Command:
 
     @property
     def started(self) -> str | None:
-        """Return the command that tests start; None without a comment, or if the command names another machine."""
+        """Return the command that tests start; None without a comment, with MASTER_ADDR=, or without a program."""
         if not self.app or "MASTER_ADDR=" in self.text or not re.search(rf"\brun_{self.app}\.sh \d|\.py\b", self.text):
             return None
         return f"{self.filled} {self.added}".strip()
@@ -172,7 +172,7 @@ def found() -> list[Command]:
 
 
 def not_run() -> dict[str, tuple[set[str], str]]:
-    """Return ``{command: (its pages, why no test runs it)}`` of docs/commands.md, with names from `of_any_app`."""
+    """Return ``{command: (its pages, why no test runs it)}`` of docs/commands.md, in the form of `of_any_app`."""
     rows = re.findall(r"^\| `+ ?(.+?) ?`+ \| (.+?) \| (.+?) \|$", (ROOT / NOT_RUN).read_text(), re.MULTILINE)
     assert len(rows) == len({text for text, _, _ in rows}), "a command stands twice in docs/commands.md"
     return {text.replace("\\|", "|"): ({*re.findall(r"`(.+?)`", where)}, why) for text, where, why in rows}

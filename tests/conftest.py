@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Make the dataset of the app under test, once for all workers."""
+    """Run the programs in ``prepare`` of the app under test, once for all workers."""
     if hasattr(session.config, "workerinput"):
         return
     for words in app_spec(session.config.getoption("--app")).prepare:
@@ -75,7 +75,7 @@ def check_paths(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Succeed without a selected test, because tools/run_tox.py checks that some environment has one."""
+    """Succeed without a selected test if MATRIX_MATCHED is set. tools/run_tox.py checks that an environment has one."""
     matched = os.environ.get("MATRIX_MATCHED")
     if not matched or hasattr(session.config, "workerinput"):
         return

@@ -21,7 +21,7 @@ PACKAGES = {  # by folder; the folders are on Python's path
 
 
 def without_git() -> dict[str, str]:
-    """Return the environment without git's variables, which point hooks to another repository."""
+    """Return the environment without git's variables, which name another repository if a git hook runs the tests."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
 
@@ -57,7 +57,7 @@ def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 
 
 
 def run_fresh(folder: Path, output: Path, limit: float, *command: str, **added: str) -> None:
-    """Run a command as from a shell, without the variables that tox sets in this process; it must exit with 0."""
+    """Run a command as from a shell, without the variables of tox, pytest and Python. It must exit with 0."""
     prefixes = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | added
     with output.open("w") as log:

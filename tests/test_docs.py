@@ -53,7 +53,7 @@ def anchors(page: Path) -> set[str]:
 
 @cache  # pages name the same tests
 def functions(file: Path) -> dict[str, list[str]]:
-    """Return the decorators of each function of a test file."""
+    """Return ``{function: its decorators}`` of a test file."""
     found = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {node.name: [*map(ast.unparse, node.decorator_list)] for node in found}
 
@@ -153,7 +153,7 @@ def test_the_page_of_slow_tests_shows_the_stored_results_and_each_counterpart() 
     soak = runpy.run_path(str(ROOT / "tools" / "soak.py"))
     page = soak["PAGE"].read_text()
     assert page == soak["page"](json.loads(soak["RESULTS"].read_text())), "run python tools/soak.py --page"
-    # A slow test without a comment has no counterpart.
+    # The page lists each slow test.
     assert "test_ten_kills_in_a_row_change_no_bit" in page
 
 

@@ -32,7 +32,7 @@ def parameters(function: Function) -> list[str]:
 
 
 def lacking(source: str) -> list[str]:
-    """Return the names of the public functions that lack a section Args."""
+    """Return the names of the public functions that have three or more parameters, but no section Args."""
     functions = [each for each in public_functions(ast.parse(source).body) if len(parameters(each)) >= 3]
     return [each.name for each in functions if "Args:" not in (ast.get_docstring(each) or "")]
 

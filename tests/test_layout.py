@@ -20,7 +20,7 @@ ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
 APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # The apps that train.
 FOLDERS = "apps benchmarks check core deploy docs launch observe scripts tools".split()  # without tests
 MOST_VARIABLES = 10  # environment variables named SAMESTEP_*
-FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
+FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # The order of these functions in train.py.
 FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning use torch
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
 COLLECTIVE = re.compile(
@@ -45,7 +45,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def test_programs_know_few_variables_of_this_project() -> None:
-    """A launch script passes one document to its ranks; the other variables are for users."""
+    """A launch script passes its values to ranks in one variable, SAMESTEP_JOB_INFO."""
     names: set[str] = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.*"):
@@ -66,7 +66,7 @@ def test_each_train_py_has_the_same_functions_in_the_same_order(app: str) -> Non
 
 @pytest.mark.parametrize("app", APPS)
 def test_each_collective_of_a_train_py_is_marked(app: str) -> None:
-    """By the comment, readers find each call in which a rank waits for the other ranks."""
+    """The comment shows readers each call in which a rank waits for the other ranks."""
     source, tree = parse_train(app)
     lines = source.splitlines()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -1,4 +1,4 @@
-"""Build the package as it is published, and run commands that find neither the repository nor its environment."""
+"""Build the package as it is published, and run commands without the repository on Python's path."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Built(NamedTuple):
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment without the paths of the repository, and with ``variables``."""
+    """Return this process's environment without PYTHONPATH and MYPYPATH, and with ``variables``."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     return {**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
 
 
 def run(*command: str | Path, folder: Path, **variables: str) -> str:
-    """Run a command outside the repository and return its output."""
+    """Run a command in ``folder`` with `clean_environment`, and return its stdout. The command must exit with 0."""
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,

@@ -24,7 +24,7 @@ class Attempt:
         warning: regular expression for the only line ``warning: ...`` on stderr; "" if there must be none.
         arguments: words after the script's name.
         environ: variables to add to the script's environment.
-        prepare: changes the project, and returns more variables.
+        prepare: function that changes the project and returns more environment variables.
         launcher: source of the launcher that the script starts, see `scratch_project.LAUNCHER`.
         starts: expected number of starts of the launcher.
     """

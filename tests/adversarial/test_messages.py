@@ -41,7 +41,7 @@ def join(node: NodeInfo, port: int, secret: bytes = b"", limit: float = LIMIT) -
 
 
 def call(port: int, message: Any, secret: bytes = b"") -> Mapping[str, Any]:
-    """Return machine 0's reply to a first message, or {} if it closes the connection."""
+    """Return machine 0's reply to a first message, or {} if machine 0 closes the connection."""
     connection = JsonConnection(connect(port), secret)
     try:
         return connection.introduce(message, time.monotonic() + 10)
@@ -328,7 +328,7 @@ def test_what_listens_there_does_not_extend_the_time(
 
 @contextlib.contextmanager
 def on_the_way(port: int, change: Callable[[list[bytes]], bytes]) -> Iterator[int]:
-    """Forward connections to ``port``; ``change`` maps all lines that machine 0 has sent to the line to forward."""
+    """Forward one connection to ``port``; ``change`` gets all lines of machine 0 and returns the line to forward."""
     listener = socket.create_server(("127.0.0.1", 0))
     lines = list[bytes]()
 

@@ -104,7 +104,7 @@ def escaped_file(content: Any) -> Any:
 
 @contextlib.contextmanager
 def limited(seconds: int = 20) -> Iterator[None]:
-    """Raise an error if the block takes longer than ``seconds``."""
+    """Raise an error if the block lasts longer than ``seconds``."""
 
     def end(number: int, frame: object) -> None:
         raise AssertionError("it took too long")

@@ -123,7 +123,7 @@ def put(kind: str, path: Path, outside: Path) -> bool:
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the content and the modification time (ns) of all files in a folder, by path."""
+    """Return the content and the modification time (ns) of all files and folders in a folder, by path."""
     return {
         str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.lstat().st_mtime_ns)
         for path in (folder, *folder.rglob("*"))

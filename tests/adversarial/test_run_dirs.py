@@ -33,7 +33,7 @@ from scratch_project import ScratchProject, environment
 CORE = Path(samestep.__file__).parents[1]
 LIMIT = 60  # seconds; every child process ends sooner
 
-# PROGRAM is a run of one rank without a framework. Its weights depend on all updates and on the optimizer's state.
+# PROGRAM runs one rank without a framework. Its weights depend on all updates and on the optimizer's state.
 PROGRAM = """
 import os
 import sys
@@ -552,7 +552,7 @@ FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 @st.composite
 def mutated(draw: st.DrawFn, value: Any) -> Any:
-    """Return a copy of a JSON value in which one value is replaced or dropped."""
+    """Draw a copy of a JSON value in which one value is replaced or dropped."""
     if isinstance(value, (dict, list)) and value and draw(st.integers(0, 4)):
         keys = sorted(value) if isinstance(value, dict) else range(len(value))
         key = draw(st.sampled_from(list(keys)))

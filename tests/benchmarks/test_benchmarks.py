@@ -1,4 +1,4 @@
-"""Run each benchmark once with --quick, which takes seconds; the results have no meaning."""
+"""Run each benchmark once with --quick, which ends within seconds. The results have no meaning."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python tests/check/own_loop_rows.py [--show]
 
-With --show, the command only prints the table. It needs torch, and takes about 10 minutes.
+With --show, the command only prints the table. It needs torch, and runs for about 10 minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", re.MU
 
 
 def verdicts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the section of each change, and the verdict of each row after the change; first an empty section."""
+    """Yield the section of each change, and the verdict of each row after the change.
+
+    The first item is "" and the verdicts before all changes.
+    """
     program = folder / "docs" / "usual_loop.py"
     program.parent.mkdir()
     program.write_bytes((REPOSITORY / "docs" / "usual_loop.py").read_bytes())

@@ -3,7 +3,7 @@
     python tests/check/table.py [--only NAME...] [--rows ROWS] [--jobs 2]
 
 The command prints a table and the wrong verdicts. The exit code is 1 if a verdict is wrong. The command needs torch,
-and takes three minutes for each script with all rows.
+and runs for three minutes per script with all rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tomllib
 
 SCRIPTS = Path(__file__).with_name("scripts")
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
-TIME_LIMIT = 1500  # seconds of a check
+TIME_LIMIT = 1500  # limit of a check, in seconds
 
 
 class Script(NamedTuple):
@@ -84,12 +84,7 @@ def scripts() -> dict[str, Script]:
 
 
 def check(script: Script, rows: str) -> Checked:
-    """Check a script in a temporary folder.
-
-    Args:
-        script: the script.
-        rows: the value of --faults.
-    """
+    """Check a script in a temporary folder, and return the result. ``rows`` is the value of --faults."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "script"

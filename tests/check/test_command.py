@@ -181,7 +181,7 @@ def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
 
 
 def test_a_sitecustomize_of_the_user_also_runs(tmp_path: Path) -> None:
-    """The check's own sitecustomize shadows the user's sitecustomize, so it must run that module."""
+    """The check's own sitecustomize shadows the user's sitecustomize, so the check must also run the user's module."""
     folder = program(
         tmp_path / "sound", PLAIN, (("def train() -> None:\n", "def train() -> None:\n    assert sys.chained\n"),)
     )
@@ -278,7 +278,7 @@ def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
 
 
 def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
-    """Apply the diffs of docs/make_it_survive.md. The soak also runs the checks of its tables."""
+    """Apply the diffs of docs/make_it_survive.md. The soak also runs the checks of the page's tables."""
     page = tutorial.PAGE.read_text()
     for count, table in enumerate(tutorial.tables(tmp_path, page), 1):
         script = (tmp_path / "train.py").read_text()

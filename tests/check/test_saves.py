@@ -77,7 +77,7 @@ def test_a_sound_script_survives_each_moment_of_a_save(tmp_path: Path) -> None:
 
 @needs_filter
 def test_an_older_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
-    """Without fsync, a power cut can empty the newest checkpoint, but the older one stays."""
+    """Without fsync, a power cut can empty the newest checkpoint, but an older checkpoint stays."""
     folder = program(tmp_path / "sound", SAVER, ((FSYNC, ""),))
     done, verdicts = check(folder, "--faults=save-power-cut", "--", sys.executable, "saver.py")
     assert verdicts == {"save-power-cut": "passed"}, done.stdout + done.stderr

@@ -86,7 +86,7 @@ def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
 
 
 def test_two_rows_on_forked_ranks(tmp_path: Path) -> None:
-    """The ranks are forked after the import of torch, so the recorder's hooks of this import must record each rank."""
+    """The ranks are forked after the import of torch. The recorder must still record each rank."""
     folder = program(tmp_path / "forked", TRAIN)
     head, first, rest = (folder / "train.py").read_text().partition("stopping = ")
     (folder / "train.py").write_text(f"{head}if __name__ == '__main__':\n{textwrap.indent(first + rest, '    ')}")

@@ -2,7 +2,7 @@
 
     python tests/check/tutorial.py
 
-The command writes the tables into the page. It needs torch, and takes 11 minutes.
+The command writes the tables into the page. It needs torch, and runs for 11 minutes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def changed(text: str, shown: dict[str, tuple[str, str]]) -> str:
 
 
 def write(page: str) -> str:
-    """Return the page with the tables that its commands print now. Running the commands takes minutes."""
+    """Return the page with the tables that its commands print now. The commands run for minutes."""
     written = ""
     position = 0
     shown = dict[str, tuple[str, str]]()

@@ -2,7 +2,7 @@
 
 OWN = "tests/cifar_ddp/test_cifar_ddp.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
     (
         *("cpu", "gloo", "batch normalisation over the global batch", "run"),

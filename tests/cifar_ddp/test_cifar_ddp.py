@@ -25,7 +25,7 @@ EVERYTHING = SPEC.variants[0]
 
 
 def uneven_batch(examples: int) -> int:
-    """Return a global batch size of three equal micro-batches, whose size is divisible by neither 2 nor 3.
+    """Return a global batch size for three micro-batches of equal size. Neither 2 nor 3 divides this size.
 
     The last batch of an epoch is as small as possible. With 1,024 samples, a batch has 93 samples and the last has 1.
     """
@@ -461,7 +461,7 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     assert max(reported["group"].values()) < 1e-9
     assert reported["frozen"] < 1e-9
     assert reported["does nothing"] == []
-    assert 1e-5 < reported["bfloat16"] < 0.1  # rounding to float32 changes a value by at most 1e-7
+    assert 1e-5 < reported["bfloat16"] < 0.1  # float32 rounds by at most 1e-7 of a value
     assert reported["more than samples"] < 1e-9
     assert min(reported["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
 

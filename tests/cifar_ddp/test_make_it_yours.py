@@ -118,6 +118,6 @@ def test_the_changed_copy_takes_the_same_steps_at_any_number_of_ranks(
 
 @pytest.mark.soak  # the quick tests run these tests for cifar_ddp
 def test_the_own_tests_of_the_changed_copy_pass(copy: Path, tmp_path: Path) -> None:
-    """The page changes none of these tests: they read the data, the metric and the tolerance from app_spec.py."""
+    """The page does not change the copy's tests, which read the data, the metric and the tolerance from app_spec.py."""
     words = [sys.executable, "-m", "pytest", "--app=my_app", "--device=cpu", "-n", "2", "tests/my_app"]
     run_fresh(copy, tmp_path / "output", 600, *words, PYTHON=sys.executable)

@@ -107,7 +107,7 @@ def main() -> None:
             mock.patch.object(module, "rendezvous", return_value=place),  # a process can join the group only once
             mock.patch.object(module, "time", clock),
             mock.patch.object(distributed, "time", clock),
-            mock.patch.object(module, "pictures", return_value=[]),  # drawing reads no clock, and takes seconds
+            mock.patch.object(module, "pictures", return_value=[]),  # drawing is slow and reads no clock
             Busy(stream),
         ):
             module.main()

@@ -2,7 +2,7 @@
 
 CLOCKS = "tests/collectives_lab/test_collectives_lab.py::test_on_a_gpu_every_timestamp_waits_for_the_device"
 PATHS = [
-    # device, transport, launcher or part of the program, how it is tested, its test or source
+    # Columns: device, transport, launcher or part of the program, how it is tested, its test or source.
     ("cpu", "gloo", "torchrun, by the launch script", "run", "tests/collectives_lab"),
     ("cpu", "gloo", "bare ranks by RANK and WORLD_SIZE", "run", "tests/collectives_lab"),
     (

@@ -1,4 +1,4 @@
-"""Run the laboratory by its launch script and as bare ranks, with real processes and collectives."""
+"""Run collectives_lab by its launch script and without a launcher, with real processes and collectives."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ REDUCERS = "reduce all_reduce reduce_scatter".split()
 
 
 def check_operators(found: dict[str, Any], n: int) -> None:
-    """Check that gloo's results are right on every rank, and that a refused operator has gloo's message and 0 cases."""
+    """Check that no result is wrong on a rank. With gloo, a refused operator must have gloo's message and 0 cases."""
     assert all(case["wrong"] == {} for case in found["operator_checks"])
     if found["facts"]["backend"] != "gloo":
         return
@@ -175,7 +175,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [*list(FAULTS)[:3], pytest.param("missing", marks=pytest.mark.soak)])
 def test_a_rank_that_fails_in_a_collective_is_reported_by_the_others(lab: Lab, fault: str, soak: bool) -> None:
-    """Several jobs of bare ranks run at the same time, one for each primitive. A soak tests all primitives."""
+    """Run a job without a launcher for each primitive, all at the same time. A soak tests all possible primitives."""
     n = amount(soak, few=2, many=4)
     possible = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")]
     names = amount(soak, few=FAULTS[fault], many=possible)
@@ -293,7 +293,7 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
 
 
 def test_no_program_has_a_default_of_its_own() -> None:
-    """A default written as ``options.x or ...`` may be missing in --help, which describes these two in words."""
+    """A default written as ``options.x or ...`` may be missing in --help. The help describes the expected two."""
     found = []
     for path in sorted(APP.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -477,7 +477,7 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 
 
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bool) -> None:
-    """Ranks sleep only for the planned strategies, places and kind. With --trace, all collectives are recorded.
+    """Check the chosen strategies, places and kind of sleep. With --trace, all collectives are recorded.
 
     A soak runs all conditions of --quick.
     """
@@ -503,7 +503,7 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
     for block in conditions[f"{first}, one rank sleeps 100 ms in aggregation"]["blocks"]:
         assert block["ranks"][1]["slept"] >= 16 * 0.100  # sleep never returns early
         assert block["ranks"][0]["slept"] == 0
-        # Even on a busy machine, rank 0 waits for rank 1 after more than half of its 16 sleeps of 100 ms.
+        # Even on a busy machine, rank 0 waits for rank 1 after more than half of rank 1's 16 sleeps of 100 ms.
         assert block["waited_for"].count(1) > 8
         # Rank 0 waits because rank 1 is late, so it waits no longer than rank 1 spends outside of collectives.
         assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
@@ -524,7 +524,10 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab, soak: bo
 
 
 def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
-    """Check that each rank's trace has every collective of the run in order, and that the table names the slow rank."""
+    """Check that each rank's trace has every collective of the run in order.
+
+    In the table, the slow rank must be the last rank of most collectives that follow its sleeps.
+    """
     folder = lab.folder / "run" / "trace-straggler-2"
     files = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.iterdir())]
     blocks = {name: sum(len(c["blocks"]) + 1 for c in conditions.values() if c["strategy"] == name)
@@ -590,7 +593,7 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bo
 
 
 def check_data_parallel(found: dict[str, Any]) -> None:
-    """Without a GPU, DataParallel takes the plain step bit for bit; its algorithm and DDP differ by rounding."""
+    """Without a GPU, DataParallel changes no bit of a step. Its algorithm in 2 pieces and DDP change the rounding."""
     assert (found["world_size"], found["steps"], found["devices_of_data_parallel"]) == (2, 6, [])
     names = ["plain", "DataParallel", "its algorithm, in 2 pieces", "DistributedDataParallel"]
     assert [each["way"] for each in found["ways"]] == names
@@ -669,7 +672,7 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
 def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
     run_dir = lab.folder / "run"
     run_dir.mkdir()
-    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # factors: 1.5 fitted, 0.5 held out
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # factor 1.5 or 0.5 in turn
     outcome = lab.measure(2, "predict")
     errors = read(run_dir, "predict")["fits"][0]["lines"]["all_reduce"]["errors"]
     assert all(abs(error - 2.0) < 0.01 for error in errors)
@@ -684,7 +687,7 @@ def test_held_out_errors_are_reported_whatever_they_are(lab: Lab) -> None:
 
 
 def page_of(lab: Lab) -> str:
-    """Check that the HTML report loads no other file and that report.md has its tables. Return the HTML page."""
+    """Check that report.md has well-formed tables and that the HTML page loads no other file. Return the HTML page."""
     outcome = lab.measure(2, "report", "--markdown")
     text = (lab.folder / "run" / "report.md").read_text()
     assert text in outcome.stdout

@@ -1,4 +1,4 @@
-"""Run the laboratory commands that a comment in a page selects. test_commands_started.py runs the training apps."""
+"""Run the commands of collectives_lab that page comments select. test_commands_started.py runs the training apps."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "apps" / "collectives_lab" / "steps"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-LIMIT = 120.0  # seconds; a program takes less
+LIMIT = 120.0  # seconds; every program ends sooner
 
 
 def losses(name: str, folder: Path, launcher: list[str]) -> list[float]:

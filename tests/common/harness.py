@@ -32,26 +32,26 @@ FAULTS = Path(__file__).parent / "faults"  # every Python that a test starts loa
 
 @dataclass(frozen=True)
 class App:
-    """The values that the common tests need for one app. Common tests run for each app with an app_spec.py."""
+    """Settings of the common tests for one app. The common tests run for each app with an app_spec.py."""
 
     dataset: str  # the embedded dataset
     test_examples: int
-    # Options of a run of at least two epochs that takes seconds. They include --log-every=1, and a --checkpoint-every
+    # Options of a run of at least two epochs and a few seconds. They include --log-every=1, and a --checkpoint-every
     # that saves twice in each epoch, besides the checkpoint at its end.
     small: Sequence[str]
     exact: Sequence[str]  # Options under which losses at all world sizes agree within ``tolerance``.
-    variants: Sequence[Sequence[str]]  # The models and optimizers that ``exact`` applies to.
+    variants: Sequence[Sequence[str]]  # Lists of options to add to ``exact``: models and optimizers.
     batch_option: str = "--global-batch-size"  # The option that sets the size of a global batch.
-    train_examples: int | None = None  # Number of training examples, if the app's own tests need it.
-    metric: str = "test_loss"  # The evaluated value by which runs are compared.
+    train_examples: int | None = None  # Number of training examples; None if no test checks it.
+    metric: str = "test_loss"  # Name of the value in the result that measures the quality.
     direction: str = "min"  # "max" if a higher value of ``metric`` is better, "min" if a lower value is.
-    metric_limit: float | None = None  # The value of ``metric`` that the defaults reach on the embedded dataset.
-    prepare: Sequence[Sequence[str]] = ()  # Programs with their arguments, which Python runs once before the tests.
+    metric_limit: float | None = None  # The worst ``metric`` that the defaults may reach, or None.
+    prepare: Sequence[Sequence[str]] = ()  # Programs with arguments; Python runs each before the tests.
     loss_factor: float = 1.0  # For the app's own tests: an upper bound of lowest loss / first loss.
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Options that change a small run. A resume must refuse each of them.
     virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
-    defaults: Sequence[str] = ()  # Options that the tests add to a default run, so that it takes minutes.
+    defaults: Sequence[str] = ()  # Options that limit a run with the defaults to a few minutes.
     parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
     exact_steps: Sequence[int] = (100, 6)  # Numbers of steps of the first variant, and of the others.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
@@ -62,10 +62,10 @@ class App:
     kills: int = 20  # The number of kills of each kind at random steps in a soak.
     replayed_steps: int = 3  # The number of random steps that a soak replays.
     launcher: str = "torchrun"  # The launcher that the app's launch script starts.
-    preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
+    preload: Sequence[str] = ("torch",)  # Modules with a slow import; see rank_server.py.
     compared: bool = True  # Whether all ranks hold the same weights and compare them.
     # Marks of tests that pytest skips for this app, except with --soak or --every-case. ``core_only``: core alone
-    # decides the result, and another app runs the test. ``slow``: a start takes long. All others: another app, or a
+    # decides the result, and another app runs the test. ``slow``: a start is slow. All others: another app, or a
     # test of this app's own, covers the case.
     skipped_marks: Sequence[str] = ()
     name: str = ""
@@ -81,7 +81,7 @@ class Shape:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Shape:
-        """Return the shape of the run that has this result."""
+        """Return the `Shape` of the run that has this result."""
         header = json.loads((Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()[0])
         every = header["options"]["checkpoint_every"]
         if "step_tokens" in result:  # batches are counted in tokens
@@ -104,7 +104,7 @@ def options_of(app: str) -> Any:
 
 
 def app_spec(name: str) -> App:
-    """Return an app's values: ``SPEC`` in ``tests/<app>/app_spec.py``, with the folder's name as the app's name."""
+    """Return ``SPEC`` of ``tests/<name>/app_spec.py``, with ``name`` as the app's name."""
     found: App = replace(_module(ROOT / "tests" / name / "app_spec.py").SPEC, name=name)
     return found
 
@@ -162,14 +162,14 @@ class Job:
         return Outcome(self.process.returncode, stdout, stderr, time.monotonic() - self.begun)
 
     def alive(self, rank: int) -> dict[str, Any]:
-        """Return the content of the rank's heartbeat file, or {} before its first heartbeat."""
+        """Return the content of the rank's heartbeat file, or {} if the file is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads((self.run_dir / "log" / f"alive-{rank}").read_text())
             return found
         return {}
 
     def wait_for(self, condition: Callable[[], Any], limit: float = 120) -> Any:
-        """Poll until ``condition`` returns a true value, and return that value. Fail if the job ends before that."""
+        """Poll until ``condition`` returns a true value, and return it. Fail at the limit, or if the job ends."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             found = condition()
@@ -184,7 +184,7 @@ class Job:
         return int(self.wait_for(lambda: (found := last_step(self.run_dir)) >= step and found))
 
     def ranks(self) -> dict[int, int]:
-        """Return the process ids of the job's ranks, by rank, without their children, whose environment is the same."""
+        """Return ``{rank: process id}`` of the job. A rank's children have the same environment, but are left out."""
         found: dict[int, int] = {}
         for pid, environ in environments().items():
             if f'"launcher":"{self.process.pid}@' in environ.get("SAMESTEP_JOB_INFO", ""):
@@ -197,7 +197,7 @@ class Job:
 
 @functools.cache
 def rank_server(modules: Sequence[str]) -> subprocess.Popen[str]:
-    """Start rank_server.py once for each list of modules. The server ends with this process."""
+    """Return the process of rank_server.py with these imported modules. The first call starts the process."""
     command = [sys.executable, str(Path(__file__).parent / "rank_server.py"), *modules]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ""}
     return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -252,9 +252,9 @@ class Harness:
         return self.start(n, *options, run_dir=run_dir, **environ).finish()
 
     def train(self, n: int, *options: str, run_dir: Path | None = None, **environ: str) -> dict[str, Any]:
-        """Run to the end without failure, check the run with `checked`, and return its result.
+        """Run the app to its end, check the run with `checked`, and return its result.
 
-        For apps of torchrun, start the ranks without torchrun, which takes as long to start as a rank.
+        If the app uses torchrun, the ranks start without it, because torchrun starts as slowly as a rank.
         """
         if self.app.launcher == "torchrun":
             return self.checked(self._run_ranks(n, *options, run_dir=run_dir, **environ), n)
@@ -330,7 +330,7 @@ class Harness:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl that have a step, except an incomplete last line."""
+    """Return the lines of metrics.jsonl that have a step. Lines that are not JSON, such as a torn one, are left out."""
     lines = []
     with contextlib.suppress(FileNotFoundError):
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -349,19 +349,19 @@ def last_step(run_dir: Path) -> int:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Return the losses of all steps. Fail unless metrics.jsonl has each step once (with --log-every=1)."""
+    """Return the losses of all steps. Fail unless metrics.jsonl has each step once, in order (with --log-every=1)."""
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
 
 def recorded(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without durations and speeds."""
+    """Return the step lines of metrics.jsonl without durations and speeds."""
     return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 
 def evaluation(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the evaluation at the end of a run."""
+    """Return the values of a result whose names begin with ``test_``: the evaluation at the end of the run."""
     return {name: value for name, value in result.items() if name.startswith("test_")}
 
 
@@ -374,7 +374,7 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
-    """Run a command in place of the launch script, with the run dir ``run`` in the test's folder."""
+    """Run a command instead of the launch script for at most 120 s, and return its outcome."""
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 
@@ -384,7 +384,7 @@ def faulty(fault: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def python_path(folder: Path) -> str:
-    """Return the value of PYTHONPATH with ``folder`` as its first folder."""
+    """Return the value of PYTHONPATH with ``folder`` in front."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -1,4 +1,4 @@
-"""Fork ranks from a process that has imported their framework, because the import takes longer than a short run.
+"""Fork ranks from a process that has imported their framework, because the import is slower than a short run.
 
     python rank_server.py torch ...
 

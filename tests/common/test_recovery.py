@@ -81,7 +81,7 @@ def test_a_killed_launcher_or_script_changes_no_bit(
         else:
             harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        # Ranks end within a second after their script was killed, but they may finish the run before.
+        # Ranks end about a second after their script was killed, but they may finish the run before.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
     table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
@@ -98,7 +98,7 @@ class Moment:
 
 
 def written(run: Shape, path: str = "") -> str:
-    """Return a pattern that matches ``path`` in the temporary folder of the second epoch's first checkpoint."""
+    """Return a pattern of ``path`` in the temporary folder of the first periodic checkpoint of the second epoch."""
     return rf"/\.step-{first_of_second_epoch(run):08d}\.tmp{path}"
 
 
@@ -201,7 +201,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
 def test_a_signal_at_a_random_moment_saves_a_step_and_changes_no_bit(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    """Send signals to the script, a rank or the launcher, at N = 2 and 3. The launcher may kill its ranks."""
+    """Send signals to the script, a rank or the launcher of 2 and 3 ranks. The launcher may kill its ranks."""
     chance = random.Random(1)
     many = 20
     if "slow" in harness.app.skipped_marks:
@@ -330,7 +330,7 @@ def slow_steps(n: int) -> dict[str, str]:
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Damage a checkpoint, kill ranks or their launcher, hang a rank, and stop the run by a signal.
 
-    The soak injects each fault into its own run. This run gets all faults, because a start takes long. Slow steps leave
+    The soak injects each fault into its own run. This run gets all faults, because a start is slow. Slow steps leave
     time for each fault on a busy machine. SIGSTOP simulates a machine that hangs or swaps.
     """
     n = 2

@@ -70,7 +70,7 @@ def test_torch_distributed_launch_alone_takes_the_same_steps(
 
 
 def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank accepts torch.distributed.launch's option in both spellings, and refuses it without LOCAL_RANK."""
+    """A rank accepts torch.distributed.launch's option in both spellings, and refuses it unless LOCAL_RANK is equal."""
     parse = options_of(harness.app.name).parse
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
@@ -88,7 +88,7 @@ def test_plain_python_trains_in_one_process(harness: Harness) -> None:
     assert result["launcher"] == "none"
 
 
-# CORE_ALONE runs a program that cannot import samestep_launch, samestep_observe and samestep_check.
+# CORE_ALONE runs a program that cannot import samestep_launch, samestep_observe or samestep_check.
 CORE_ALONE = """
 import os, runpy, sys
 

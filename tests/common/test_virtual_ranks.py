@@ -54,7 +54,7 @@ def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
 @pytest.mark.soak  # the quick tests run test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 @pytest.mark.parametrize("variant", [0, 1])
 def test_the_weights_have_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
-    """Compare two models, optimizers or norms of the app for at most 320 steps."""
+    """Train a variant of the app for at most 320 steps at each world size, and compare the runs."""
     counts = [n for n in (1, 2, 3, 4, 5, 8) if n <= (harness.app.virtual_ranks or 0)]
     options = [f"--dataset={harness.app.dataset}", "--max-steps=320", "--log-every=5", *harness.app.variants[variant]]
     options += ["--virtual-ranks=8", "--straggler=0"]

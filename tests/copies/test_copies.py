@@ -41,6 +41,6 @@ def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: b
     if soak:
         run_fresh(folder, tmp_path / "testing", 7200, "bash", "scripts/test.sh", "-e", environments)
         return
-    # Use this environment's packages, because an installation takes longer than the tests.
+    # Use this environment's packages, because an installation is slower than the tests.
     words = [sys.executable, "-m", "pytest", "--app=my_copy", "--device=cpu", *SOME]
     run_fresh(folder, tmp_path / "testing", 300, *words, PYTHON=sys.executable)

@@ -33,7 +33,7 @@ def default_signals() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without PYTHONUNBUFFERED, and with PYTHONPATH set to the package's folder."""
+    """Return this process's environment without PYTHONUNBUFFERED, and with the folder of core as PYTHONPATH."""
     return {**{name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}, "PYTHONPATH": CORE}
 
 

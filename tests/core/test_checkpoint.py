@@ -336,7 +336,7 @@ def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> bytes:
-    """Draw a manifest: any JSON, or a valid manifest with any JSON in one place and the correct checksum."""
+    """Draw a manifest: any JSON, any JSON with the correct checksum, or a valid manifest with any JSON in one place."""
     shape = draw(st.sampled_from(["any", "sealed", "field", "file", "fact"]))
     value = draw(JSON)
     if shape == "any":

@@ -2,7 +2,7 @@
 
 `stored/format-<n>` is a run dir of the toy in threads.py: 2 ranks, stopped after step 6 of 12 by --max-steps. Only its
 checkpoint is kept. No folder is ever rewritten; a version that changes the format adds a folder. The stored checkpoints
-lack later options, so the test fails if a new option of all apps must stay the same at a resume.
+lack later options. If a new option of all apps must stay the same at a resume, the test therefore fails.
 """
 
 from __future__ import annotations

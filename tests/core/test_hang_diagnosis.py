@@ -88,11 +88,11 @@ for step in range(3):
 globals()[kind]()
 """
 KINDS = ("stopped", "lock", "loader", "pipe", "disk", "heartbeats", "loop", "interpreter", "unexplained")
-TIMEOUTS = {kind: 6 + i for i, kind in enumerate(KINDS)}  # seconds; different, because each diagnosis needs a processor
+TIMEOUTS = {kind: 6 + i for i, kind in enumerate(KINDS)}  # seconds; different, so that diagnoses run in turn
 
 
 def place(kind: str) -> str:
-    """Return the location of a stuck rank, from the program's text."""
+    """Return the file, line and function at which PROGRAM is stuck in this kind of hang."""
     lines = PROGRAM.splitlines()
     found = [i for i, line in enumerate(lines, 1) if line.endswith(f"# stuck: {kind}")]
     return f"program.py:{found[0]} in {kind}"
@@ -163,7 +163,7 @@ class Ranks:
 
 @pytest.fixture
 def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
-    """Start all hangs at the same time, because each hang waits most of the time."""
+    """Run all hangs at the same time, because each hang waits most of the time. Yield the ended hangs by kind."""
     started = {kind: Ranks(tmp_path / kind, kind) for kind in KINDS}
     try:
         yield {kind: ranks.ended() for kind, ranks in started.items()}
@@ -201,7 +201,7 @@ def check_line(kind: str, found: Hang) -> None:
     if kind in words:
         assert re.search(rf"last alive at step \d, silent for \d+ s, .*{re.escape(words[kind])}", line)
         assert (f", last seen at {place(kind)}" in line) == (kind == "stopped")
-    elif kind not in ("heartbeats", "unexplained"):  # in these kinds, the guilty rank may have ended or not responded
+    elif kind not in ("heartbeats", "unexplained"):  # in these two kinds, the rank may have ended or be silent
         assert " last alive at step 3" in line
         assert ", not in a collective; " in line
 
@@ -485,7 +485,7 @@ def test_hang_report_of_nothing_is_one_line(
 def test_whether_all_ranks_of_a_job_live_is_known(
     dog: watchdog.Watchdog, tmp_path: Path, ranks: int, second: str, here: bool
 ) -> None:
-    """While all ranks live, a SIGTERM comes from a person; otherwise it comes from a launcher that has lost a rank."""
+    """If all ranks live, a SIGTERM is a stop request. If a rank has ended, a SIGTERM comes from the launcher."""
     with subprocess.Popen(["true"]) as ended:
         ended.wait(timeout=LIMIT)
     (tmp_path / "alive-0").write_text(json.dumps(dog.values()))

@@ -1,4 +1,4 @@
-"""Test that the smallest app imports few modules of the package, and that these import no framework."""
+"""Test that the smallest app imports few modules of the package, and that only samestep.torch imports a framework."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def imported_modules(app: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, str | None]:
-    """Return the modules that are loaded after an import of the package's modules that mnist_ddp imports.
+    """Import the package's modules that mnist_ddp imports, and return all modules that are then loaded.
 
     `samestep.torch` is left out, because this environment lacks torch; a test in tests/common checks its modules.
 

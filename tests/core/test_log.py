@@ -335,7 +335,7 @@ def test_the_event_of_a_lost_connection_has_no_words_of_a_framework(tmp_path: Pa
     done = child(RECORDING, tmp_path)
     rest = f"lost the connection to another rank; more in {tmp_path / 'log' / 'rank-0.log'}"
     assert (tmp_path / "event").read_text() == f"{events.FAILURE}: rank 0: {rest}"
-    assert "pair.cc:553" in done.stderr  # for a search
+    assert "pair.cc:553" in done.stderr  # users can search for this text
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def save(run_dir: Path, **changes: Any) -> None:
 
 
 def check_line(error: Exception, pattern: str = "") -> None:
-    """Check that an error's message is one short line."""
+    """Check that an error's message is one short line, and contains a match of ``pattern``."""
     assert str(error).isprintable()
     assert len(str(error)) < 1000
     assert re.search(pattern, str(error))

@@ -13,7 +13,7 @@ import pytest
 from samestep import ConfigError, NonRetryableError, checkpoint, log, rundir, untrusted
 from samestep.root import Root, try_lock
 
-# METHODS calls each method for a file or a folder below "log".
+# METHODS calls each method for "log" or for a path below it.
 METHODS: dict[str, Callable[[Root], object]] = {
     "open": lambda root: os.close(root.open("log/x", os.O_WRONLY | os.O_APPEND)),
     "append": lambda root: root.append("log/x").close(),

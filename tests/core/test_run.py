@@ -44,7 +44,7 @@ ONCE = f"unless a flipped bit caused it; {AGAIN}"
 
 @dataclasses.dataclass
 class Console:
-    """The arguments of each call of `log.start`, and the console's stdout and stderr in memory."""
+    """The run dir, rank and ``quiet`` of each call of `log.start`, and the console's stdout and stderr in memory."""
 
     started: list[tuple[Path, int, bool]]
     out: StringIO
@@ -132,7 +132,7 @@ def all_done(ranks: list[Rank]) -> list[Run]:
 
 
 def the_same(one: Path, other: Path) -> None:
-    """Assert that two runs logged and returned the same values, at any world sizes."""
+    """Assert that two runs logged and returned the same values, except durations, world sizes, starts and folders."""
     assert steps_of(one) == steps_of(other)
     differs = {"world_size", "seconds", "samples_per_second", "resumed_from_step", "run_dir", "restarts"}
     first = result_of(one)
@@ -510,7 +510,7 @@ def test_logs_evaluations_and_saves_are_due_at_their_steps_on_all_ranks(
 
 
 class ListLoader:
-    """A loader of a list. With ``resumes``, `load_state_dict` restores the state of the loader."""
+    """A loader of a list. `load_state_dict` stores the state, or drops it if ``resumes`` is false."""
 
     def __init__(self, batches: list[int], resumes: bool = True) -> None:
         self._batches = batches
@@ -644,7 +644,7 @@ def test_ranks_communicate_about_the_run_at_its_restore_its_checkpoints_and_its_
 
 
 def samples(step: int) -> list[int]:
-    """Return the samples in the global batch of a step, counted from 0."""
+    """Return the indices of the samples in the global batch of ``step``. Steps and samples count from 0."""
     return [int(sample) for sample in GlobalBatches(threads.TRAINING, 6, 1).indices(step)]
 
 
@@ -708,7 +708,10 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
-    """A log line counts since the previous line, the console since the epoch began. The kill is within an epoch."""
+    """Log lines have the accuracy since the previous line; the console has the accuracy since the epoch began.
+
+    The ranks crash in the middle of an epoch.
+    """
     arguments = options_for(run_dir, "--log-every=3", "--checkpoint-every=3")
     for rank in job(2, arguments, crash(8), app=COUNTING):
         assert isinstance(rank.error, CrashError)
@@ -792,7 +795,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
 
 
 def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(run_dir: Path) -> None:
-    """The loss of one update overflows, and the next does not, so the mean over the epoch would be NaN or infinite."""
+    """One loss is NaN or infinite, and the next is finite. The mean over the epoch would be NaN or infinite."""
     for scale in (np.nan, np.inf):
         faults = Faults(loss_scale={4: scale})
         for rank in job(2, options_for(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
@@ -825,7 +828,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Batch normalization can overflow twice; a flipped bit does not recur. The result has null and equal weights."""
+    """Batch normalization can overflow twice; a flipped bit does not recur. The second overflow is recorded as null."""
     last = 6 if "--max-steps=6" in options else STEPS
     all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
@@ -879,7 +882,7 @@ def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypa
 
 @pytest.fixture
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
-    """Return a function that fakes the clock: each phase takes 1 ms plus ``more(rank, step)[phase]`` seconds."""
+    """Fake the clock. Return a function that makes faults: a phase lasts 1 ms plus ``more(rank, step)[phase]`` s."""
     clock = threading.local()
     monkeypatch.setattr(time, "perf_counter", lambda: getattr(clock, "now", 0.0))
 

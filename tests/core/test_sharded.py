@@ -76,7 +76,7 @@ def test_any_part_is_read_whoever_wrote_it(tmp_path: Path, writers: int) -> None
         expected = whole_array(name)
         assert (stored.shape, stored.dtype) == (expected.shape, expected.dtype)
         np.testing.assert_array_equal(stored.read(), expected)
-        for readers in (1, 2, 3, 5):  # world sizes that differ from the writers'
+        for readers in (1, 2, 3, 5):  # world sizes that read the checkpoint
             for rank in range(readers):
                 local = cut(expected, name, rank, readers)
                 np.testing.assert_array_equal(stored.read(local.offset, local.values.shape), local.values)

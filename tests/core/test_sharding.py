@@ -244,7 +244,7 @@ def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_just_above_a_power_of_two_hardly_any_position_is_computed_twice(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dataset just above a power of two costs as much as a dataset just below it."""
+    """A dataset just above a power of two costs about as much as a dataset just below it."""
     evaluated = count_evaluations(monkeypatch)
     count = min(n, 100_000)
     permute(np.arange(count), n, 0, 0)

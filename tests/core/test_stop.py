@@ -15,7 +15,7 @@ import pytest
 from programs import LIMIT, child, rank_log, running, verdict
 from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS, Stopped, StopRequest, decode
 
-# RANK is a rank. Its function wait() prints "here" and then waits in C, as in a collective, where no Python signal
+# RANK runs a rank. Its function wait() prints "here" and then waits in C, as in a collective, where no Python signal
 # handler runs.
 RANK = """
 import ctypes
@@ -45,7 +45,7 @@ def never(stopped: Stopped) -> NoReturn:
 
 
 def total(*votes: tuple[int, tuple[float, ...]]) -> list[float]:
-    """Return the sum of slots over ranks; each vote is (number of ranks, their slots)."""
+    """Return the sum of the slots over ranks. Each of ``votes`` is (number of ranks, slots of each of these ranks)."""
     return [sum(count * slots[slot] for count, slots in votes) for slot in range(len(STOP_SIGNALS) + 1)]
 
 

@@ -120,7 +120,7 @@ def test_a_delay_of_less_than_a_second_in_all_is_not_reported_yet() -> None:
 
 
 def test_the_first_step_does_not_count() -> None:
-    """The first step allocates and compiles, so it may take long on one rank."""
+    """The first step allocates and compiles, so it may be slow on one rank."""
     detector = StragglerDetector(1.5, 2, 60, 0)
     syncs = [1, *range(100, 400, 100)]
     assert not named(detector, 2, syncs, lambda rank, step: {"computing": 9.0 * rank * (not step)})

@@ -26,8 +26,8 @@ CORE = str(Path(samestep.__file__).parents[1])
 LIMIT = 15.0  # seconds; every wait ends sooner
 HOST = socket.gethostname()
 
-# RANK is one of 'world' ranks. It makes 'steps' steps, beats for 'beats' seconds, and then, if 'waits' is true, waits
-# as in a collective.
+# RANK runs one of 'world' ranks. It beats once for each step to 'steps', then beats for 'beats' seconds, and then, if
+# 'waits' is true, waits as in a collective.
 RANK = """
 import json, sys, time
 from argparse import Namespace

@@ -122,7 +122,7 @@ def put(data_dir: Path, label: int = 0) -> Path:
 
 
 def loss_of(sample: int, step: int) -> float:
-    """Return the loss of a sample before the update of ``step``, in sixteenths so that sums are exact."""
+    """Return the loss of a sample before the update of ``step``: a multiple of 1/16, so that sums are exact."""
     return ((sample * 7 + step * 5) % 64 + 1) / 16
 
 
@@ -187,7 +187,7 @@ class Rank:
     run: Run | None = None
     actions: dict[int, StepActions] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    exchanges: dict[str, int] = field(default_factory=dict)  # exchanges by Run, by its method
+    exchanges: dict[str, int] = field(default_factory=dict)  # number of exchanges by method of `Run`
     first_beat: str | None = None  # content of the heartbeat file after the first update
     error: BaseException | None = None
 
@@ -269,7 +269,7 @@ def job(
     world: Mapping[str, Any] | None = None,
     ranks: list[Rank] | None = None,
 ) -> list[Rank]:
-    """Run the toy on ``world_size`` threads until all have ended; ``world`` sets further fields of `World`."""
+    """Run the toy on ``world_size`` threads; return them when all have ended. ``world`` sets more fields of `World`."""
     meeting = Meeting(world_size)
     ranks = [] if ranks is None else ranks  # a fault may read these ranks
     ranks += [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]

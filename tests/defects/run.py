@@ -116,7 +116,7 @@ def try_defect(defect: Defect) -> Iterator[tuple[list[str], Outcome, float]]:
 
 
 def main(names: list[str]) -> int:
-    """Print a row for each group of tests, the number of caught defects, and each missed defect."""
+    """Print a row for each group of tests, the number of caught defects, and the missed ones. Return the exit code."""
     known = defects()
     places = [list(place) for place in dict.fromkeys(tuple(place) for defect in known for place in defect["tests"])]
     none: Defect = {"name": "none", "file": "", "tests": places}

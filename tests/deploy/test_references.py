@@ -42,7 +42,7 @@ def known_options(app: str, command: str = "") -> frozenset[str]:
 
 @functools.cache
 def programs() -> str:
-    """Return the text of all programs that read environment variables."""
+    """Return the text of all .py and .sh files of the scripts, the packages and the apps."""
     folders = [REPOSITORY / name for name in ("scripts", *PACKAGES, "apps")]
     paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".sh"}]
     return "\n".join(path.read_text() for path in paths)

@@ -2,7 +2,7 @@
 
 OWN = "tests/gpt_fsdp/test_gpt_fsdp.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
     (
         *("cpu", "gloo", "meshes of FSDP2 and tensor parallelism, beside a plain loop", "run"),

@@ -41,7 +41,7 @@ def size(mesh: str) -> int:
     return dp * tp
 
 
-# The same model and training in one process and plain torch, except for the order of samples.
+# PLAIN trains the same model in one process with plain torch. Only the order of samples comes from samestep.
 PLAIN = """
 import json, math
 from pathlib import Path
@@ -121,7 +121,7 @@ def whole(undisturbed: Callable[..., dict[str, Any]]) -> Callable[[str], dict[st
 def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool
 ) -> None:
-    """Train with AdamW, warm-up, cosine, clipping and three micro-batches, which the world size does not divide."""
+    """Train with AdamW, warm-up, cosine, clipping and micro-batches of 68, 68 and 67 windows."""
     start = harness.train(1, *EXACT, "--max-steps=0", run_dir=harness.folder / "start")
     text = APP / "text" / "jargon.txt"
     initial = f"{start['run_dir']}/model.safetensors"

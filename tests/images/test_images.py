@@ -31,7 +31,7 @@ WHEELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sam
 
 
 class Buildah:
-    """Run buildah with a storage in the test's folder."""
+    """Run buildah with its storage in the test's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

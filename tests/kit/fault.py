@@ -1,6 +1,6 @@
 """Run a script, and send its process a signal at an exact step: fault.py RANK STEP SIGNAL SCRIPT [ARGUMENTS].
 
-The signal arrives between the optimizer's step and `Checkpoints.step`, which then reduces the stop votes at once.
+The signal arrives between the optimizer's step and `Checkpoints.step`, which then exchanges the stop requests at once.
 If RANK is negative, rank 0 sends the signal to its process group.
 """
 

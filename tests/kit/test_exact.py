@@ -60,7 +60,7 @@ def test_masks_have_torchs_share_and_scale(kind: Any) -> None:
 
 @pytest.mark.parametrize("key", [-(2**63), -1, 0, 12345678901234567, 2**63 - 1])
 def test_the_bits_of_a_position_do_not_depend_on_the_number_of_positions(key: int) -> None:
-    """Torch draws the bits of many positions, numpy the bits of few positions."""
+    """torch draws the bits of many positions, and NumPy draws the bits of few positions."""
     cpu = torch.device("cpu")
     many = random_bits(torch.tensor(key), 7, MOST_BY_NUMPY + 1, cpu)
     for first, stop in ((0, 50), (1000, 1000), (MOST_BY_NUMPY - 9, MOST_BY_NUMPY + 1)):
@@ -83,7 +83,7 @@ def test_two_dropouts_and_two_calls_have_masks_of_their_own() -> None:
 
 
 def test_a_sequence_is_dropped_by_row_too() -> None:
-    """Rows may be [batch * time, ...]: a rank's rows are then a multiple of its part of the batch."""
+    """Rows may be [batch * time, ...]. The number of a rank's rows is then a multiple of the number of its examples."""
     x = torch.ones(12, 3)
     torch.manual_seed(1)
     whole = exact(nn.Sequential(nn.Dropout(0.5)), rows(0, 4, 4))(x)

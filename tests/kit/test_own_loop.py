@@ -26,7 +26,7 @@ STEPS = 28  # per epoch of 1,000 examples in global batches of 37
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder, and check after the test that no process with its mark is left."""
+    """Yield a folder, and check after the test that no process marked with the folder is left."""
     yield tmp_path
     left = marked("SAMESTEP_TEST", str(tmp_path))
     kill_marked("SAMESTEP_TEST", str(tmp_path), LIMIT)
@@ -95,7 +95,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[s
 
 
 def assert_equal_losses(folder: Path, cases: list[tuple[int, int]], batch_size: int, epochs: int) -> None:
-    """Assert that losses are equal for each (world size, number of workers) of ``cases``."""
+    """Assert that losses agree to 1e-12 for all (world size, number of workers) of ``cases``."""
     found = {}
     for world_size, workers in cases:
         out = folder / f"{world_size}-{workers}-{batch_size}"
@@ -164,7 +164,7 @@ SAMESTEP = ["-m", "samestep", "run", "--max-restarts=20"]
 
 
 class Job:
-    """Run the script with bare torchrun or `samestep run`, which restart failed ranks."""
+    """Run the script by torchrun or by `samestep run`. Both restart failed ranks."""
 
     def __init__(self, folder: Path, world_size: int, launcher: list[str], words: list[str]) -> None:
         self.log = folder / "job.log"
@@ -269,7 +269,7 @@ def test_kills_at_random_steps_end_with_the_same_weights(
 
 
 def with_workers(method: str) -> str:
-    """Return the script with persistent workers of this start method in one loader, as each worker imports torch."""
+    """Return the script with persistent workers of this start method. Only the training loader has workers."""
     context = f"multiprocessing_context={method!r}, persistent_workers=True"
     changes = {
         "batch_sampler=sampler, ": f"batch_sampler=sampler, {context}, ",
@@ -300,7 +300,7 @@ def test_a_stop_of_the_launcher_saves_a_step(
     """A second start ends with the weights of an undisturbed run, for loader workers of each start method."""
     script = folder / "script.py"
     script.write_text(with_workers(method))
-    fault = [str(FAULT), "0", "0", name]  # step 0 gets no signal; fault.py makes ranks reduce their votes at each step
+    fault = [str(FAULT), "0", "0", name]  # no signal at step 0; ranks exchange stop requests at each step
     job = Job(folder, 2, launcher, [*fault, str(script), *arguments(folder / "out", workers=1)])
     job.wait_for_steps(STEPS + 5)
     os.kill(job.process.pid, getattr(signal, name))

@@ -133,7 +133,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def gone(pids: Callable[[], Sequence[int]]) -> bool:
-    """Return whether all processes end within 5 s; a killed process may take a moment."""
+    """Return whether all processes end within 5 s. A killed process does not end at once."""
     deadline = time.monotonic() + 5
     while pids() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -456,7 +456,7 @@ def test_a_pin_may_be_satisfied_under_another_name(
 
 
 class Index:
-    """A folder of generated wheels, to which the search of the real pip is limited."""
+    """A folder of generated wheels. The real pip searches no other place."""
 
     def __init__(self, street: Street) -> None:
         self.folder = street.work / "wheels"
@@ -481,7 +481,7 @@ class Index:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
     def installed(self, **environ: str) -> str:
-        """Return the source of the module tiny that a start has installed."""
+        """Start the app, and return the source of the installed module tiny."""
         self.street.environ |= environ
         (module,) = self.street.python().glob("lib/python*/site-packages/tiny.py")
         return module.read_text()

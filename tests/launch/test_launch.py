@@ -444,7 +444,7 @@ def test_an_app_of_samestep_0_2_is_refused_with_the_place_of_the_new_names(
 
 
 def test_an_app_whose_options_lack_hooks_is_refused_in_one_line(project: ScratchProject, tmp_path: Path) -> None:
-    """Such an app may have hooks of samestep 0.2, which would never run."""
+    """An app without HOOKS may have the hooks of samestep 0.2, which would never run."""
     root = tmp_path / "old"
     shutil.copytree(project.root, root)
     options = root / "apps" / "toy" / "options.py"
@@ -485,7 +485,10 @@ SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 def test_an_app_may_read_the_machines_from_a_file(project: ScratchProject) -> None:
-    """find_machines in options.py imports table.py from the app's folder; without TABLE, NNODES and NODE_RANK count."""
+    """find_machines in options.py imports table.py from the app's folder.
+
+    Without TABLE, the launch script uses NNODES and NODE_RANK.
+    """
 
     def machines(n: str, **environ: str) -> subprocess.CompletedProcess[str]:
         words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]
@@ -634,7 +637,7 @@ def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(
 
 
 def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(project: ScratchProject) -> None:
-    """The watchdog's file ends the job, although the launcher and a rank ignore SIGTERM. The error line is printed."""
+    """The script ends the job because of the watchdog's file. The launcher and a rank ignore SIGTERM."""
     code = f"""
 note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
 if attempt == 0:
@@ -652,7 +655,7 @@ if attempt == 0:
     assert "ended with code -9; starting it again" in warning
 
 
-# WATCHED begins a launcher whose rank runs core's watchdog.
+# WATCHED is the first part of a launcher whose rank runs core's watchdog.
 WATCHED = """
 code = '''
 import os, sys, time

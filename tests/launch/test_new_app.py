@@ -116,7 +116,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(soak: bool) -> dict[str, str]:
-    """Return ``{app: name of its copy}``: all apps in a soak, else cifar_ddp and an app that starts slowly."""
+    """Return ``{app: name of its copy}``: all apps in a soak, else cifar_ddp and resnet50_mindspore."""
     return {app: name for app, name in NAMES.items() if soak or app in ("cifar_ddp", "resnet50_mindspore")}
 
 
@@ -185,7 +185,7 @@ def test_a_copy_can_be_copied(tmp_path: Path) -> None:
 
 
 def check_files(root: Path, app: str, name: str) -> None:
-    """A copy has its origin's files; the old name is left only in paths to files that were not copied."""
+    """Check that a copy has its origin's files, and the old name only in paths to files that were not copied."""
 
     def under(folder: str) -> dict[str, bytes]:
         return content(root / folder)
@@ -333,7 +333,7 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path, soak
 
 
 def check_words(root: Path, name: str) -> None:
-    """Check that no file of a project names another app, and that its links and paths exist."""
+    """Check that no file of a project names another app, and that the project's links and paths exist."""
     files = {path: text.decode(errors="ignore") for path, text in content(root).items() if not path.endswith(".whl")}
     others = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(ALL)})(?![A-Za-z0-9])")
     assert [(path, line) for path, text in files.items() for line in text.splitlines() if others.search(line)] == []

@@ -344,7 +344,7 @@ note(kilobytes=peak() - before)
 
 
 def test_a_mistake_that_a_program_reports_ends_the_job_with_2_after_one_start(command: Command) -> None:
-    """The program reports the mistake before it opens log files, as it does for a wrong option."""
+    """The program reports the mistake before it opens log files, as for a wrong option."""
     code = """
 from samestep import ConfigError, log
 def main():
@@ -357,7 +357,7 @@ log.run(main)
     assert len(command.project.notes()) == 1
 
 
-# FAILS raises an error at step 7, which its monitor counts.
+# FAILS raises an error. The step of its monitor is 7.
 FAILS = """
 from samestep import ConfigError, RetryableError, log
 from samestep.monitor import Monitor

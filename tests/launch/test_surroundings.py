@@ -121,7 +121,7 @@ TORCHRUN = {
 def test_ranks_of_another_job_are_not_taken_for_machines(
     environ: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A terminal that a rank opened has such variables, for example. The port of that rank's job may be in use."""
+    """A terminal that a rank opened has the rank's variables, for example. The port of the rank's job may be in use."""
     nodes = read_nodes(environ)
     assert (nodes.count, nodes.rank, nodes.master_port) == (1, 0, None)
     here = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "b", "MASTER_PORT": "29500"}

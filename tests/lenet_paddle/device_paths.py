@@ -2,7 +2,7 @@
 
 TESTS = "tests/lenet_paddle/test_lenet_paddle.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "gloo", "the launch script: paddle.distributed.launch", "run", "tests/common"),
     (
         "cpu",

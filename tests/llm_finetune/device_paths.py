@@ -2,7 +2,7 @@
 
 OWN = "tests/llm_finetune/test_llm_finetune.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
     (
         *("cpu", "gloo", "losses over target tokens, beside a plain loop", "run"),

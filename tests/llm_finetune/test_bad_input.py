@@ -49,7 +49,7 @@ print(json.dumps(messages))
 
 
 def messages_of(cases: list[list[str]]) -> list[str]:
-    """Return the error message of each command line. One process parses all lines, because its imports take seconds."""
+    """Return the error message of each command line. One process parses all lines, because its imports are slow."""
     messages: list[str] = told_by("llm_finetune", ROWS.format(cases=json.dumps(cases)))
     assert all("\n" not in message for message in messages)
     return messages

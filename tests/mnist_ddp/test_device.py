@@ -247,7 +247,7 @@ def test_the_first_pending_collective_of_nccl_is_reported(nccl: dict[str, Any]) 
 def test_share_gpu_without_a_driver_or_on_the_cpu_is_one_line(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch script reports the error before an installation. A rank without the script reports the same error."""
+    """The launch script refuses the option before an installation. A rank without the script refuses it, too."""
     contradiction = "error: --share-gpu needs a GPU, and --device cpu takes none: leave one of them out"
     outcome = harness.run(2, "--share-gpu", "--device=cpu")
     assert (outcome.code, outcome.errors) == (2, [contradiction])

@@ -23,10 +23,10 @@ from processes import environments
 
 SECONDS = int(os.environ.get("LOAD_SECONDS", "300"))  # duration of the disturbance
 JOBS = int(os.environ.get("LOAD_JOBS", "6"))
-AFTERWARDS = 240.0  # Seconds for the jobs to end. With the undisturbed runs, the test takes less than 15 minutes.
-INTERVAL = 15.0 / JOBS  # Seconds between two signals, so that each job gets one every 15 s.
+AFTERWARDS = 240.0  # Seconds for the jobs to end. The test, with its undisturbed runs, ends within 15 minutes.
+INTERVAL = 15.0 / JOBS  # Seconds between two signals, so that a job gets one every 15 s on average.
 STOPPED = 20.0  # Seconds at most until a stopped launcher or script continues.
-STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size: about as many as 2 cores take.
+STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size: about as many as 2 cores complete.
 OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--checkpoint-every=100", "--quiet"]
 
 

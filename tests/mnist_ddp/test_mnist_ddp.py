@@ -21,7 +21,7 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 
 
 def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
-    """Compare losses with a plain loop: stock layers, contiguous tensors, one process and the mean loss.
+    """Compare losses with a plain loop: torch's layers, contiguous tensors, one process and the mean loss.
 
     The last 30 steps use 3 ranks and a tutorial's dataset, transforms, DataLoader, backend and log format.
     """

@@ -91,7 +91,7 @@ def test_replayed_samples_are_those_that_the_check_recorded(harness: Harness) ->
     work = kept / "work-1"
     exported = harness.folder / "export"
     words = ["replay", str(work / "run"), "--step=17", "--to=22", f"--export={exported}"]
-    refused = command(harness, *words)  # a program that is not of an app is not run
+    refused = command(harness, *words)  # replay refuses a program outside apps/
     assert (refused.returncode, exported.exists()) == (2, False), refused
     done = command(harness, *words, f"--program={work / 'train.py'}")
     assert done.returncode == 0, done

@@ -35,7 +35,7 @@ def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: 
 
 
 def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This environment has torchvision. A test in tests/resnet50_mindspore compares the app's models."""
+    """Compare recorded digests with torchvision. tests/resnet50_mindspore compares them with the app's models."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
     importlib.import_module("common").torchvision_that_imports()
     import torch

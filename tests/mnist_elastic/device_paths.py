@@ -2,7 +2,7 @@
 
 TESTS = "tests/mnist_elastic/test_mnist_elastic.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     (
         *("cpu", "gloo", "the launch script, 4 ranks that are killed and come back", "run"),
         f"{TESTS}::test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one",

@@ -79,7 +79,7 @@ class Stranger:
             time.sleep(0.2)
 
     def read(self, port: int) -> None:
-        """Send eight bytes 0xFF to a port, and record the number of bytes received."""
+        """Send eight bytes 0xFF to a port, and record the most bytes received, until the attack is over."""
         while not self._is_over.is_set():
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as connection:
                 connection.sendall(b"\xff" * 8)  # gloo reads these bytes as the number of an unknown connection

@@ -29,13 +29,13 @@ def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
 
 
 def waits_for(harness: Harness, members: int) -> dict[str, str]:
-    """Return variables that slow down the steps of fewer than ``members``, so that lost ranks rejoin in time."""
+    """Return variables that slow down groups of fewer than ``members`` ranks, so that lost ranks rejoin in time."""
     path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "SAMESTEP_COMPLETE": str(members)}
 
 
 def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
-    """Wait for a rank that has taken part in at least ``updates`` updates, kill it, and return its place in words.
+    """Wait for a rank that has done at least ``updates`` updates, kill it, and return its rank, step and function.
 
     The launcher ends the job if a rank ends four times in a row without an update.
     """
@@ -92,7 +92,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
 def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """One job gets all events, because a start takes long: ranks join, leave and hang, and all processes are killed."""
+    """One job gets all events, because a start is slow: ranks join, leave and hang, and all processes are killed."""
     reference = undisturbed(1, *SHORT)
     run_dir = harness.folder / "run"
     job = harness.start(1, *SHORT, "--timeout=16", run_dir=run_dir, **waits_for(harness, 5))
@@ -158,7 +158,7 @@ def test_ten_stops_of_the_job_in_a_row_cost_no_bit(
 
 
 def members(job: Job) -> list[list[int]]:
-    """Return the ranks of each group of the job, in order."""
+    """Return the ranks of each group of the job, in the order of the events."""
     events = (job.run_dir / "log" / "events.jsonl").read_text().splitlines()
     return [sorted(json.loads(line)["ranks"]) for line in events if '"members"' in line]
 
@@ -187,7 +187,7 @@ def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, i
 
 
 def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """One run gets four faults, because a start takes long: a changed weight, two kinds of kills, and a stranger."""
+    """One run gets four faults, because a start is slow: a changed weight, two kinds of kills, and a stranger."""
     reference = undisturbed(1, *SHORT)
     names = ["a flipped bit is found by the next checkpoint", "those who have updated are killed"]
     names += ["a rank is killed while it sends its state", "a stranger has the place of a rank that comes back"]

@@ -3,7 +3,7 @@
 APP = "tests/mnist_horovod/test_mnist_horovod.py"
 MPI = "tests/mnist_horovod_mpi/test_mpi.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
     ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_plain_python_trains_in_one_process"),
     (

@@ -136,7 +136,7 @@ def test_torchs_old_launcher_is_refused_with_the_command_to_use(option: str) -> 
 
 # --- device, and transport of the gradients -------------------------------------------------------------------------
 
-# This module on PYTHONPATH simulates machines with GPUs.
+# GPUS is a module on PYTHONPATH that simulates machines with GPUs.
 GPUS = """
 import importlib.util, sys
 class Finder:

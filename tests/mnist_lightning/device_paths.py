@@ -3,7 +3,7 @@
 TORCHRUN = "tests/common/test_torchrun.py"
 OWN = "tests/mnist_lightning/test_mnist_lightning.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
     ("cpu", "gloo", "torchrun alone", "run", f"{TORCHRUN}::test_torchrun_alone_takes_the_same_steps_and_restarts"),
     (

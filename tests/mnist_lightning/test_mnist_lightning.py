@@ -36,7 +36,7 @@ def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(h
     assert len(list((harness.folder / "run").glob("log/lightning/version_0/events.*"))) == 1
     files = [path for path in (harness.folder / "run").rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix in (".ckpt", ".pt", ".pth", ".pkl")]
-    # A pickle begins with its protocol number, and a file of torch with the signature of a zip archive.
+    # A pickle begins with 0x80 and its protocol number. A file of torch begins with the signature of a zip archive.
     assert not [path for path in files if path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")]
     assert not [path.name for path in harness.folder.iterdir() if path.name != "run"], "Lightning's default folders"
     lines = outcome.stdout.splitlines()
@@ -57,7 +57,7 @@ def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(h
 
 
 def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness) -> None:
-    """Lightning validates when --max-steps cuts an epoch. The result uses this validation, but the metrics do not.
+    """Lightning validates when --max-steps cuts an epoch. The result uses this validation, but metrics.jsonl does not.
 
     The CSV logger starts a new version at each start of the program.
     """

@@ -29,7 +29,7 @@ exec "$@"
 
 @contextlib.contextmanager
 def ssh_between(hosts: Sequence[Host], folder: Path, environ: Mapping[str, str]) -> Iterator[Callable[..., list[str]]]:
-    """Run an ssh server on each host. Yield a function that returns a command to run words on a host with ssh."""
+    """Run an ssh server on each host. Yield a function that returns the command to run words on a host that has ssh."""
     root = unpacked(*PACKAGES)
     library_path = f"{libraries(root)}"
     keys = folder / "ssh"

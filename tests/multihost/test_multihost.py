@@ -102,7 +102,7 @@ def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
 
 
 def exact(harness: Harness) -> list[str]:
-    """Return the options of a comparison, with an odd global batch size."""
+    """Return the options of a run of STEPS steps whose losses are compared, with an odd global batch size."""
     app = harness.app
     size = options_of(app.name).parse([*app.small]).global_batch_size // 2
     return [*app.exact, *app.variants[0], f"--global-batch-size={size - 1 + size % 2}", f"--max-steps={STEPS}"]
@@ -115,8 +115,8 @@ def check_losses(harness: Harness, folder: Path) -> None:
     assert relative_difference(alone, losses(folder)) < harness.app.tolerance
 
 
-# cifar_ddp starts its ranks as mnist_ddp does, and its torchvision would prevent the import of Lightning. The quick
-# tests run mnist_ddp on three hosts (below) for all apps of torchrun. MindSpore compiles for a minute here, and
+# cifar_ddp starts its ranks as mnist_ddp does. It needs torchvision, which would prevent the import of Lightning. The
+# quick tests run mnist_ddp on three hosts (below) for all apps of torchrun. MindSpore compiles for a minute here, and
 # mnist_elastic has a separate test.
 @pytest.mark.parametrize(
     "app",
@@ -153,7 +153,7 @@ def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str],
 
 
 def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
-    """Start 1 + 2 + 1 ranks. At first no name resolves, and the third host joins while the other hosts wait.
+    """Start 1, 2 and 1 ranks. At first, no host name resolves. The third host joins while the other hosts wait.
 
     With virtual ranks, the run ends with the bits of one rank.
     """
@@ -189,7 +189,7 @@ def test_three_hosts_that_come_late_train_together(of: Callable[[str], Harness],
 def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
 ) -> None:
-    """All processes on both hosts end within the timeout and report a reason. A new start ends with equal weights."""
+    """Each job ends with code 1 and a reason, and all ranks end within twice the timeout. A new start resumes."""
     harness = of(app)
     timeout = 20
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
@@ -309,7 +309,7 @@ def start_horovod(
 
 
 def refused(jobs: Sequence[Job]) -> tuple[int, str]:
-    """Check that all hosts end with the same exit code and one error line, and return both."""
+    """Check that all hosts end with the same exit code and error line. Return the code and the line."""
     outcomes = [job.finish(limit=60) for job in jobs]
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
     assert {outcome.stdout for outcome in outcomes} == {""}

@@ -291,7 +291,7 @@ def test_verify_names_what_was_tampered_with(copy: Path, capsys: pytest.CaptureF
 
 
 def test_verify_finds_nothing_wrong_with_sound_runs(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """One of the runs was stopped and has not finished."""
+    """One of the runs was stopped before its end."""
     for run_dir in made.values():
         assert verify.main([str(run_dir), "--steps=0"]) == 0, output(capsys)
 

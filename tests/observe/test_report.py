@@ -235,7 +235,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(
     named = f"checkpoints/{Path(name).parent.name}" if name.startswith("checkpoints/") else name
     if damage not in FILES[name]:
         assert any(problem.startswith(named) for problem in problems), problems
-        is_note = (name, damage) == ("log/launcher.log", "missing")  # bare torchrun writes no such file
+        is_note = (name, damage) == ("log/launcher.log", "missing")  # torchrun alone writes no such file
         assert ("Missing or damaged" in text, "has no log/launcher.log" in text) == (not is_note, is_note)
     assert all(problem.startswith(named) for problem in problems if "safetensors" not in name), problems
     assert ("Difference from" in text, "<h2>Loss" in text) == (False, name != "metrics.jsonl" or damage == "truncated")

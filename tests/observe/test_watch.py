@@ -71,7 +71,7 @@ def test_a_frame_of_a_finished_run(made: dict[str, Path]) -> None:
 
 
 def test_ranks_of_a_finished_run_are_not_behind_its_last_step(made: dict[str, Path], tmp_path: Path) -> None:
-    """The last heartbeat is older than the last step, and log lines may be too."""
+    """The last heartbeat and the last log line may be older than the last step."""
     copy = Path(shutil.copytree(made["whole"], tmp_path / "run"))
     beat(copy, 0, 7)
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -10,7 +10,7 @@ SPEC = App(
     metric_limit=0.8,
     dataset="synthetic-cifar10",
     test_examples=256,
-    # 1,024 samples in global batches of 256 make 4 steps per epoch. Smaller images take less time.
+    # 1,024 samples in global batches of 256 make 4 steps per epoch. Smaller images make a step faster.
     small=(
         *("--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--epochs=2", "--max-steps=8"),
         *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),

@@ -3,7 +3,7 @@
 OWN = "tests/resnet50_mindspore/test_resnet50_mindspore.py"
 EACH = "tests/resnet50_mindspore/test_each_device.py"
 PATHS = [
-    # device, transport, launcher or part, how it is tested, the test
+    # Columns: device, transport, launcher or part, how it is tested, the test.
     ("cpu", "mccl", "the launch script (msrun), 1 to 4 ranks", "run", "tests/common"),
     ("cpu", "mccl", "msrun alone", "run", f"{OWN}::test_msrun_alone_takes_the_same_steps"),
     (

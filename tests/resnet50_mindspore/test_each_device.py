@@ -31,7 +31,7 @@ FURTHER = "203.0.113.8"  # both addresses are reserved for documentation
 UTF8 = {"LC_ALL": "C.UTF-8"}  # with this locale, Python adds no variable to its environment
 
 Servers = dict[str, dict[int, int]]  # rank_id by server_id and device_id
-# The ranks of a server's devices. The order of ranks may differ from the order of devices.
+# {device_id: rank_id} of a server. The order of ranks may differ from the order of devices.
 FOUR = {0: 0, 1: 1, 2: 2, 3: 3}
 UPPER = {4: 3, 5: 1, 6: 0, 7: 2}
 FIRST = dict(zip(range(8), range(8)))
@@ -122,7 +122,7 @@ def record_of(folder: Path) -> Any:
 
 
 def of_server(run_dir: Path, table: Path, server_id: str) -> Path:
-    """Return the folder in which a server's devices have their folders."""
+    """Return the parent folder of the folders of a server's devices."""
     content = json.loads(table.read_text())
     listing = content["server_list"] if "version" in content else content["group_list"][0]["instance_list"]
     names = {each["server_id"] for each in listing}
@@ -133,7 +133,7 @@ def of_server(run_dir: Path, table: Path, server_id: str) -> Path:
 
 
 def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: dict[str, str]) -> None:
-    """Compare every rank's environment, folder and env.log with the table."""
+    """Compare the environment, folder and logs of each rank on a server with the table."""
     folders = of_server(harness.folder / "run", table, server_id)
     devices = listed(table, server_id)
     assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
@@ -154,7 +154,7 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
 @pytest.mark.parametrize(
     ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL only compares server_ids as text
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL compares server_ids only as text
         ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
         (
             {"127.0.0.1": FIRST, "127.0.0.2": SECOND},

@@ -342,7 +342,7 @@ def drop(key: str) -> Callable[[Any], None]:
 
 
 def place_of(table: Any, key: str) -> tuple[Any, str | int]:
-    """Return the object or list in which the path ``key`` ends, and its last key or index."""
+    """Return the object or list in which the path ``key`` ends, and the last key or index of the path."""
     *way, last = (as_index(step) for step in key.split("."))
     for step in way:
         table = table[step]

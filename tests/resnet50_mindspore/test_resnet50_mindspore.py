@@ -172,7 +172,7 @@ print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
 
 @pytest.fixture(scope="module")
 def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the output of four programs, by name. One process runs them, because MindSpore takes 2 s to import."""
+    """Return the output of four programs, by name. One process runs them, because the import of MindSpore needs 2 s."""
     folder = tmp_path_factory.mktemp("models")
     programs = {"MODELS": MODELS, "WEIGHTS": WEIGHTS, "LOSSES": LOSSES, "IMAGES": IMAGES}
     runs = ["import contextlib, io, json, os, runpy", "told = {}"]
@@ -201,7 +201,7 @@ def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any)
 
 
 def test_the_models_are_torchvisions(told_of_models: Any) -> None:
-    """Strict loading compares names, shapes and dtypes. A test in another environment has torchvision."""
+    """Strict loading compares names, shapes and dtypes. tests/mnist_ddp compares the digests with torchvision."""
     output = told_of_models["MODELS"]
     assert output["18"]["parameters"] == 11_181_642
     assert output["50"]["parameters"] == 23_528_522
@@ -419,7 +419,7 @@ def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
 
 
 def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
-    """The watchdog must act before MindSpore's own timeouts of 30, 600 and 1,836 s, which name no rank."""
+    """The app raises the timeouts of MindSpore and HCCL, so that its watchdog reports the missing rank first."""
     assert told_of_ranks["timeouts"] == ["1860", "1860", "1860"]
 
 
@@ -436,7 +436,7 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
 
 
 def test_the_parallel_modes_are_mindspores_own(told_of_ranks: Any) -> None:
-    """AutoParallel of MindSpore has the mode and averages gradients. semi-auto shards the last layer's features."""
+    """MindSpore's AutoParallel gets the mode and averages gradients. semi-auto shards the last layer's features."""
     auto, semi_auto = told_of_ranks["cut"]
     assert auto == ["AutoParallel", "recursive_programming", True, None]
     assert semi_auto == ["AutoParallel", "semi_auto", True, [[1, 8], [1, 8]]]
@@ -607,7 +607,7 @@ def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_m
     assert output["normalised"] < 1e-5
     assert output["counted"] == [64, 64, 9]
     # The program counts 195 batches in each of 10 epochs, and requests no batch before the first loop begins.
-    # MindSpore's data_sink, without the device's queue, then requests one batch each to get types and shapes.
+    # MindSpore's data_sink, with a fake queue to the device, then requests two batches to get types and shapes.
     size, *asked = output["sinking"]
     assert (size, asked) == (1950, [0, 0, 2, 0])
     assert output["sunk"] == output["loop"] == [32, 3, 224, 224]
@@ -800,7 +800,7 @@ def test_ranks_that_msrun_did_not_start_are_refused(harness: Harness) -> None:
 
 
 def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
-    """Without Ascend, the app refuses the options before a dry run prints the launcher, so the test runs bash."""
+    """Replace the script's exec by echo, because without Ascend, a dry run fails before it prints the launcher."""
     script = (ROOT / "scripts" / "run_resnet50_mindspore.sh").read_text()
     for variable in ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"):
         shown = subprocess.run(

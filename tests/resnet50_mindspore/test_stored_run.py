@@ -41,8 +41,9 @@ def fill(run_dir: Path) -> dict[str, checkpoint.Arrays]:
 def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
     """Version 0.1 wrote ``stored/version-0.1/run`` with STORED_OPTIONS and --max-steps=2 on 1 rank.
 
-    ``layout.json`` has the names, dtypes and shapes of its arrays. Momenta are large, so the step shows whether each
-    momentum is restored to its parameter. The rank continues with its own running statistics, not with the average.
+    ``layout.json`` has the names, dtypes and shapes of the run's arrays. Momenta are large, so the step shows
+    whether each momentum is restored to its parameter. The rank continues with its own running statistics, not with
+    the average.
     """
     run_dir = harness.folder / "run"
     shutil.copytree(STORED / "run", run_dir)
@@ -61,5 +62,5 @@ def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
     for name, momentum in stored["optimizer"].items():
         parameter = name.removesuffix(".momentum_buffer")
         change = (stored["model"][parameter] - found[parameter]) / 1e-3
-        # With random momenta, this ratio is 1.3.
+        # If the momenta were unrelated, the ratio of the norms would be 1.3.
         assert np.linalg.norm(change - 0.9 * momentum) < 0.5 * np.linalg.norm(momentum), name

@@ -66,7 +66,7 @@ def make(folder: Path) -> dict[str, float]:
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    """Return the largest difference of logits by file, relative to the largest logit, and compare the first step."""
+    """Return the largest relative difference of logits by file, an evaluation, and the values of `first_step`."""
     output: dict[str, Any] = {"logits": {}, "evaluated": evaluated(folder / "trained-32.safetensors")}
     for weights in folder.glob("*-*.safetensors"):
         model = loaded(load_file(weights))

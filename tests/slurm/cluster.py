@@ -1,6 +1,6 @@
 """Run a real Slurm on this machine: Debian's controller and one daemon per node, unpacked but not installed.
 
-The packages are unpacked into a cache folder, and their programs run with its libraries. Each node has its own
+The packages are unpacked into a cache folder, and the programs run with the libraries in it. Each node has its own
 loopback address, which is also its name, because no other name would resolve to it.
 """
 
@@ -133,7 +133,7 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
 
 
 def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
-    """Write a script for each program to ``folder/bin``, which runs the program with the unpacked libraries."""
+    """Write a script for each program to ``folder/bin``. The script runs the program with the unpacked libraries."""
     (folder / "bin").mkdir()
     path = f"{libraries}:{libraries / 'slurm-wlm'}"
     loader = next(each for folder in ("/lib64", "/lib") for each in Path(folder).glob("ld-linux-*.so.?"))

@@ -33,7 +33,7 @@ USER_SIGNAL = "SlurmctldParameters=preempt_send_user_signal"
 
 
 class Site:
-    """A cluster and a user's folder with the repository, in which jobs are submitted."""
+    """A cluster, and a user's folder with the repository. Jobs are submitted in this folder."""
 
     def __init__(self, running: Cluster, harness: Harness) -> None:
         self.cluster = running
@@ -164,7 +164,7 @@ def test_a_preempted_job_resumes(slurm: Site, undisturbed: Callable[..., dict[st
 def test_a_job_out_of_time_resumes(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Slurm checks time limits once per minute, so the signal comes 25 to 85 s after the start."""
     expected = undisturbed(2, *LONGER)
-    # Slow steps make the job take two minutes.
+    # With slow steps, the job runs for two minutes.
     slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))
     job = slurm.train("mnist_ddp", *LONGER, sbatch=("--time=2", "--signal=B:USR1@35"))
     slurm.wait_for(job, lambda reported: reported["Restarts"] == "1")

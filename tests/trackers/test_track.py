@@ -213,7 +213,7 @@ def test_trackers_have_the_header_and_the_result(run: Run) -> None:
     events.Reload()
     (text,) = events.Tensors("result")
     assert b'"weights_sha256": "abc"' in text.tensor_proto.string_val[0]
-    # 8 samples per step at 4 samples/s take 2 s per step, counted from the header's time
+    # A step of 8 samples at 4 samples/s lasts 2 s. Times count from the header's time.
     assert [event.wall_time - events.Scalars("loss")[0].wall_time for event in events.Scalars("loss")] == [0, 2, 4]
 
 

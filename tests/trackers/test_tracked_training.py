@@ -85,7 +85,7 @@ def test_if_the_server_is_down_training_succeeds_and_names_the_command_for_the_r
     assert OF["tensorboard"](run_dir) == written(run_dir)
     command = warning.partition("to complete it, run ")[2]
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done  # without a server: to a database in the run dir
+    assert (done.returncode, done.stderr) == (0, ""), done  # MLflow without a server writes to a database
     assert OF["mlflow"](run_dir) == written(run_dir)
 
 

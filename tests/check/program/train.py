@@ -70,7 +70,7 @@ def load() -> int:
 
 
 def evaluate() -> None:
-    """Print the mean loss over 25 examples. Each example is evaluated on one rank."""
+    """Print the mean loss over the first 25 examples. Each example is evaluated on one rank."""
     own = Subset(TensorDataset(inputs[:25], targets[:25]), range(rank, 25, size))
     total = torch.zeros(())
     with torch.no_grad():

@@ -21,7 +21,7 @@ from training import (
 
 
 class Observed(torch.nn.Module):
-    """A linear model that tracks the largest magnitude of each input, for a later quantization."""
+    """A linear model that tracks the largest magnitude of each input feature, for a later quantization."""
 
     largest: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Unsound: the evaluation drops examples that the world size does not divide, by DistributedSampler."""
+"""Unsound: the evaluation drops its last examples if the world size does not divide their number."""
 
 import sys
 

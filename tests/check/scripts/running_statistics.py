@@ -22,7 +22,7 @@ from training import (
 
 
 class Normalized(torch.nn.Module):
-    """A linear model that subtracts the inputs' running mean over all ranks, which is a buffer."""
+    """A linear model that subtracts the inputs' running mean over all ranks. The buffer ``mean`` holds it."""
 
     mean: torch.Tensor
 

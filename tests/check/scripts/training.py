@@ -175,7 +175,7 @@ def report(step: int, loss: torch.Tensor) -> None:
 
 
 class StopRequests:
-    """Record whether any rank got a TERM, so that all ranks stop after the same step."""
+    """Record a TERM to this rank, and let all ranks stop after the same step."""
 
     def __init__(self) -> None:
         self._asked = torch.zeros(())

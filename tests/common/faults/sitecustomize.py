@@ -1,17 +1,17 @@
 """Inject a fault at an exact moment. Python imports this module at startup from a folder of PYTHONPATH.
 
-SAMESTEP_FAULT holds a JSON object with ``rank``, ``signal``, and one of the following keys. These keys send the signal:
+SAMESTEP_FAULT holds a JSON object. ``rank`` is the rank that has the fault. These keys send ``signal`` to that rank:
 
 * ``audit`` and ``match``: before the first change of the kind ``audit`` to a path that matches ``match`` in a run dir.
   The kinds are "os.mkdir", "open" (of a new file) and "os.rename".
 * ``updates``: after this update, counted from 1.
-* ``step``: at the beginning of this step.
+* ``step``: at the beginning of this step, counted from 0.
 * ``evaluating``: at this evaluated batch, counted from 1 after the first step.
 
-These keys send no signal:
+These keys send no signal. ``slow`` and ``modules`` need no ``rank``:
 
-* ``differ``: one weight of this rank changes at the beginning of this step (torch only).
-* ``flip``: one bit of this rank's shard of a weight flips at the beginning of this step (torch only).
+* ``differ``: one weight of this rank changes at the beginning of this step, counted from 0 (torch only).
+* ``flip``: one bit of this rank's shard of a weight flips at the beginning of this step, counted from 0 (torch only).
 * ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list ``slow``, the rank sleeps ``seconds`` in
   the phase of each step from ``from`` to ``to`` - 1.
 * ``modules``: at its exit, each rank writes its loaded samestep modules and their files as JSON to this path, which
@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from rank_start import in_each_rank  # type: ignore[import-not-found]  # of this folder
 
 _fault = json.loads(os.environ.get("SAMESTEP_FAULT", "null"))
-gc.set_threshold(100_000)  # the import of torch then takes 0.3 s less
+gc.set_threshold(100_000)  # the import of torch is then 0.3 s faster
 
 
 def _strike() -> None:

@@ -9,7 +9,7 @@ strikes only once. ``at`` is one of these moments:
 * ``copying``: the rank has sent half of its state to a member that needs it. The rank gets ``signal``.
 * ``stranger``: a restarted rank connects to the group without proving the key. If the other ranks then send their
   state to this rank, this rank creates the file ``<done>-state``.
-* ``differs``: one weight of the rank changes before this step.
+* ``differs``: one weight of the rank changes during this step.
 
 SAMESTEP_COMPLETE is a number of members. With fewer members, each step takes 0.25 s more. A starting rank then misses
 few steps and gets processor time.
