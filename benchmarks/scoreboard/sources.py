@@ -96,7 +96,7 @@ def fetch(file: File, given: Path | None = None) -> str:
     found = hashlib.sha256(content).hexdigest()
     if found != file.sha256:
         raise SourceError(f"{said} has the SHA-256 {found}, expected {file.sha256}; take it from {file.url}")
-    if where != kept and not given:
+    if said == file.url:
         kept.parent.mkdir(parents=True, exist_ok=True)
         part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
         part.write_bytes(content)

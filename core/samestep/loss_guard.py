@@ -50,17 +50,19 @@ class LossGuard:
         for name, value in evaluation.items():
             if value is not None and not math.isfinite(value):
                 values[name] = None
-        is_new = values != evaluation and not self._is_overflowed
-        if is_new and is_of_update:
+        overflowed = [name for name, value in evaluation.items() if value is not None and values[name] is None]
+        is_new = bool(overflowed) and not self._is_overflowed
+        if is_new and is_of_update and "test_loss" in overflowed:
             with contextlib.suppress(NonRetryableError):
-                self.check_losses({"test loss": evaluation.get("test_loss", math.nan)}, step)
+                self.check_losses({"test loss": evaluation["test_loss"]}, step)
         if is_new:
+            name = "test_loss" if "test_loss" in overflowed else overflowed[0]
             log.warning(
-                f"at step {step} the test loss is NaN or infinite, reported as null: activations overflow with batch "
-                "normalization's running statistics: lower --lr, or raise --global-batch-size"
+                f"at step {step} the {name.replace('_', ' ')} is NaN or infinite, reported as null: activations "
+                "overflow with batch normalization's running statistics: lower --lr, or raise --global-batch-size"
             )
         if values:
-            self._is_overflowed = None in values.values()
+            self._is_overflowed = bool(overflowed)
         return values
 
     def check_weights(self, weights: Mapping[str, Any], step: int) -> None:

@@ -149,6 +149,16 @@ def test_loss_guard_raises_once_and_then_reports_null(warnings: list[str]) -> No
     assert "at step 8 the test loss is NaN or infinite" in warnings[0]
 
 
+def test_loss_guard_names_the_value_that_is_not_finite(warnings: list[str]) -> None:
+    guard = LossGuard(Strict())
+    evaluation = {"test_loss": 1.0, "macro_f1": math.nan, "test_examples": None}
+    assert guard.check_evaluation(evaluation, 8, is_of_update=True) == evaluation | {"macro_f1": None}
+    assert "at step 8 the macro f1 is NaN or infinite" in warnings[0]
+    guard.check_evaluation({"test_loss": 1.0, "test_examples": None}, 9)
+    guard.check_evaluation({"test_loss": math.nan}, 10)  # an absent value is no overflow, so this one is the first
+    assert len(warnings) == 2
+
+
 def test_loss_guard_reads_weights_only_after_an_evaluation_that_overflowed(warnings: list[str]) -> None:
     guard = LossGuard(Monitor())
     weights = {"count": np.zeros(2, np.int64), "w": np.array([1.0, np.nan])}

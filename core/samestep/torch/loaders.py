@@ -111,7 +111,7 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.shape == other.shape and bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
     if isinstance(one, np.ndarray):
-        return bool(one.tobytes() == other.tobytes())
+        return one.shape == other.shape and one.dtype == other.dtype and bool(one.tobytes() == other.tobytes())
     if isinstance(one, (int, float, str, bytes)):
         is_nan = bool(one != one)
         return is_nan or bool(one == other)
