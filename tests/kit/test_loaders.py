@@ -16,6 +16,7 @@ from kit_programs import LIMIT, environment
 from processes import marked
 from samestep.sharding import sample_bits
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded
+from samestep.torch.loaders import equal
 from torch.utils.data import IterableDataset, Subset
 
 
@@ -142,6 +143,12 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused() -> None:
 class DrawingBatches(Batches):
     def __getitems__(self, indices: Any) -> Any:
         return torch.rand(len(indices))
+
+
+@pytest.mark.parametrize("other", [np.zeros((2, 1), np.int32), np.zeros(2, np.float32), np.ones(2, np.int32)])
+def test_examples_of_another_shape_or_dtype_or_value_are_not_equal(other: Any) -> None:
+    assert equal(np.zeros(2, np.int32), np.zeros(2, np.int32))
+    assert not equal(np.zeros(2, np.int32), other)
 
 
 def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
