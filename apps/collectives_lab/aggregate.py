@@ -129,7 +129,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
         name: name of the strategy.
         options: options of ``aggregate``.
         world: this process's place among the ranks.
-        training: training set, on the device that trains.
+        training: training set, on the training device.
         test: test set for the evaluations, on the same device.
     """
     strategy = STRATEGIES[name]()

@@ -68,7 +68,7 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
     Args:
         strategy: strategy that prepares the model.
         steps: number of steps.
-        training: training set, on the device that trains.
+        training: training set, on the training device.
         world: this process's place among the ranks; by default a single rank.
 
     Returns:

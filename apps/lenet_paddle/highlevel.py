@@ -118,7 +118,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Train all steps of the run in one call of `fit`. If --verbose is 2, paddle.Model prints its progress.
 
         Args:
-            split: training set, on the device that trains.
+            split: training set, on the training device.
             batches: this rank's shards of the global batches.
             after_step: function that is called after each update with this rank's summed loss and `count_correct`.
         """

@@ -20,7 +20,7 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
     """Return torchvision's MNIST dataset with the images and labels of ``split``.
 
     The function skips the constructor of torchvision's MNIST, which reads only uncompressed files from one folder.
-    `samestep.data.datasets` also reads .gz files, searches more folders, verifies the files, and has mnist-5k.
+    `samestep.data.datasets` also reads .gz files, searches more folders, verifies the files, and provides mnist-5k.
 
     Raises:
         ConfigError: torchvision is not installed.

@@ -44,7 +44,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, members: Members) -> dict[str, float]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank."""
     model.eval()
     blocks = run.options.virtual_ranks or 1
     batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, blocks)

@@ -95,7 +95,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in.
 
     Raises:
-        ConfigError: an option is invalid.
+        ConfigError: an option is invalid, or options contradict each other.
     """
     options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:

@@ -22,7 +22,7 @@ from samestep.step_timer import COMMUNICATION, INPUT
 # means of the deviations within single images, as in most programs.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
-PADDING = 4  # width of the border around the image before cropping, in pixels
+PADDING = 4  # width of the zero border on each side of an image before cropping, in pixels
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.float32]]
 

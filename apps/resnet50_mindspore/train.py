@@ -70,7 +70,7 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
 
 
 def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank.
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank.
 
     The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
 
