@@ -3,7 +3,7 @@
     python gather_weights.py RUN_DIR [--output FILE]
 
 Use this program for a stopped run, because a finished run already has the file. The program prints the weights'
-SHA-256, which results contain as ``weights_sha256``. It copies 16 MB at a time, and needs no deep-learning framework.
+SHA-256, which results contain as ``weights_sha256``. It copies 16 MiB at a time, and needs no deep-learning framework.
 """
 
 from __future__ import annotations

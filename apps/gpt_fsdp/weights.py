@@ -89,7 +89,7 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
 
 
 def is_stored(value: object, parameter: Tensor) -> bool:
-    """Return whether a checkpoint can hold ``value``: a scalar tensor, or a tensor of the parameter's shape."""
+    """Return whether ``value``, a value of the optimizer's state, is a scalar tensor or has the parameter's shape."""
     if not isinstance(value, Tensor):
         return False
     return not value.ndim or value.shape == parameter.shape
@@ -108,7 +108,7 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
     A scalar that is not a DTensor is a step counter, which rank 0 owns.
 
     Raises:
-        NonRetryableError: the tensor is gathered, or its shard has an unexpected shape.
+        NonRetryableError: the tensor is neither a DTensor nor a scalar, or its shard has an unexpected shape.
     """
     if not isinstance(tensor, DTensor):
         if tensor.ndim:

@@ -132,7 +132,7 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
 
 
 def all_reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Replace gradients by their sums over ranks, as one group in a fixed order, so that a resume has the same bits.
+    """Replace gradients by their sums over ranks, in a fixed order, so that a resumed run ends with the same bits.
 
     If --gradients is optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
     """
