@@ -4,7 +4,7 @@
 
 The program trains twelve steps in float64 on undivided global batches. Then it trains again on two ranks, in three
 micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
-mistake. One process simulates DDP: it uses each rank's shard and random numbers, and averages the ranks' gradients.
+mistake. One process simulates DDP with each rank's shard and random numbers, and averages the ranks' gradients.
 The losses differ only by rounding if the training makes no mistake ("none").
 """
 

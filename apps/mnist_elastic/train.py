@@ -80,7 +80,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     rows = FixedRows(options.virtual_ranks)
     exact(model, rows)
     members = Members(launcher, run, parts, device)
-    for step in members.steps():  # repeats a step if a member was lost
+    for step in members.steps():  # yields a step again if a member was lost
         with members.attempt():
             if members.regroup_due:
                 members.regroup()  # collective: may copy another member's state, including its step
