@@ -39,7 +39,15 @@ EVALUATE_EVERY = 16  # steps between evaluations; a multiple of each local SGD's
 
 
 def compare_schemes(options: Options, world: env.World, device: torch.device) -> dict[str, Any]:
-    """Average a float32 vector of --bytes bytes by each scheme in each round. Return seconds and bytes by scheme."""
+    """Average a float32 vector by each scheme in each round, and return the measurements.
+
+    Returns:
+        The vector's size in "bytes" (--bytes, rounded down to a multiple of 4), "alone_on_loopback" (whether loopback
+        is the only network interface), and "schemes": seconds and bytes by name of the scheme.
+
+    Raises:
+        NonRetryableError: a scheme computes a wrong mean.
+    """
     x = torch.empty(options.bytes // 4, device=device)
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEMES}
     loopback_bytes: dict[str, list[int]] = {name: [] for name in SCHEMES}
@@ -128,7 +136,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
     Args:
         name: name of the strategy.
         options: options of ``aggregate``.
-        world: this process's place among the ranks.
+        world: rank and world size.
         training: training set, on the training device.
         test: test set for the evaluations, on the same device.
     """
@@ -182,7 +190,10 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
 
 
 def seconds_in_collectives(strategy: Strategy) -> float:
-    """Return the seconds that this rank spent in collectives since `session.events` was cleared, without backward."""
+    """Return the seconds that this rank spent in collectives since `session.events` was cleared.
+
+    The result does not include the event of the backward pass.
+    """
     return sum(end - begin for event, begin, end in session.events if event != strategy.backward)
 
 
@@ -305,7 +316,7 @@ def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
 
 
 def _draw_steps(axes: Any, results: list[dict[str, Any]]) -> None:
-    """Draw a bar for the median step of each strategy at each world size."""
+    """Draw a bar for the median step time of each strategy at each world size."""
     width = 0.8 / len(results)
     for index, result in enumerate(results):
         names = [each["strategy"] for each in result["training"]]

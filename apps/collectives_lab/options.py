@@ -38,7 +38,7 @@ KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
-RANKS = (1, 2, 4)  # default world sizes of aggregate: each number up to N, and N itself
+RANKS = (1, 2, 4)  # default world sizes of aggregate: N, and each of these numbers that is below N
 TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls of ``primitives``, by the largest size in bytes
 DEFAULT = "(default: %(default)s)"
 

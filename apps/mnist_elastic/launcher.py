@@ -177,7 +177,11 @@ class Job:
     # --- ranks ---------------------------------------------------------------------------------------------------
 
     def _watch_ranks(self) -> None:
-        """Kill hung ranks, restart ended ranks, answer offers, and stop the ranks or the run if requested."""
+        """Kill hung ranks, restart ended ranks, answer offers, and send a stop signal of the launcher to the ranks.
+
+        Raises:
+            Stopped: all ranks have left.
+        """
         for each in self._ranks.all():
             self._kill_if_hung(each)
             code = each.exit_code()

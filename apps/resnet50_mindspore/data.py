@@ -93,8 +93,8 @@ class Source:
     MindSpore needs the length for data sinking. It would otherwise read the full dataset to count the samples.
 
     Attributes:
-        make: function that returns a batch by its number.
-        batches: numbers of the batches.
+        make: function that returns the batch for an item of ``batches``.
+        batches: for each batch, its step (training) or the number of its first sample (evaluation).
         rows: number of samples per batch.
     """
 

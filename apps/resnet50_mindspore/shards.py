@@ -1,4 +1,4 @@
-"""Count the samples per epoch in MindSpore's sharding and in `GlobalBatches`, and print a Markdown table.
+"""Count the samples of one epoch in MindSpore's sharding and in `GlobalBatches`, and print a Markdown table.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0         # makes .venvs/resnet50_mindspore
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/shards.py    # --help

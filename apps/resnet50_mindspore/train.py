@@ -39,7 +39,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard
 
-EVAL_BATCH_SIZE = 64  # number of examples; the result does not depend on it
+EVAL_BATCH_SIZE = 64  # evaluation batch of a rank, in examples
 
 
 def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
@@ -134,7 +134,12 @@ class AfterUpdate:
     test_set: Split
 
     def __call__(self, step: int, loss: Tensor) -> None:
-        """Run the actions after the update ``step``. ``loss`` is this rank's mean of weight * loss."""
+        """Run the actions after an update.
+
+        Args:
+            step: number of the update, from 0.
+            loss: this rank's mean of weight * loss in the last update of the loop (--sink-size updates).
+        """
         run = self.run
         options = run.options
         self.model.batches_tracked += not options.freeze_bn
@@ -154,7 +159,12 @@ class AfterUpdate:
             run.save()  # collective: average statistics, compare replicas, and write (rank 0)
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
-        """Return this rank's share of the summed losses of the update ``step``, and since the last log line."""
+        """Return this rank's parts of two sums of losses: of the update ``step``, and since the last log line.
+
+        Args:
+            step: number of the update, from 0.
+            loss: this rank's mean of weight * loss in this update.
+        """
         with self.run.monitor.collective("train step"):
             last = float(loss.asnumpy())  # collective: waits for the step
             total = float(self.forward.total.asnumpy())
