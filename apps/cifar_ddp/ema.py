@@ -46,7 +46,7 @@ def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> d
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """Load a checkpoint's groups, or only "model". The average starts at the model's weights if "ema" is missing.
+    """Load a checkpoint, of which only the group "model" is required. The average is the model if "ema" is missing.
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

@@ -5,8 +5,8 @@
     python apps/cifar_ddp/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
-Each part of a step, from the schedule to batch normalization, depends only on the step's number, the sample or the
-global batch. The step is therefore the same at any world size, and after a restart. README.md shows how common
+Schedule, augmentation, dropout and batch normalization depend on the step's number, the seed and the global batch, but
+not on the ranks. The step is therefore the same at any world size, and after a restart. README.md shows how common
 mistakes change the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.

@@ -148,7 +148,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
     seconds: list[float] = []  # duration of each step on this rank
     in_collectives = 0.0  # seconds in collectives, over all steps
     loopback_bytes = 0  # bytes of all ranks, over all steps
-    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # summed losses of this rank
+    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # this rank's loss sum per step
     curve = [{"step": 0, "seconds": 0.0, **evaluate(trainer, test)}]
     sent.clear()
     before = loopback_after_barrier()

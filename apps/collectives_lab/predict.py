@@ -134,7 +134,7 @@ def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
         return float(((design @ line - 1) ** 2).sum())
 
     line, *_ = np.linalg.lstsq(design, np.ones_like(t), rcond=None)
-    if line.min() < 0:  # fit A alone and B alone, with 0 for the other
+    if line.min() < 0:  # fit only A and only B, and use the line with the smaller error
         alone = design.sum(axis=0) / (design**2).sum(axis=0)
         line = min(np.diag(alone), key=squared_error)
     return float(line[0]), float(line[1])

@@ -155,7 +155,7 @@ def isend_irecv(x: Tensor, root: int) -> Tensor:
 
 
 def in_place(x: Tensor, y: Tensor) -> Tensor:
-    """Copy ``y`` into ``x``, and return ``x``. ``y`` is ``x`` or the contiguous copy that the backend changed."""
+    """Copy ``y``, the contiguous copy of ``x`` that a backend has changed, into ``x``, and return ``x``."""
     if y is not x:
         x.copy_(y)
     return x

@@ -83,7 +83,7 @@ class Picture:
 
 
 def picture(name: str, caption: str, figure: Figure) -> Picture:
-    """Return the `Picture` of a matplotlib figure. The ids in its SVG begin with ``name``, so they differ on a page."""
+    """Return the `Picture` of a matplotlib figure. The SVG's ids begin with ``name``, so they are unique on a page."""
     import matplotlib
 
     # matplotlib derives ids from this salt instead of a random one, so that equal data give equal bytes.

@@ -29,7 +29,7 @@ from training import Trainer
 
 
 def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = ()) -> None:
-    """Train by all_reduce on this rank, which the environment describes, and write ``rank-<r>.json``.
+    """Train by the strategy all_reduce on the rank that environment variables define, and write ``rank-<r>.json``.
 
     Args:
         run_dir: run dir of the job.

@@ -70,8 +70,9 @@ def conditions(options: Options) -> list[Condition]:
     """Return the conditions to measure.
 
     The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
-    a condition without sleeps, and the delay nearest to 10 ms in every place and, at random, in backward. --where and
-    --kind restrict these conditions. If --sleeps is given, each strategy gets these sleeps instead of the delays.
+    a condition without sleeps. Each strategy also gets the delay nearest to 10 ms: constant in every place, and random
+    in backward. --where and --kind restrict these conditions. If --sleeps is given, each strategy gets a condition
+    without sleeps and these sleeps.
     """
     if options.sleeps:
         return _listed(options)
@@ -145,8 +146,8 @@ class Delayed(Strategy):
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. It
-        # delays the strategy's hook, which is registered later, as a slow layer would.
+        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. Like a
+        # slow layer, the sleep delays the strategy's hook, because this hook is registered later.
         assert isinstance(model, Net)
         model.fc1.weight.register_post_accumulate_grad_hook(lambda _: self.sleep("backward"))
         return self.inner.prepare(model)

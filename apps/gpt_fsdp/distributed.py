@@ -22,7 +22,7 @@ M_MMAP_THRESHOLD = -3  # constant of <malloc.h>
 
 
 def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's GPU; see `samestep.torch.distributed.choose_device`."""
+    """Return the CPU or this rank's GPU, and call `release_memory_early` on the CPU."""
     device = torch_distributed.choose_device(requested, world)
     if device.type == "cpu":
         release_memory_early()

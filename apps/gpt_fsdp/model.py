@@ -19,7 +19,7 @@ from weights import place
 
 BYTES = 256  # size of the vocabulary
 STD = 0.02  # standard deviation of initial weights, as in GPT-2; `initialize` reduces it for some matrices
-BLOCK = 2**17  # number of values that `initialize` draws at a time, to save memory
+BLOCK = 2**17  # approximate number of values that `initialize` draws at a time, to save memory
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has too few digits for squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 is too inexact for squares
         mean_square = wide.square().mean(-1, keepdim=True)
         normalized = wide * torch.rsqrt(mean_square + 1e-6)
         return normalized.to(x.dtype) * self.weight
@@ -195,7 +195,7 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Set the weights of norms to 1, and draw all other weights from normal distributions, equally at any mesh.
+    """Set the weights of norms to 1, and draw all other weights from normal distributions, the same at any mesh.
 
     Each drawn weight depends only on (seed, number of the parameter in the order of names, index).
     The factor 1 / sqrt(2 * layers) reduces the standard deviation of the output matrices of residual branches.

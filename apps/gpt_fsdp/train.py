@@ -107,7 +107,7 @@ def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> 
 
 
 def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
-    """Scale gradients down to a total norm of at most ``most``. Each shard counts once, on the rank that owns it."""
+    """Scale gradients down to a total norm of at most ``most``. Copies of a shard count once."""
     square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     parts = []
     for parameter in model.parameters():

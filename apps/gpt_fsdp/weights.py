@@ -96,16 +96,16 @@ def is_stored(value: object, parameter: Tensor) -> bool:
 
 
 def shard_of(tensor: Tensor, mesh: DeviceMesh) -> TensorShard:
-    """Return this rank's shard of ``tensor`` as an array on the CPU."""
+    """Return this rank's shard of ``tensor``, with an array on the CPU."""
     local, offset, is_copy = place(tensor, mesh)
     array = local.detach().cpu().contiguous().numpy()
     return TensorShard(array, offset, tuple(tensor.shape), is_copy)
 
 
 def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return this rank's shard of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank owns it.
+    """Return this rank's shard of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank writes it.
 
-    A scalar that is not a DTensor is a step counter, which rank 0 owns.
+    A scalar that is not a DTensor is a step counter, which rank 0 writes.
 
     Raises:
         NonRetryableError: the tensor is neither a DTensor nor a scalar, or its shard has an unexpected shape.

@@ -21,7 +21,7 @@ from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMPUTE, StepTimer
 from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
-SELECTED_GPUS = "FLAGS_selected_gpus"  # variable with this rank's GPU, which Paddle's launchers set
+SELECTED_GPUS = "FLAGS_selected_gpus"  # variable that selects this rank's GPU; Paddle's launchers set it
 
 
 def gpu_count() -> int:
@@ -118,7 +118,7 @@ def launcher_gpus() -> str | None:
 
 
 def gpu_number(gpus: str | None, world: World) -> str:
-    """Return the position of this rank's GPU among the visible GPUs, from "0"."""
+    """Return the number of this rank's GPU among the visible GPUs, as text, such as "0"."""
     local_rank = world.local_rank or 0
     if gpus:
         own = gpus.split(",")[local_rank]

@@ -27,7 +27,7 @@ NO_LABEL = -1  # label of a padding row; paddle.Model supports neither empty bat
 
 
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
-    """Cross entropy, scaled so that the average of the ranks' gradients is the mean over the global batch.
+    """Cross entropy, scaled so that the average of the ranks' gradients is the gradient of the global batch's mean.
 
     Attributes:
         loss_sum: summed loss of this rank's last batch.
@@ -110,7 +110,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:
-        """Call paddle.Model.train_batch as a collective of the monitor, because backward waits for other ranks."""
+        """Call paddle.Model.train_batch inside `monitor.collective`, because backward waits for other ranks."""
         with self.run.monitor.collective("train_batch"):
             return super().train_batch(*arguments, **settings)  # collective
 

@@ -169,7 +169,10 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if --gpus or CUDA_VISIBLE_DEVICES does not suit ``ranks`` ranks, for the launch script."""
+    """Raise ConfigError if --gpus or CUDA_VISIBLE_DEVICES does not suit ``ranks`` ranks per machine.
+
+    The launch script calls this function.
+    """
     check_gpus(options, ranks)
     visible = visible_gpus()
     if options.launcher == "launch" and visible is not None and max(1, len(visible)) < ranks:
@@ -233,7 +236,7 @@ def assigns_gpus(options: Options, ranks: int) -> bool:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is unset or "all", for Paddle the same."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is unset or "all" (all GPUs)."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

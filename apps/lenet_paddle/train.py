@@ -139,7 +139,7 @@ def train_parallel(
         paddle.seed(step_seed(run.options.seed, step))  # a resumed run draws the same random numbers
         scores = parallel(images)
         loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-        with run.monitor.collective("backward"):  # the wait happens in C++, which a Python traceback does not show
+        with run.monitor.collective("backward"):  # a Python traceback does not show the wait, which is in C++
             # Scale to the mean over the global batch: DataParallel averages over ranks, and shards may differ in size.
             (loss_sum * (batches.world_size / batches.size(step))).backward()  # collective: averages gradients
         run.timer.mark(COMMUNICATION)

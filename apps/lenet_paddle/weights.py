@@ -1,4 +1,4 @@
-"""Convert weights and optimizer state to arrays, whose names and layouts all apps share, and back."""
+"""Convert weights and optimizer state to arrays and back. Arrays of weights have PyTorch's names and layouts."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
 
 
 def shows_samples(options: Options) -> bool:
-    """Return True unless --model is tiny or --quiet is set. If it is True, the run logs sample texts at its end."""
+    """Return whether the run logs sample texts at its end. --model tiny and --quiet disable these texts."""
     return not is_tiny(options) and not options.quiet
 
 

@@ -81,7 +81,7 @@ def load(options: Options, model: nn.Module, optimizer: Optimizer, groups: Group
     """Load arrays that `groups` returned, or the weights of --init-from.
 
     Raises:
-        ValueError: an array does not fit the model or the optimizer, or as in `check_base`.
+        ValueError: an array does not fit the model or the optimizer, or `check_base` raises it.
     """
     if "optimizer" not in groups:
         check_base(options)

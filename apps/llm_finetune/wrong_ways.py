@@ -124,8 +124,9 @@ def curve(way: str, ranks: int, *words: str) -> list[float]:
     """Train with the mistake ``way``, and return the mean loss per target before each of STEPS updates.
 
     Args:
-        way: name of the mistake. The ways of BY_RANK compute micro-batches by rank, other ways in one process.
-        ranks: number of simulated ranks for the ways of BY_RANK.
+        way: name of the mistake. If BY_RANK contains the name, each simulated rank computes some micro-batches.
+            Otherwise, one rank accumulates all micro-batches.
+        ranks: number of simulated ranks, if BY_RANK contains ``way``.
         *words: options of the app, in addition to COMMON.
     """
     training = Training(*words)
@@ -156,7 +157,7 @@ def gap(one: Sequence[float], other: Sequence[float]) -> float:
 
 @torch.no_grad()
 def evaluation_gap() -> float:
-    """Return the relative error of the untrained model's test loss, computed as the mean of the batches' means."""
+    """Return the relative error of a test loss that is the mean of the batches' mean losses (untrained model)."""
     training = Training("--lora=0")
     test_set = training.test_set
     order = np.arange(len(test_set))

@@ -35,7 +35,7 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
             from torchvision import datasets, transforms
     except ModuleNotFoundError as error:
         raise ConfigError(f"--input torchvision: {error}: `python -m pip install {TORCHVISION}` beside torch") from None
-    to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(split.dtype)]  # ToTensor for any dtype
+    to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(split.dtype)]  # ToTensor, for any dtype
     transform = transforms.Compose([*to_tensor, transforms.Normalize((MEAN,), (STD,))])
     found: Dataset[tuple[Tensor, int]] = datasets.MNIST.__new__(datasets.MNIST)
     datasets.VisionDataset.__init__(found, transform=transform)

@@ -107,7 +107,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if --input needs torchvision, or --backend an NVIDIA driver, and it is missing.
+    """Raise ConfigError if the options need torchvision or an NVIDIA driver that is missing.
 
     If PYTHON= selects another environment, the function checks nothing.
     """

@@ -274,7 +274,7 @@ class Job:
             self._records.add(values)
 
     def _hello(self, values: dict[str, Any], channel: Channel) -> None:
-        """Send a rank's new process the checkpoint, or reject it if its metadata differ without --allow-mixed."""
+        """Send the checkpoint to a rank's new process. Without --allow-mixed, reject a process with other metadata."""
         each = self._ranks.of_name(values["rank"], values["name"])
         if each is None:  # another process has replaced the sender
             return
@@ -291,7 +291,7 @@ class Job:
     def _join(self, channel: Channel) -> None:
         """Start one more rank with the lowest free number, unless the job already has --virtual-ranks ranks."""
         alive = len(self._ranks.present())
-        most = self._options.virtual_ranks or 0  # never 0, because the parser rejects 0
+        most = self._options.virtual_ranks or 0  # never 0, because `parse` rejects 0
         if alive >= most:
             channel.send(refusal=f"{alive} ranks train with --virtual-ranks {most}: no more can join")
             return
