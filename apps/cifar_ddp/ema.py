@@ -46,7 +46,7 @@ def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> d
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """Load a checkpoint, of which only the group "model" is required. The average is the model if "ema" is missing.
+    """Load a checkpoint, which must have the group "model". Without "ema", the average starts at the model's weights.
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

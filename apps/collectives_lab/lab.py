@@ -61,7 +61,7 @@ def own_network() -> list[str]:
 
 
 def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: Sequence[str]) -> None:
-    """Run ``aggregate`` at each world size, if possible in a network namespace, which excludes other programs' bytes.
+    """Run ``aggregate`` at each world size. If possible, a network namespace excludes the bytes of other programs.
 
     Raises:
         ConfigError: a number in --ranks is above ``n``.

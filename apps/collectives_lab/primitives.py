@@ -608,7 +608,11 @@ def compare(name: str, x: Tensor) -> None:
 
 
 def main() -> None:
-    """Run the command ``primitives`` on this rank."""
+    """Run the command ``primitives`` on this rank.
+
+    Raises:
+        NonRetryableError: a collective failed, or a result differs from its definition.
+    """
     options = parse(["primitives", *sys.argv[1:]])
     world, device = rendezvous(options)
     check_size(options, world.world_size)

@@ -227,7 +227,11 @@ def analyze(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command ``straggler`` on this rank."""
+    """Run the command ``straggler`` on this rank.
+
+    Raises:
+        ConfigError: an option is invalid, or the job runs on several machines.
+    """
     options = parse(["straggler", *sys.argv[1:]])
     world, device = rendezvous(options)
     if world.node_count != 1:

@@ -20,6 +20,7 @@ def gather(run_dir: Path, output: Path) -> tuple[int, str]:
 
     Raises:
         ConfigError: the run has no sharded checkpoint.
+        NonRetryableError: all checkpoints are corrupt, or a file cannot be read or written.
     """
     found = checkpoint.newest(run_dir, log.warning, reader=storage.read)
     if found is None or not found.pieces:

@@ -77,7 +77,7 @@ def train_step(
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
-    """Update once with this rank's windows of a global batch, and return the sum of the windows' mean losses.
+    """Update once with this rank's windows of a global batch, and return the sum of the windows' mean losses per byte.
 
     FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
     be empty. The function therefore scales each loss, so that the gradients are the mean over the global batch. FSDP

@@ -17,7 +17,7 @@ def read_options(run_dir: Path) -> Options:
     """Return the options of a run.
 
     Raises:
-        ConfigError: ``run_dir`` is not a run dir of this app, or the base model's files have changed since the run.
+        ConfigError: ``run_dir`` is not a run dir of this app and version, or the base model's files have changed.
     """
     options = parse([])
     try:

@@ -160,7 +160,7 @@ class Launcher:
 
         Args:
             failed_step: number of the step that failed, or None.
-            state: this rank's state, as `Members.regroup` describes it for the other members.
+            state: progress, digest of the arrays, name, number and nonce of this rank, for the other members.
         """
         self.send(kind="regroup", failed=failed_step, state=state)
         self._answer("noted")
@@ -252,7 +252,7 @@ class Lighthouse:
             time.sleep(HEARTBEAT_SECONDS)
 
     def proposed_names(self) -> list[str]:
-        """Return the names that the lighthouse proposes, or [] without a valid answer within QUORUM_SECONDS."""
+        """Return the names that the lighthouse proposes; [] if it gives no valid answer within QUORUM_SECONDS."""
         try:
             quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=QUORUM_SECONDS))
         except Exception:  # a timeout, or torchft cannot parse another process's message

@@ -57,7 +57,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher is a job of one rank.
 
     Raises:
-        ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
+        ConfigError: ``transport`` is "mpi" and Horovod lacks MPI, or Horovod finds more or fewer ranks than started.
     """
     # Collectives time out after the watchdog, because only the watchdog can identify the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)

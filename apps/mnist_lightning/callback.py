@@ -76,7 +76,11 @@ class RunCallback(pl.Callback):
             self.run.save()  # collective: compare replicas
 
     def log_line(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
-        """Pass a line of metrics.jsonl to Lightning's loggers, which write only on rank 0."""
+        """Pass a line of metrics.jsonl to Lightning's loggers, which write only on rank 0.
+
+        Raises:
+            NonRetryableError: a logger cannot write its file.
+        """
         values = {name: value for name, value in line.items() if name != "step"}
         try:
             for logger in trainer.loggers:

@@ -598,6 +598,9 @@ def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]
         options: options of `make`.
         index: index of the server in --server.
         ids: device ids of this server.
+
+    Raises:
+        RankTableError: the options or the server's files do not give an address for each device.
     """
     if options.device_ips:
         given = options.device_ips[index]

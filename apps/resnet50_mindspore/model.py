@@ -15,7 +15,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Con
 
 
 class Block(nn.Cell):  # type: ignore[misc]
-    """A residual block, which adds convolutions of (size, outputs, stride) with batch norms to the input."""
+    """A residual block: the input plus the output of ``convolutions`` (size, outputs, stride) with batch norms."""
 
     def __init__(self, inputs: int, convolutions: Sequence[tuple[int, int, int]], statistics: bool | None) -> None:
         super().__init__()
