@@ -42,8 +42,8 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
     """Average a float32 vector by each scheme in each round, and return the measurements.
 
     Returns:
-        The vector's size in "bytes" (--bytes, rounded down to a multiple of 4), "alone_on_loopback" (whether loopback
-        is the only network interface), and "schemes": seconds and bytes by name of the scheme.
+        A dict. "bytes" is the vector's size: --bytes, rounded down to a multiple of 4. "alone_on_loopback" is true if
+        loopback is the only network interface. "schemes" has the seconds and bytes of each scheme, by name.
 
     Raises:
         NonRetryableError: a scheme computes a wrong mean.

@@ -142,9 +142,9 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
     def sum_shards(self, test: Split) -> Tensor:
         """Return summed loss, top-1 count, top-2 count and number of examples, float64 [4], for train.evaluate.
 
-        The loss and the number of examples are those of this rank's shard. paddle.Model gathers scores and labels of
-        all ranks, so rank 0 returns the counts of all ranks, and other ranks return 0. paddle.Model requires equal
-        shapes, so shorter shards get a padding row, whose label is NO_LABEL.
+        The loss and the number of examples cover only this rank's shard. paddle.Model gathers scores and labels of all
+        ranks, so rank 0 returns the counts of all ranks, and other ranks return 0. paddle.Model requires equal shapes,
+        so shorter shards get a padding row, whose label is NO_LABEL.
         """
         n = len(test.labels)
         rank = dist.get_rank()

@@ -77,8 +77,8 @@ class Digits(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
 
-        The method scales "loss", so that DDP averages the gradients to those of the global batch's mean loss. With
-        --virtual-ranks, "loss" is absent, and "loss_sum" is the global batch's summed loss on rank 0, else 0.
+        The method scales "loss", so that DDP's mean of the gradients is the gradient of the global batch's mean loss.
+        With --virtual-ranks, "loss" is absent, and "loss_sum" is the global batch's summed loss on rank 0, else 0.
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}

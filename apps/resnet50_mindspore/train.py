@@ -146,7 +146,7 @@ class AfterUpdate:
         if step == run.first_step:
             distributed.all_gather(np.zeros(1))  # collective: wait once until all ranks have compiled the step
         actions = run.after_step()  # counts the step and records progress; the loss stays on the device
-        if actions.sync and (step + 1) % options.sink_size == 0:  # the weights are those of the loop's last update
+        if actions.sync and (step + 1) % options.sink_size == 0:  # the weights come from the loop's last update
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
             actions = run.sync(loss_sum, running_loss)  # collective: exchange losses, stop requests and phase times
         if actions.log:
