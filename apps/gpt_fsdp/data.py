@@ -22,8 +22,9 @@ IGNORED = -100  # target that `cross_entropy` ignores
 class Windows(Dataset[Any]):
     """A dataset of windows, which divide the bytes [first, stop) of ``text`` into sequences of ``context`` targets.
 
-    The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the bytes
-    before it in the window. A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
+    The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the window's
+    earlier targets and the byte before the first target. A `samestep.torch.DataLoader` reads each batch by one call of
+    `batch`.
     """
 
     text: NDArray[np.uint8]

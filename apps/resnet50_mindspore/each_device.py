@@ -8,8 +8,8 @@ servers. The folder contains env.log, train.log, and the files of Ascend's compi
 ranks.
 
 ``--device=cpu`` starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The ranks connect
-through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. If the table has
-several servers, set MASTER_ADDR and MASTER_PORT.
+through MindSpore's scheduler. The first server runs the scheduler, with logs in ``<run-dir>/scheduler``. If the table
+has several servers, set MASTER_ADDR and MASTER_PORT.
 
 The program exits with the exit code of the first failed rank, or with 128 + the number of the signal that killed this
 rank. It prints one line and exits with 2 if the call or the table is invalid. If it receives a stop signal, it exits
