@@ -39,7 +39,7 @@ LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "P
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
 RANKS = (1, 2, 4)  # default world sizes of aggregate: N, and each of these numbers that is below N
-TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls of ``primitives``, by the maximum of size in bytes
+TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls per collective; a key is the largest tensor, in bytes
 DEFAULT = "(default: %(default)s)"
 
 

@@ -213,8 +213,8 @@ class TorchDDP(Strategy):
 class Overlap(Strategy):
     """Average gradients like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
 
-    Buckets begin at the last layer. A rank sends a bucket when all gradients of the bucket are ready and all earlier
-    buckets are sent. All ranks therefore send buckets in the same order.
+    The first bucket has the last layers. A rank sends a bucket when all gradients of the bucket are ready and all
+    earlier buckets are sent. All ranks therefore send buckets in the same order.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from samestep.options import Options
 
 
 def spawn(main: Callable[[], None], options: Options) -> None:
-    """Run ``main`` in each of --nprocs ranks, and return if all ranks succeed.
+    """Start the ranks, run ``main`` in each rank, and return if all ranks succeed.
 
     If a rank fails, exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
     """

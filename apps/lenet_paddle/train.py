@@ -15,7 +15,7 @@ Every rank runs this file. Ranks communicate at these points, which comments mar
 - the comparison of replicas before each checkpoint and at the end.
 
 --api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. `highlevel` uses the loop of
-paddle.Model (highlevel.py). All three APIs compute the same steps and communicate at these points.
+paddle.Model (highlevel.py). All three APIs compute the same steps and communicate at the points above.
 """
 
 from __future__ import annotations

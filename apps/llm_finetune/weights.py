@@ -60,7 +60,7 @@ def read_header(run_dir: Path) -> dict[str, Any]:
 
 
 def check_base(options: Options) -> None:
-    """Raise ValueError if --init-from names LoRA matrices of a run with another base model.
+    """Raise ValueError if the file of --init-from has LoRA matrices for another base model.
 
     The function reads the base model from metrics.jsonl in the file's folder, and checks nothing without metrics.jsonl.
     """
