@@ -9,7 +9,7 @@ from samestep.sharding import sample_bits
 from torch import Tensor
 from torch.nn.functional import pad
 
-PADDING = 4  # width of the border around the image before cropping, in pixels
+PADDING = 4  # width of the zero border on each side of an image before cropping, in pixels
 
 
 def choices(
@@ -35,9 +35,9 @@ def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: 
 
     Args:
         images: images uint8 [m, s, s, 3].
-        indices: numbers [m] of the images in the dataset.
+        indices: indices of the images in the dataset, int64 [m].
         seed: seed of the random choices.
-        epoch: number of the epoch.
+        epoch: number of the epoch, from 0.
 
     Returns:
         Images uint8 [m, s, s, 3].

@@ -1,4 +1,4 @@
-"""Read the same batches in one of two ways: from a uint8 tensor in memory, or by a DataLoader with workers."""
+"""Read batches from a tensor of all images, or sample by sample in worker processes. The batches are the same."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that reads one sample at a time. If your dataset exceeds the memory, let `read` read a file."""
+    """A dataset that reads one sample at a time. If your data exceed the memory, make `read` load a file."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -95,7 +95,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return image, split.labels[index]
 
     def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the samples as one batch, as `Split.batch` returns it."""
+        """Return the images and labels of ``samples`` as one batch, in the format of `Split.batch`."""
         images, labels = zip(*samples)
         channels_last = torch.stack(images).permute(0, 2, 3, 1).contiguous()
         return self._split.normalize(channels_last), torch.stack(labels)

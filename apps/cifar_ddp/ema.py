@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 
 class Average:
-    """Keep an exponential moving average of weights and running statistics in ``model``, a copy of the model.
+    """Keep an exponential moving average of a model's weights and running statistics.
+
+    The attribute ``model`` is a copy of the model that contains the average.
 
     Update ``step`` (from 0) moves the average towards the weights by the fraction
     1 - min(decay, (step + 1) / (step + 10)). This fraction is larger in early updates, so the initial weights soon lose
-    their influence. It depends only on the step, so a checkpoint stores the average and no counter.
+    their influence. A checkpoint stores only the average, because the fraction depends only on the step.
     Source: TensorFlow's ExponentialMovingAverage with ``num_updates``.
     """
 
@@ -44,7 +46,7 @@ def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> d
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """Load a checkpoint's groups, or only "model". The average starts at the model's weights if "ema" is missing.
+    """Load a checkpoint, which must have the group "model". Without "ema", the average starts at the model's weights.
 
     Raises:
         ValueError: an array does not fit the model or the optimizer.

@@ -94,5 +94,5 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
         model = ResNet(options.model, options.stem, options.dropout, norm=norm)
     model.freeze_bn = options.freeze_bn
     model.to(dtype)
-    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # the images' format
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # the memory format of the images
     return model.train()

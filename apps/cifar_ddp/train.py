@@ -5,8 +5,8 @@
     python apps/cifar_ddp/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
-Each part of a step, from the schedule to batch normalization, depends only on the step's number, the sample or the
-global batch. The step is therefore the same at any world size, and after a restart. README.md shows how common
+Schedule, augmentation, dropout and batch normalization depend on the step's number, the seed and the global batch, but
+not on the ranks. The step is therefore the same at any world size, and after a restart. README.md shows how common
 mistakes change the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
@@ -64,7 +64,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``.
+    """Return the learning rate of update ``step``, from 0, of a run with ``steps`` updates.
 
     A function of the step needs no state in checkpoints. A torch scheduler counts its calls, so it needs state.
     """
@@ -124,7 +124,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -181,7 +181,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make batch norm, dropout and all-reduces independent of the world size and of restarts.
+    # Make batch norm and dropout independent of the world size, and sums of gradients independent of restarts.
     if options.virtual_ranks:
         check_sub_shards(options, sampler)
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective

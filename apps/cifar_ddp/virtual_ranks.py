@@ -45,7 +45,11 @@ class VirtualRanks:
     def compute_gradients(
         self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set ``.grad`` to the global batch's gradients. Return its summed loss on rank 0, and 0 on other ranks."""
+        """Set ``.grad`` to the gradients of the global batch's mean loss.
+
+        Returns:
+            The summed loss of the global batch on rank 0, and 0 on other ranks, as a scalar tensor.
+        """
         module = model.module if isinstance(model, DistributedDataParallel) else model  # DDP has nothing to prepare
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = self.summed_loss(options, module, sub_images, sub_labels)

@@ -4,7 +4,7 @@
 
 The program trains twelve steps in float64 on undivided global batches. Then it trains again on two ranks, in three
 micro-batches, or with a resume after six steps. It prints the largest relative difference of the losses for each
-mistake. One process simulates DDP: it uses each rank's shard and random numbers, and averages the ranks' gradients.
+mistake. One process simulates DDP with each rank's shard and random numbers, and averages the ranks' gradients.
 The losses differ only by rounding if the training makes no mistake ("none").
 """
 
@@ -31,7 +31,7 @@ LR = 0.2
 SEED = 1
 CLIP = 0.5  # maximum norm of the gradient
 DECAY = 0.9  # decay of the averaged weights
-# Common mistakes for each way to divide the training.
+# The mistakes to measure for each way to divide the training.
 WAYS = {
     "ranks": ("none", "mean over ranks", "augmentation", "dropout", "batch norm", "clipping"),
     "micro-batches": ("none", "mean over micro-batches", "dropout"),
@@ -65,7 +65,7 @@ class Net(nn.Module):
         xs = [self.conv2(F.relu(self.conv1(images))) for images in parts]
         if wrong == "batch norm":  # normalize by each part's own statistics
             xs = [self.norm(x) for x in xs]
-        else:  # normalize by the statistics of all parts, which `exact` computes by an all-reduce
+        else:  # normalize by the statistics of all parts; on several ranks, `exact` all-reduces these statistics
             normalized = self.norm(torch.cat(xs))
             xs = list(normalized.split([len(x) for x in xs]))
         xs = [F.relu(x).mean((2, 3)) for x in xs]
@@ -78,7 +78,7 @@ class Net(nn.Module):
 
 
 def crop_by_rank(images: Tensor) -> Tensor:
-    """Crop each image at a position that torch's global generator draws, as many programs do."""
+    """Return the images, each padded and cropped to 32 x 32 at a position that torch's global generator draws."""
     padded = F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     corners = torch.randint(0, 2 * PADDING + 1, (len(images), 2)).tolist()
     crops = []
@@ -88,13 +88,13 @@ def crop_by_rank(images: Tensor) -> Tensor:
 
 
 def compute_gradients(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[int], wrong: str) -> list[Tensor]:
-    """Return the clipped gradients of the mean loss over the global batch.
+    """Return the clipped gradients of the mean loss over the global batch, computed with the mistake ``wrong``.
 
     Args:
         model: model with the parameters to differentiate.
         sums: summed loss of each part.
         sizes: number of samples of each part.
-        wrong: the mistake, one of WAYS.
+        wrong: the mistake, a string in the values of WAYS.
     """
     parameters = list(model.parameters())
     if wrong == "clipping":  # each rank clips its gradients before DDP averages them
@@ -113,7 +113,7 @@ def compute_gradients(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[
 
 
 def clip(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Scale gradients down to a norm of at most CLIP."""
+    """Return the gradients, scaled down to a total norm of at most CLIP."""
     squares = torch.stack([gradient.square().sum() for gradient in gradients])
     norm = squares.sum().sqrt()
     factor = (CLIP / norm).clamp(max=1)
@@ -127,7 +127,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
         train_set: training set, from which the global batches come.
         divided: key of WAYS.
         parts: number of ranks, micro-batches or runs.
-        wrong: the mistake, or "none".
+        wrong: the mistake, a string in ``WAYS[divided]``.
     """
     torch.manual_seed(SEED)
     norm: nn.Module = nn.BatchNorm2d(16)
@@ -174,7 +174,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
 
 
 def move(average: nn.Module, model: nn.Module) -> None:
-    """Move the averaged weights towards the weights of ``model``."""
+    """Move the averaged weights towards the weights of ``model`` by the fraction 1 - DECAY."""
     for averaged, current in zip(average.parameters(), model.parameters()):
         averaged.data.lerp_(current.data, 1 - DECAY)
 
@@ -186,7 +186,7 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
         train_set: training set, from which the global batches come.
         step: number of the step, from 0.
         count: number of parts.
-        wrong: the mistake, one of WAYS.
+        wrong: the mistake, a string in the values of WAYS.
     """
     batches = GlobalBatches(len(train_set.labels), BATCH, SEED)
     images = []
@@ -208,7 +208,10 @@ def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[li
 
 
 def lost_updates(train_set: Split) -> float:
-    """Return the fraction of weights that a step leaves unchanged in bfloat16. It is nearly 0 in float32."""
+    """Return the fraction of weights that have a nonzero gradient, but do not change in an SGD step in bfloat16.
+
+    The same fraction in float32 is nearly 0.
+    """
     torch.manual_seed(SEED)
     model = Net(nn.BatchNorm2d(16))
     images, labels, rows = split_batch(train_set, 0, 1, "none")

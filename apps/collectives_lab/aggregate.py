@@ -39,7 +39,15 @@ EVALUATE_EVERY = 16  # steps between evaluations; a multiple of each local SGD's
 
 
 def compare_schemes(options: Options, world: env.World, device: torch.device) -> dict[str, Any]:
-    """Average a float32 vector of --bytes bytes by each scheme in each round. Return seconds and bytes by scheme."""
+    """Average a float32 vector by each scheme in each round, and return the measurements.
+
+    Returns:
+        A dict. "bytes" is the vector's size: --bytes, rounded down to a multiple of 4. "alone_on_loopback" is true if
+        loopback is the only network interface. "schemes" has the seconds and bytes of each scheme, by name.
+
+    Raises:
+        NonRetryableError: a scheme computes a wrong mean.
+    """
     x = torch.empty(options.bytes // 4, device=device)
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEMES}
     loopback_bytes: dict[str, list[int]] = {name: [] for name in SCHEMES}
@@ -128,8 +136,8 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
     Args:
         name: name of the strategy.
         options: options of ``aggregate``.
-        world: this process's place among the ranks.
-        training: training set, on the device that trains.
+        world: rank and world size.
+        training: training set, on the training device.
         test: test set for the evaluations, on the same device.
     """
     strategy = STRATEGIES[name]()
@@ -140,7 +148,7 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
     seconds: list[float] = []  # duration of each step on this rank
     in_collectives = 0.0  # seconds in collectives, over all steps
     loopback_bytes = 0  # bytes of all ranks, over all steps
-    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # summed losses of this rank
+    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # this rank's loss sum per step
     curve = [{"step": 0, "seconds": 0.0, **evaluate(trainer, test)}]
     sent.clear()
     before = loopback_after_barrier()
@@ -182,7 +190,10 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
 
 
 def seconds_in_collectives(strategy: Strategy) -> float:
-    """Return the seconds that this rank spent in collectives since `session.events` was cleared, without backward."""
+    """Return the seconds that this rank spent in collectives since `session.events` was cleared.
+
+    The result does not include the event of the backward pass.
+    """
     return sum(end - begin for event, begin, end in session.events if event != strategy.backward)
 
 
@@ -305,7 +316,7 @@ def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
 
 
 def _draw_steps(axes: Any, results: list[dict[str, Any]]) -> None:
-    """Draw a bar for the median step of each strategy at each world size."""
+    """Draw a bar for the median step time of each strategy at each world size."""
     width = 0.8 / len(results)
     for index, result in enumerate(results):
         names = [each["strategy"] for each in result["training"]]

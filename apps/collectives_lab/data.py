@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the training device."""
 
     images: Tensor
     labels: Tensor

@@ -68,12 +68,12 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
     Args:
         strategy: strategy that prepares the model.
         steps: number of steps.
-        training: training set, on the device that trains.
-        world: this process's place among the ranks; by default a single rank.
+        training: training set, on the training device.
+        world: rank and world size; by default a single rank.
 
     Returns:
-        A dict with the first step's "gradients" and the final "weights", both float64 [21840]. It also has the model's
-        "calls" per step, and the "module" that the strategy prepared.
+        A dict with the first step's "gradients", the final "weights" (both float64 [21840]), the number of "calls" of
+        the model per step, and the "module" that the strategy prepared.
     """
     options = parse(["aggregate", *TRAINING])
     trainer = Trainer(strategy, options, training, world)
@@ -93,7 +93,7 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
 
 
 def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of each kind of data on the output device and on each other device, without activations.
+    """Return the bytes (on the output device, on each other device) of each kind of data, without activations.
 
     Args:
         model_bytes: size of all parameters in float64, in bytes.
@@ -112,7 +112,7 @@ def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[st
 
 
 def main() -> None:
-    """Train by DDP, by DataParallel and by the plain step (without a wrapper). Rank 0 writes data_parallel.json."""
+    """Train by DDP, DataParallel, `in_pieces`, and the plain step (without a wrapper), and write data_parallel.json."""
     options = parse(["launchers", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, _ = load("mnist-5k", Path("data"), device)
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def compared(name: str, way: dict[str, Any], plain: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Return the largest differences between the results ``way`` and ``plain`` of `measure`.
+    """Return the largest absolute differences between the results ``way`` and ``plain`` of `measure`.
 
     Args:
         name: name of the way.

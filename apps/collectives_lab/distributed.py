@@ -4,8 +4,8 @@ Every collective of this app runs inside ``with collective("its name"):``. The c
 errors and the collective's time limit, and records timestamps.
 
 Calls on a GPU return before their work is done, so each timestamp is read after `finish`. A collective begins when
-this rank's computation is done, and ends when the collective's result is available. A rank therefore cannot queue a
-collective before the rank's computation is done, as other programs do.
+this rank's computation is done, and ends when the collective's result is available. Other programs may queue a
+collective earlier, while the computation still runs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def finish() -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return torch's error message without C++ source locations. If a rank is missing, add an explanation."""
+    """Return torch's error message without C++ source locations, and with the result of `missing_rank`, if any."""
     line = log.first_line(str(error)) or type(error).__name__
     text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # remove C++ source location and gloo's advice
     missing = missing_rank(text)
@@ -117,7 +117,7 @@ def missing_rank(text: str) -> str:
 
 
 def _exit_on_signal(stopped: Stopped) -> None:
-    """End this rank. Report the pending collective first at SIGTERM, because another rank may have failed."""
+    """End this rank. After SIGTERM, log the pending collective first, because another rank may have failed."""
     if stopped.exit_code != 128 + signal.SIGTERM:
         os._exit(stopped.exit_code)
     deadline = time.monotonic() + 0.5
@@ -158,7 +158,7 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
         options: options of a command that runs on ranks. The function sets ``run_dir``.
 
     Returns:
-        This process's place among the ranks, and its device.
+        The rank and world size of this process, and its device.
 
     Raises:
         ConfigError: the environment or --device is invalid.
@@ -214,7 +214,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
-    """Return the nonempty lists of all ranks, by rank."""
+    """Return the nonempty lists of all ranks, by rank as a string, on every rank."""
     return {str(rank): each for rank, each in enumerate(gather_json(value)) if each}
 
 
@@ -236,7 +236,7 @@ def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
 
 
 def slowest_seconds(spans: list[tuple[float, float]]) -> list[float]:
-    """Return the duration of each of m calls over all ranks.
+    """Return the duration of each of m calls of a collective over all ranks.
 
     All ranks of one machine read the same clock. A call then lasts from the last rank's entry to the last rank's exit,
     so that the wait for a late rank does not count. The duration on several machines is the slowest rank's time.

@@ -3,8 +3,8 @@
     lab.py COMMAND [options] --by python -m torch.distributed.run --nproc-per-node=4 ...
 
 scripts/run_collectives_lab.sh passes torchrun's command line after --by. `primitives`, `aggregate` and `straggler` run
-on ranks, which this program starts. `launchers`, `predict` and `report` run in this process. `all` runs all commands in
-turn.
+on ranks, which this program starts. `launchers`, `predict` and `report` run in this process. `all` runs every other
+command in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def start_ranks(torchrun: Sequence[str], command: str, n: int, arguments: Sequence[str]) -> None:
-    """Run the program of a command on ``n`` ranks. If the program fails, exit with code 1. Ranks report the reason.
+    """Run the program of a command on ``n`` ranks. If the program fails, exit with code 1. A rank logs the reason.
 
     Args:
         torchrun: torchrun's command line.
@@ -61,7 +61,11 @@ def own_network() -> list[str]:
 
 
 def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: Sequence[str]) -> None:
-    """Run ``aggregate`` at each world size, in a network namespace that excludes other programs' bytes if possible."""
+    """Run ``aggregate`` at each world size. If possible, a network namespace excludes the bytes of other programs.
+
+    Raises:
+        ConfigError: a number in --ranks is above ``n``.
+    """
     counts = options.ranks or sorted({r for r in RANKS if r <= n} | {n})
     if max(counts) > n:
         raise ConfigError(f"--ranks {max(counts)} is more than N={n}")
@@ -101,7 +105,7 @@ def run(command: str, torchrun: Sequence[str], n: int, arguments: Sequence[str])
 
 
 def main() -> None:
-    """Run the command line, and print RESULT or write the exit code of a failure for the launch script."""
+    """Run the command line, and print a line RESULT. After an error, write the exit code for the launch script."""
     split = sys.argv.index("--by")
     command, *arguments = sys.argv[1:split]
     torchrun = sys.argv[split + 1 :]

@@ -63,7 +63,7 @@ def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str
 
 
 def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[str]:
-    """Return the command line that starts ``n`` ranks of a program by torchrun on a free port."""
+    """Return the command line that starts ``n`` ranks of ``job`` by the launcher ``module``, with a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -78,6 +78,9 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
         name: name of the launcher, for messages.
         words: command line of the job.
         run_dir: run dir of the job.
+
+    Raises:
+        NonRetryableError: the job runs for more than LIMIT seconds.
     """
     root = Root(run_dir)
     root.make_folder("log")
@@ -156,7 +159,11 @@ def marked(mark: str) -> list[int]:
 
 
 def compare(n: int, options: Options) -> None:
-    """Run the job by each launcher, to its end and with a killed rank, and write launchers.json."""
+    """Run the job by each launcher, to its end and with a killed rank, and write launchers.json.
+
+    Raises:
+        NonRetryableError: a job failed, or ended with other weights than by another launcher.
+    """
     folder = options.run_dir / "launchers"
     facts = {"torch": version("torch"), "world_size": n}
     result: dict[str, Any] = {"facts": facts, "ways": {}}

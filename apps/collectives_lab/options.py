@@ -38,8 +38,8 @@ KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
-RANKS = (1, 2, 4)  # default world sizes of aggregate: each number up to N, and N itself
-TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls of ``primitives``, by the largest size in bytes
+RANKS = (1, 2, 4)  # default world sizes of aggregate: N, and each of these numbers that is below N
+TIMED_CALLS = {2**20: 30, 2**24: 10, math.inf: 5}  # timed calls per collective; a key is the largest tensor, in bytes
 DEFAULT = "(default: %(default)s)"
 
 
@@ -102,7 +102,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         trace = "write each rank's times before and after each collective, and show who waited for whom"
         commands[name].add_argument("--trace", action="store_true", help=trace)
     for name in ("primitives", "aggregate", "straggler", "launchers"):
-        # torch.distributed.launch adds this option before a program's own arguments. It also sets LOCAL_RANK.
+        # torch.distributed.launch adds this option before a program's own arguments. The program reads LOCAL_RANK.
         commands[name].add_argument("--local-rank", "--local_rank", type=bounded_int(0), help=argparse.SUPPRESS)
     _add_primitives(commands["primitives"])
     _add_aggregate(commands["aggregate"])

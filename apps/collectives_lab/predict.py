@@ -134,7 +134,7 @@ def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
         return float(((design @ line - 1) ** 2).sum())
 
     line, *_ = np.linalg.lstsq(design, np.ones_like(t), rcond=None)
-    if line.min() < 0:  # fit A alone and B alone, with 0 for the other
+    if line.min() < 0:  # fit only A and only B, and use the line with the smaller error
         alone = design.sum(axis=0) / (design**2).sum(axis=0)
         line = min(np.diag(alone), key=squared_error)
     return float(line[0]), float(line[1])
@@ -206,8 +206,8 @@ def simulate(compute: float, mean_delay: float, communicate: dict[int, float], s
         seed: seed of the random delays.
 
     Returns:
-        A row for each world size, in seconds per step: the time by strategy, and the simulated and expected longest
-        delay.
+        A row for each world size, with seconds per step: the time by strategy, the time of communication, and the
+        simulated and expected longest delay.
     """
     random = np.random.default_rng(seed)
     rows = []
@@ -261,7 +261,7 @@ def predict(options: Options) -> None:
 
 
 def predicted_times(link: Link) -> list[dict[str, Any]]:
-    """Return the seconds of each algorithm, for each model and world size."""
+    """Return a row for each model of MODELS and each world size of RANKS, with the seconds of each algorithm."""
     times = []
     for model, n in MODELS.items():
         for p in RANKS:

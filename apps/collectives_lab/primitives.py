@@ -155,7 +155,7 @@ def isend_irecv(x: Tensor, root: int) -> Tensor:
 
 
 def in_place(x: Tensor, y: Tensor) -> Tensor:
-    """Copy ``y`` into ``x``, and return ``x``. ``y`` is ``x`` or the contiguous copy that the backend changed."""
+    """Copy ``y``, the contiguous copy of ``x`` that a backend has changed, into ``x``, and return ``x``."""
     if y is not x:
         x.copy_(y)
     return x
@@ -410,7 +410,7 @@ OPERATORS = {
 
 
 def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the input of ``rank`` [world_size, m] for a reduction: 3 to 10, so that operators' results differ."""
+    """Return the input of ``rank`` [world_size, m] for a reduction: integers from 3 to 10, in ``dtype``."""
     p = dist.get_world_size()
     count = torch.arange(p * m, device=device)
     numbers = 3 + (2 * rank + count) % 8
@@ -514,7 +514,7 @@ def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: i
 def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     """Run each operator in each reduction on rows of length 1, and return all ranks' numbers before and after.
 
-    The numbers are integers, or floating point if the operator is not defined for integers.
+    The numbers are int64 if the checks include the operator for int64, otherwise float64 or float32.
     """
     shown: dict[tuple[str, str], dict[str, Any]] = {}
     for case in reversed(checks):  # reversed, so that int64 comes first
@@ -565,7 +565,7 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
 
 
 def demonstrate_fault(options: Options, world: env.World, device: torch.device) -> None:
-    """Make one rank fail in the collective of --only. Every other rank raises NonRetryableError."""
+    """Make one rank fail in the collective of --only. On the other ranks, the collective fails or times out."""
     name = options.only
     fault = options.fault
     primitive = PRIMITIVES[name]
@@ -608,7 +608,11 @@ def compare(name: str, x: Tensor) -> None:
 
 
 def main() -> None:
-    """Run the command ``primitives`` on this rank."""
+    """Run the command ``primitives`` on this rank.
+
+    Raises:
+        NonRetryableError: a collective failed, or a result differs from its definition.
+    """
     options = parse(["primitives", *sys.argv[1:]])
     world, device = rendezvous(options)
     check_size(options, world.world_size)
@@ -635,7 +639,7 @@ def main() -> None:
 
 
 def timings(names: list[str], options: Options, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure each primitive at sizes from 1 KiB to --max-bytes in powers of 4. Measure the barrier once."""
+    """Yield a timing of each primitive at 1 KiB, 4 KiB, 16 KiB and so on up to --max-bytes, and one of the barrier."""
     if options.no_timing:
         return
     sizes = [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
@@ -657,7 +661,7 @@ def timings(names: list[str], options: Options, device: torch.device) -> Iterato
 
 
 def bandwidths(timing: dict[str, Any], p: int) -> tuple[float, float]:
-    """Return algorithm and bus bandwidth at the median time, in bytes/s."""
+    """Return the algorithm bandwidth and the bus bandwidth at the median time of ``p`` ranks, in bytes/s."""
     algorithm = timing["bytes"] / statistics.median(timing["seconds"])
     bus_factor = PRIMITIVES[timing["primitive"]].bus(p)
     return algorithm, algorithm * bus_factor
@@ -692,7 +696,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def rank_names(p: int) -> list[str]:
-    """Return the column headers of the first SHOWN_RANKS ranks."""
+    """Return the column headers of at most SHOWN_RANKS ranks."""
     return [f"rank {rank}" for rank in range(min(p, SHOWN_RANKS))]
 
 
@@ -743,7 +747,7 @@ def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def unique(values: Iterable[str]) -> list[str]:
-    """Return the distinct values in their order."""
+    """Return the distinct values in the order of their first occurrence."""
     return list(dict.fromkeys(values))
 
 

@@ -47,7 +47,7 @@ summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
 
 
 def write(run_dir: Path, markdown: bool) -> None:
-    """Write ``report.html``.
+    """Write ``report.html`` to the run dir.
 
     If ``markdown`` is true, also write all tables except long ones to ``report.md`` and the console.
 

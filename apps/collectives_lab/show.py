@@ -83,10 +83,10 @@ class Picture:
 
 
 def picture(name: str, caption: str, figure: Figure) -> Picture:
-    """Return a matplotlib figure as an SVG element whose ids are unique on a page."""
+    """Return the `Picture` of a matplotlib figure. The SVG's ids begin with ``name``, so they are unique on a page."""
     import matplotlib
 
-    # Ids are derived from the name, so that equal data give equal bytes.
+    # matplotlib derives ids from this salt instead of a random one, so that equal data give equal bytes.
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         file = io.StringIO()
         figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
@@ -130,7 +130,7 @@ def publish(
 ) -> None:
     """Write ``<run-dir>/<name>.json``, print its tables except long ones, and write the command's pictures.
 
-    Only rank 0 calls this function.
+    In a job of several ranks, only rank 0 calls this function.
 
     Args:
         run_dir: run dir of the job.

@@ -29,7 +29,7 @@ from training import Trainer
 
 
 def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = ()) -> None:
-    """Train by all_reduce on this rank, which the environment describes, and write ``rank-<r>.json``.
+    """Train by the strategy all_reduce on the rank that environment variables define, and write ``rank-<r>.json``.
 
     Args:
         run_dir: run dir of the job.
@@ -45,7 +45,7 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
     trainer = Trainer(STRATEGIES["all_reduce"](), options, training, world)
     for step in range(steps):
         if step == steps // 2 and world.rank == dying:
-            time.sleep(1)  # the other ranks then wait in the all_reduce, where a killed rank is hardest to detect
+            time.sleep(1)  # the other ranks then already wait in the all_reduce when this rank dies
             write_json(run_dir, "died", time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.update(trainer.batch())

@@ -3,10 +3,10 @@
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
 
-mnist_ddp's model trains in blocks of 16 steps while one rank or every rank sleeps. A rank sleeps once in the training,
-at the start of each block, before each aggregation, or in the middle of each backward pass. The length of a sleep is
-constant, or exponentially distributed with the same mean. The conditions alternate, so that other work on the machine
-affects all conditions alike.
+mnist_ddp's model trains in blocks of 16 steps while no rank, one rank or every rank sleeps. A rank sleeps once in the
+training, at the start of each block, before each aggregation, or in the middle of each backward pass. The length of a
+sleep is constant, or exponentially distributed with the same mean. The conditions alternate, so that other work on the
+machine affects all conditions alike.
 
 The results come only from measured times, not from the configured delay. Each rank records the start and the end of
 each collective and each sleep, by a clock that all ranks share. A rank waits in a collective until the last rank has
@@ -70,8 +70,9 @@ def conditions(options: Options) -> list[Condition]:
     """Return the conditions to measure.
 
     The first strategy gets all delays, in aggregation and backward, or in the only place of --where. Each strategy gets
-    one delay in every place and kind that the options select. If --sleeps is given, each strategy gets exactly these
-    sleeps.
+    a condition without sleeps. Each strategy also gets the delay nearest to 10 ms: constant in every place, and random
+    in backward. --where and --kind restrict these conditions. If --sleeps is given, each strategy gets a condition
+    without sleeps and these sleeps.
     """
     if options.sleeps:
         return _listed(options)
@@ -145,8 +146,8 @@ class Delayed(Strategy):
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. It
-        # delays the strategy's hook, which is registered later, as a slow layer would.
+        # The sleep is in the middle of the backward pass, after the gradient of fc1 and before the convolutions. Like a
+        # slow layer, the sleep delays the strategy's hook, because this hook is registered later.
         assert isinstance(model, Net)
         model.fc1.weight.register_post_accumulate_grad_hook(lambda _: self.sleep("backward"))
         return self.inner.prepare(model)
@@ -189,7 +190,7 @@ def train_block(trainer: Trainer, delayed: Delayed, condition: str) -> dict[str,
 
 
 def spans(blocks: Sequence[dict[str, Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return three arrays [ranks, collectives] of times: each rank's entry, the end of its wait, and its exit.
+    """Return three arrays [ranks, collectives] of times in seconds: a rank's entry, the end of its wait, and its exit.
 
     A rank waits until the last rank has entered the collective.
     """
@@ -204,7 +205,7 @@ def spans(blocks: Sequence[dict[str, Any]]) -> tuple[NDArray[np.float64], NDArra
 
 
 def analyze(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the parts of each rank's time in one block, and the rank that entered each collective last."""
+    """Return the PARTS of each rank's time in one block, in seconds, and the rank that entered each collective last."""
     begin, until, end = spans(blocks)
     waits = (until - begin).sum(axis=1).tolist()
     insides = (end - begin).sum(axis=1).tolist()
@@ -226,7 +227,11 @@ def analyze(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command ``straggler`` on this rank."""
+    """Run the command ``straggler`` on this rank.
+
+    Raises:
+        ConfigError: an option is invalid, or the job runs on several machines.
+    """
     options = parse(["straggler", *sys.argv[1:]])
     world, device = rendezvous(options)
     if world.node_count != 1:

@@ -1,12 +1,12 @@
 """Average gradients or parameters over ranks by several strategies.
 
 A rank differentiates its summed loss times world_size / global batch size. The mean of the gradients over ranks is
-therefore the mean over the samples of the global batch, for any sizes of shards. A strategy stores this mean in
-``.grad``.
+therefore the mean over the samples of the global batch, for any sizes of shards. Every strategy except local SGD stores
+this mean in ``.grad``.
 
     module = strategy.prepare(model)           # once; call this module in the forward pass
     loss.backward()
-    strategy.after_backward()                  # averages gradients; they are then the same on every rank
+    strategy.after_backward()                  # averages gradients, except in local SGD
     optimizer.step()
     strategy.after_step(step, is_last)         # local SGD averages parameters here
 
@@ -156,9 +156,9 @@ def _twice_around(n: float, p: int) -> float:
     return 2 * (p - 1) * n
 
 
-# gloo's all_reduce is a ring. Its broadcast is a binomial tree, in which every rank except the root receives once. Its
-# gather and scatter send directly between the root and each other rank. Its all_gather is a ring, in which every vector
-# passes p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
+# In gloo, all_reduce is a ring. broadcast is a binomial tree, in which every rank except the root receives once. gather
+# and scatter send directly between the root and each other rank. all_gather is a ring, in which every vector passes
+# p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
 SCHEMES = {
     "all_reduce": Scheme(all_reduce, _twice_around),
     "reduce_broadcast": Scheme(reduce_broadcast, gloo_reduce_broadcast_bytes),
@@ -196,7 +196,7 @@ class Strategy:
         """Average the parameters over ranks, if the strategy does so. ``step`` counts from 0."""
 
     def bytes(self, n: float, p: int) -> float:
-        """Return the bytes that p ranks send in total in one step, for a model of n bytes."""
+        """Return the bytes that p ranks send in total per step on average, for a model of n bytes."""
         return self.scheme.bytes(n, p) / (self.every or 1)
 
 
@@ -213,8 +213,8 @@ class TorchDDP(Strategy):
 class Overlap(Strategy):
     """Average gradients like DDP, by hooks on parameters that call all_reduce on buckets during the backward pass.
 
-    Buckets begin at the last layer. A rank sends a bucket when all gradients of the bucket are ready and all earlier
-    buckets are sent. All ranks therefore send buckets in the same order.
+    The first bucket has the last layers. A rank sends a bucket when all gradients of the bucket are ready and all
+    earlier buckets are sent. All ranks therefore send buckets in the same order.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -320,7 +320,7 @@ class Flat(Strategy):
 
 
 class LocalSGD(Strategy):
-    """Update by this rank's gradients, and average the parameters after every ``every`` steps.
+    """Update by this rank's gradients, and average the parameters after every ``every`` steps and the last step.
 
     The update is synchronous if every = 1: the mean of w - lr v_r is w - lr mean(v_r), and momentum is linear too.
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019.

@@ -26,7 +26,7 @@ class Trainer:
         Args:
             strategy: strategy that averages gradients or parameters over ranks.
             options: training options of ``aggregate``.
-            split: training set, on the device that trains.
+            split: training set, on the training device.
             world: rank and world size, which determine this rank's shards.
         """
         self.strategy = strategy

@@ -29,7 +29,7 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
     ranks = [calls_of(folder / f"rank-{rank}.jsonl") for rank in range(facts["world_size"])]
     found = []
     for condition, collective in ranks[0]:
-        if collective == "backward" or condition == "warm-up":  # "backward" does not communicate
+        if collective == "backward" or condition == "warm-up":  # a pass with this name does not communicate
             continue
         of_ranks = [rank.get((condition, collective), []) for rank in ranks]
         calls = list(zip(*of_ranks))
@@ -40,7 +40,7 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
 
 
 def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[Any]]:
-    """Return each rank's seconds of waiting in all calls, and the number of calls that the rank entered last.
+    """Return each rank's total seconds of waiting ("waited"), and the number of calls that it entered last ("last").
 
     Args:
         calls: (before, after) of each call on each rank.

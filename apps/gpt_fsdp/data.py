@@ -1,4 +1,4 @@
-"""Read windows of a text file's bytes. The file is memory-mapped, so loading it needs little time and memory."""
+"""Read windows of a text file's bytes. The file is memory-mapped, so a rank reads only the bytes that it uses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ IGNORED = -100  # target that `cross_entropy` ignores
 class Windows(Dataset[Any]):
     """A dataset of windows, which divide the bytes [first, stop) of ``text`` into sequences of ``context`` targets.
 
-    The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the bytes
-    before it in the window. A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
+    The targets of window i begin at byte ``first`` + i * ``context``. The model predicts each target from the window's
+    earlier targets and the byte before the first target. A `samestep.torch.DataLoader` reads each batch by one call of
+    `batch`.
     """
 
     text: NDArray[np.uint8]
@@ -45,7 +46,7 @@ class Windows(Dataset[Any]):
         """Return the windows ``indices`` [m]; m may be 0, because ranks without windows also call the collectives.
 
         Returns:
-            Bytes and targets, int64 [m, context]. A target is the byte after its input, or IGNORED beyond the end.
+            Inputs and targets, int64 [m, context]. The target is the byte after the input, or IGNORED from ``stop`` on.
         """
         begins = self.first + indices * self.context
         at = begins[:, None] + np.arange(self.context)  # positions of the targets in the file
@@ -94,8 +95,8 @@ def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
 def markov_bits(text: NDArray[np.uint8]) -> float | None:
     """Return the test set's bits per byte under a Markov model with two bytes of context, as a reference value.
 
-    The model counts bytes in the training set. It interpolates each context with the next shorter context, weighted by
-    the number of distinct successors. Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory
+    The model counts the bytes before the test set. It interpolates each context with the next shorter context, weighted
+    by the number of distinct successors. Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory
     37(4), 1991, method C.
 
     Returns:
@@ -121,7 +122,7 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
 
 
 def _with_context(text: NDArray[np.int64], order: int, first: int) -> NDArray[np.int64]:
-    """Encode each byte from ``first`` on, together with the ``order`` bytes before it, as one number."""
+    """Return a number for each byte from ``first`` on, which encodes the byte and the ``order`` bytes before it."""
     key = np.zeros(len(text) - first, np.int64)
     for back in range(order + 1):
         key += text[first - back : len(text) - back] << 8 * back

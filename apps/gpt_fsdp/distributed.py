@@ -22,7 +22,7 @@ M_MMAP_THRESHOLD = -3  # constant of <malloc.h>
 
 
 def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's GPU; see `samestep.torch.distributed.choose_device`."""
+    """Return the CPU or this rank's GPU, and call `release_memory_early` on the CPU."""
     device = torch_distributed.choose_device(requested, world)
     if device.type == "cpu":
         release_memory_early()
@@ -32,7 +32,7 @@ def choose_device(requested: str, world: World) -> torch.device:
 def release_memory_early() -> None:
     """Make malloc return freed blocks of 2 MiB or more, such as gathered weights, to the system immediately.
 
-    The GNU C library raises this limit up to 32 MiB by default, so a rank would keep memory that it does not use.
+    The GNU C library by default raises this limit to up to 32 MiB, so a rank would keep memory that it does not use.
     """
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**21)
@@ -51,7 +51,8 @@ def make_mesh(options: Options, device: torch.device) -> DeviceMesh:
 def time_phases(model: GPT, optimizer: Optimizer, timer: StepTimer) -> None:
     """Register hooks by which ``timer`` measures FSDP's all-gathers in the forward pass, and the optimizer's update.
 
-    FSDP gathers a block in a forward pre-hook. One hook of this function runs before FSDP's hook, another after it.
+    FSDP gathers a block's weights in a forward pre-hook. This function adds a hook before FSDP's hook and a hook after
+    FSDP's hook.
     """
     for module in (model, *model.blocks):
         module.register_forward_pre_hook(lambda *call: timer.mark(COMPUTE), prepend=True)

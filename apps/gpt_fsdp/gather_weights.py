@@ -3,7 +3,7 @@
     python gather_weights.py RUN_DIR [--output FILE]
 
 Use this program for a stopped run, because a finished run already has the file. The program prints the weights'
-SHA-256, which results contain as ``weights_sha256``. It copies 16 MB at a time, and needs no deep-learning framework.
+SHA-256, which results contain as ``weights_sha256``. It copies 16 MiB at a time, and needs no deep-learning framework.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def gather(run_dir: Path, output: Path) -> tuple[int, str]:
 
     Raises:
         ConfigError: the run has no sharded checkpoint.
+        NonRetryableError: all checkpoints are corrupt, or a file cannot be read or written.
     """
     found = checkpoint.newest(run_dir, log.warning, reader=storage.read)
     if found is None or not found.pieces:

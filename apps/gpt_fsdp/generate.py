@@ -3,7 +3,7 @@
     python generate.py RUN_DIR [--text ":hacker:"] [--bytes 400] [--temperature 0.8] [--seed 1]
 
 The program runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file. If the run was
-stopped, write the file by gather_weights.py first.
+stopped, create the file by gather_weights.py first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from samestep.options import bounded_float, bounded_int
 
 
 def load(run_dir: Path) -> tuple[GPT, int]:
-    """Return a run's model with its trained weights, and its context in bytes.
+    """Return a run's model with the trained weights, and the context of the run (--context), in bytes.
 
     Raises:
         ConfigError: a file is missing, or belongs to another app or run.

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from weights import place
 
 BYTES = 256  # size of the vocabulary
-STD = 0.02  # standard deviation of initial weights, as in GPT-2
-BLOCK = 2**17  # number of values that `initialize` draws at a time, to save memory
+STD = 0.02  # standard deviation of initial weights, as in GPT-2; `initialize` reduces it for some matrices
+BLOCK = 2**17  # approximate number of values that `initialize` draws at a time, to save memory
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has too few digits for squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 is too inexact for squares
         mean_square = wide.square().mean(-1, keepdim=True)
         normalized = wide * torch.rsqrt(mean_square + 1e-6)
         return normalized.to(x.dtype) * self.weight
@@ -58,7 +58,7 @@ def rotation(length: int, size: int, like: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate pairs of features of x [m, heads, length, size]. Features i and i + size / 2 are a pair."""
+    """Rotate the pairs of features (i, i + size / 2) of ``x`` [m, heads, length, size] by ``turn``, a `rotation`."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = turn.to(x.dtype)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -195,8 +195,9 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Draw normal weights that are the same at any mesh, because each weight depends only on (seed, parameter, index).
+    """Set the weights of norms to 1, and draw all other weights from normal distributions, the same at any mesh.
 
+    Each drawn weight depends only on (seed, number of the parameter in the order of names, index).
     The factor 1 / sqrt(2 * layers) reduces the standard deviation of the output matrices of residual branches.
     Source: Radford et al., GPT-2, 2019, section 2.3.
 
@@ -232,8 +233,8 @@ def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.flo
 
     Args:
         seed: seed of the values.
-        number: number of the parameter.
-        indices: indices of the values in the parameter.
+        number: number of the parameter, as `initialize` counts.
+        indices: indices of the values in the flat parameter, of any shape.
     """
     bits = sample_bits(seed, number, indices.reshape(-1))
     one = _between_0_and_1(bits >> np.uint64(32))

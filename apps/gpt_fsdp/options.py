@@ -63,7 +63,7 @@ def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = 
     """Return the name, folder and fingerprint of the text, as `samestep.data.datasets.resolve` does for a dataset.
 
     Raises:
-        ConfigError: the file or the data folder cannot be used.
+        ConfigError: ``name`` is "file" without a ``data_file``, or the file or the data folder cannot be used.
     """
     from samestep.data.files import DatasetInfo  # not at the top, because the launch script does not need it
 

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-EVAL_BATCH_SIZE = 32  # number of windows; the result does not depend on it
+EVAL_BATCH_SIZE = 32  # largest evaluation batch of a data-parallel rank, in windows
 
 
 def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
@@ -55,7 +55,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``. The schedule has no state for checkpoints."""
+    """Return the learning rate of update ``step``, from 0, of a run with ``steps`` updates."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -77,11 +77,11 @@ def train_step(
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
-    """Update once with this rank's windows of a global batch, and return the sum of the windows' mean losses.
+    """Update once with this rank's windows of a global batch, and return the sum of the windows' mean losses per byte.
 
     FSDP divides gradients by the number of data-parallel ranks, although shards and micro-batches may differ in size or
     be empty. The function therefore scales each loss, so that the gradients are the mean over the global batch. FSDP
-    reduces gradients after each micro-batch, because a rank would otherwise hold the gradients of the whole model.
+    reduces gradients after each micro-batch, because a rank would otherwise hold the unsharded gradients of all blocks.
     """
     dtype = getattr(torch, options.dtype)
     losses = []
@@ -107,7 +107,7 @@ def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> 
 
 
 def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
-    """Scale the gradient down to a norm of at most ``most``. Each shard counts once, on the rank that owns it."""
+    """Scale gradients down to a total norm of at most ``most``. Copies of a shard count once."""
     square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     parts = []
     for parameter in model.parameters():
@@ -124,7 +124,7 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
-    """Return loss and bits per byte over the test set. Each byte counts once.
+    """Return the test set's mean loss per byte, bits per byte and number of bytes. Each byte counts once.
 
     All ranks run the same number of forward passes, because a rank waits for other ranks in each pass.
     """
@@ -195,7 +195,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             run.save()  # collective: each rank writes its part
 
     metrics = run.eval_metrics or evaluate(run, model, eval_loader, mesh, dtype)  # collective
-    run.finish(metrics)  # collective: rank 0 writes the whole model
+    run.finish(metrics)  # collective: rank 0 writes all weights to one file
 
 
 def main() -> None:

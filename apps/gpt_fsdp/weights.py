@@ -89,26 +89,26 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
 
 
 def is_stored(value: object, parameter: Tensor) -> bool:
-    """Return whether a checkpoint can hold ``value``: a scalar tensor, or a tensor of the parameter's shape."""
+    """Return whether ``value``, a value of the optimizer's state, is a scalar tensor or has the parameter's shape."""
     if not isinstance(value, Tensor):
         return False
     return not value.ndim or value.shape == parameter.shape
 
 
 def shard_of(tensor: Tensor, mesh: DeviceMesh) -> TensorShard:
-    """Return this rank's shard of ``tensor`` as an array on the CPU."""
+    """Return this rank's shard of ``tensor``, with an array on the CPU."""
     local, offset, is_copy = place(tensor, mesh)
     array = local.detach().cpu().contiguous().numpy()
     return TensorShard(array, offset, tuple(tensor.shape), is_copy)
 
 
 def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return this rank's shard of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank owns it.
+    """Return this rank's shard of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank writes it.
 
-    A scalar that is not a DTensor is a step counter, which rank 0 owns.
+    A scalar that is not a DTensor is a step counter, which rank 0 writes.
 
     Raises:
-        NonRetryableError: the tensor is gathered, or its shard has an unexpected shape.
+        NonRetryableError: the tensor is neither a DTensor nor a scalar, or its shard has an unexpected shape.
     """
     if not isinstance(tensor, DTensor):
         if tensor.ndim:

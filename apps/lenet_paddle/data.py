@@ -16,7 +16,7 @@ EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 @dataclass(frozen=True)
 class Split:
-    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the training device."""
 
     images: Tensor
     labels: Tensor

@@ -21,7 +21,7 @@ from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMPUTE, StepTimer
 from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
-SELECTED_GPUS = "FLAGS_selected_gpus"  # variable that only Paddle's launchers set, to each rank's GPU
+SELECTED_GPUS = "FLAGS_selected_gpus"  # variable that selects this rank's GPU; Paddle's launchers set it
 
 
 def gpu_count() -> int:
@@ -118,7 +118,7 @@ def launcher_gpus() -> str | None:
 
 
 def gpu_number(gpus: str | None, world: World) -> str:
-    """Return CUDA's number of this rank's GPU, which is its position among the visible GPUs."""
+    """Return the number of this rank's GPU among the visible GPUs, as text, such as "0"."""
     local_rank = world.local_rank or 0
     if gpus:
         own = gpus.split(",")[local_rank]
@@ -254,9 +254,9 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
 class GradientTree:
     """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any world size.
 
-    The tree replaces DataParallel. Its nodes are partial sums. Paddle's gloo has no all-to-all, so every rank receives
-    and sums the nodes of all ranks. A rank receives at most (log2(micro-batches) + 1) * ranks times the size of the
-    gradients. NumPy computes the sums on the host.
+    The tree replaces DataParallel. The nodes of the tree are partial sums. Paddle's gloo has no all-to-all, so every
+    rank receives and sums the nodes of all ranks. A rank receives at most (log2(micro-batches) + 1) * ranks times the
+    size of the gradients. NumPy computes the sums on the host.
     """
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
@@ -272,13 +272,14 @@ class GradientTree:
         scalars = [np.asarray(value.numpy(), self._dtype).reshape(1) for value in sums]
         row = np.concatenate([*gradients, *scalars])
         for parameter in self._parameters:
-            parameter.clear_gradient(False)  # removes the gradient, because -0.0 + 0.0 would change a sign
+            parameter.clear_gradient(False)  # removes the gradient; adding to zeros would turn -0.0 into +0.0
         push(self._nodes, count, k, k + 1, row)
 
     def all_reduce(self, step: int, count: int) -> list[Tensor]:
-        """Set ``.grad`` to the gradients of the global batch, and return its ``count`` sums on rank 0.
+        """Set ``.grad`` to the sums of all micro-batches' gradients, and return the sums of their ``count`` scalars.
 
-        Other ranks return zeros, so that a later sum over ranks counts the global batch once.
+        Only rank 0 returns these sums. Other ranks return zeros, so that a later sum over ranks counts the global batch
+        once.
         """
         leaves = self._batches.num_micro_batches(step)
         world_size = self._batches.world_size
@@ -304,7 +305,7 @@ class GradientTree:
 
 
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:
-    """Make DataParallel order its gradient buckets before training. The model does not change.
+    """Make DataParallel order its gradient buckets before training, by two backward passes without an update.
 
     DataParallel orders the buckets after the first backward pass, by the order in which gradients were ready. The
     position of a gradient in its bucket determines the order of its summation on 3 or more ranks. The first step of a

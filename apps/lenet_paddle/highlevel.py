@@ -27,7 +27,7 @@ NO_LABEL = -1  # label of a padding row; paddle.Model supports neither empty bat
 
 
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
-    """Cross entropy, scaled so that the average of the ranks' gradients is the mean over the global batch.
+    """Cross entropy, scaled so that the average of the ranks' gradients is the gradient of the global batch's mean.
 
     Attributes:
         loss_sum: summed loss of this rank's last batch.
@@ -51,7 +51,7 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
 
 
 class Shards:
-    """An iterable of this rank's images, labels and global batch size of each step, for paddle.Model."""
+    """An iterable of (images, labels, size of the global batch) of this rank for each step, for paddle.Model."""
 
     def __init__(self, run: Run, split: Split, batches: GlobalBatches) -> None:
         self._run = run
@@ -76,7 +76,7 @@ class Shards:
 
 
 class LogLines(io.TextIOBase):
-    """A text file that writes each line to the log, which rank 0 shows on the console."""
+    """A text file that writes each line to the log. Rank 0 prints the log to the console."""
 
     def write(self, text: str) -> int:
         """Log the lines of ``text`` that are not blank."""
@@ -110,7 +110,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:
-        """Call paddle.Model.train_batch, and report to the monitor that its backward pass waits for other ranks."""
+        """Call paddle.Model.train_batch inside `monitor.collective`, because backward waits for other ranks."""
         with self.run.monitor.collective("train_batch"):
             return super().train_batch(*arguments, **settings)  # collective
 
@@ -118,7 +118,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         """Train all steps of the run in one call of `fit`. If --verbose is 2, paddle.Model prints its progress.
 
         Args:
-            split: training set, on the device that trains.
+            split: training set, on the training device.
             batches: this rank's shards of the global batches.
             after_step: function that is called after each update with this rank's summed loss and `count_correct`.
         """
@@ -140,11 +140,11 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
                 self.fit(shards, verbose=verbose, log_freq=run.options.log_every, callbacks=[callback])  # collective
 
     def sum_shards(self, test: Split) -> Tensor:
-        """Return this rank's loss, top-1 and top-2 counts and number of examples, float64 [4], for train.evaluate.
+        """Return summed loss, top-1 count, top-2 count and number of examples, float64 [4], for train.evaluate.
 
-        paddle.Model gathers scores and labels of all ranks, so every rank has the counts of all ranks. Only rank 0
-        returns these counts. paddle.Model requires equal shapes, so shorter shards get a padding row, whose label is
-        NO_LABEL.
+        The loss and the number of examples cover only this rank's shard. paddle.Model gathers scores and labels of all
+        ranks, so rank 0 returns the counts of all ranks, and other ranks return 0. paddle.Model requires equal shapes,
+        so shorter shards get a padding row, whose label is NO_LABEL.
         """
         n = len(test.labels)
         rank = dist.get_rank()
@@ -163,7 +163,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
 
         def on_eval_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             sums[0] += self.loss.loss_sum.item()
-            sums[1:3] = self.accuracy.total if rank == 0 else 0  # rank 0 adds the counts of all ranks
+            sums[1:3] = self.accuracy.total if rank == 0 else 0  # the counts of all ranks, up to this batch
             self.run.monitor.beat()
 
         callback = paddle.callbacks.Callback()

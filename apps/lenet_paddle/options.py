@@ -113,7 +113,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         "any number of ranks, and a killed run resumes."
     )
     parser = make_parser(Options, description, prog=prog, usage=usage)
-    parser.group(TRAINING).add_argument("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # for Paddle 1
+    parser.group(TRAINING).add_argument("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # as in Paddle 1
     return parser
 
 
@@ -146,8 +146,8 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
 
     Args:
         options: options of the app.
-        ranks: number of ranks on this machine. If the number is None (unknown), the function checks only
-            ``local_rank``.
+        ranks: number of ranks on this machine, or None if it is unknown. If it is None, the list must only be long
+            enough for ``local_rank``.
         local_rank: this rank's number on its machine.
     """
     if not options.gpus:
@@ -169,7 +169,10 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the GPUs do not suit ``ranks`` ranks per machine. The launch script calls this function."""
+    """Raise ConfigError if --gpus or CUDA_VISIBLE_DEVICES does not suit ``ranks`` ranks per machine.
+
+    The launch script calls this function.
+    """
     check_gpus(options, ranks)
     visible = visible_gpus()
     if options.launcher == "launch" and visible is not None and max(1, len(visible)) < ranks:
@@ -183,8 +186,8 @@ def check_ranks(options: Options, ranks: int) -> None:
 def setup_environment(options: Options) -> dict[str, str]:
     """Raise ConfigError if the options need GPUs, but the launch script would install the CPU build of Paddle.
 
-    The launch script calls this function before it installs the lock file. PYTHON= prevents the installation and the
-    error.
+    The launch script calls this function before it installs packages. If PYTHON= is set, the script installs nothing,
+    and the function raises no error.
 
     Returns:
         An empty dict, because no variable affects the app's environment.
@@ -233,7 +236,7 @@ def assigns_gpus(options: Options, ranks: int) -> bool:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if it is unset, or "all", which Paddle treats as unset."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or None if the variable is unset or "all" (all GPUs)."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if text == "all":
         return None

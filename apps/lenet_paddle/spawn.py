@@ -14,7 +14,7 @@ from samestep.options import Options
 
 
 def spawn(main: Callable[[], None], options: Options) -> None:
-    """Run ``main`` in each of --nprocs ranks, and return if all ranks succeed.
+    """Start the ranks, run ``main`` in each rank, and return if all ranks succeed.
 
     If a rank fails, exit with 2 for a ConfigError, with 128 + the number of a stop signal, or with 1.
     """
@@ -30,7 +30,7 @@ def spawn(main: Callable[[], None], options: Options) -> None:
     try:
         while not job.join():
             pass
-    except Exception:  # a rank failed, and has reported the reason
+    except Exception:  # a rank failed, and has logged the reason
         codes = {process.exitcode or 0 for process in job.processes}
         if 2 in codes:
             os._exit(2)
@@ -41,7 +41,8 @@ def spawn(main: Callable[[], None], options: Options) -> None:
 def choose(options: Options) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and keyword arguments of paddle.distributed.spawn.
 
-    The default number of ranks is the number of GPUs, or of processors that this process may use.
+    Without --nprocs, the number of ranks is the number of GPUs in --gpus. Without --gpus, it is the number of this
+    machine's GPUs or, if there are none, of processors that this process may use.
 
     Raises:
         ConfigError: --gpus lists more GPUs than the machine has.

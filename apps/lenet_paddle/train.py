@@ -15,7 +15,7 @@ Every rank runs this file. Ranks communicate at these points, which comments mar
 - the comparison of replicas before each checkpoint and at the end.
 
 --api selects one of Paddle's APIs. `basic` and `fleet` differ only in distributed.py. `highlevel` uses the loop of
-paddle.Model (highlevel.py). All three APIs compute the same steps and communicate at the same places.
+paddle.Model (highlevel.py). All three APIs compute the same steps and communicate at the points above.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optim
 
 @paddle.no_grad()  # type: ignore[untyped-decorator]
 def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, Any]:
-    """Return loss, top-1 and top-2 accuracy over the test set. Each example counts once, on one rank."""
+    """Return the test set's mean loss, top-1 accuracy, top-2 accuracy and number of examples."""
     if isinstance(model, HighLevel):
         sums = model.sum_shards(test)  # collective
     else:
@@ -113,7 +113,7 @@ def train_virtual_ranks(
             loss_sum, *correct = tree.all_reduce(step, 3)  # collective
         run.timer.mark(COMMUNICATION)
         optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)  # removes the gradients, because -0.0 + 0.0 would change a sign
+        optimizer.clear_grad(set_to_zero=False)  # removes the gradients; adding to zeros would turn -0.0 into +0.0
         run.timer.mark(OPTIMIZER)
         after_step(loss_sum, paddle.stack(correct))  # collective
 
@@ -139,7 +139,7 @@ def train_parallel(
         paddle.seed(step_seed(run.options.seed, step))  # a resumed run draws the same random numbers
         scores = parallel(images)
         loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-        with run.monitor.collective("backward"):  # the wait happens in C++, which a Python traceback does not show
+        with run.monitor.collective("backward"):  # a Python traceback does not show the wait, which is in C++
             # Scale to the mean over the global batch: DataParallel averages over ranks, and shards may differ in size.
             (loss_sum * (batches.world_size / batches.size(step))).backward()  # collective: averages gradients
         run.timer.mark(COMMUNICATION)
@@ -171,11 +171,12 @@ def train(run: Run, options: Options, device: str) -> None:
         scalars = Scalars(options.visualdl, options.run_dir)
 
     def after_step(loss_sum: Tensor, correct: Tensor) -> None:
-        """Log, evaluate or save after an update, if the action is due.
+        """Count an update, and log, evaluate or save if the action is due.
 
         Args:
-            loss_sum: summed loss of this rank's shard.
-            correct: `count_correct` of this rank's shard.
+            loss_sum: summed loss of this rank's shard. With --virtual-ranks, rank 0 passes the global batch's summed
+                loss, and other ranks pass 0.
+            correct: `count_correct` of the same samples.
         """
         top1, top2 = correct.tolist()
         actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step and records progress

@@ -57,7 +57,7 @@ class Scalars:
     """Write the numbers of metrics.jsonl to a VisualDL file. The file has each step once, even after a resume."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
-        """Replace the run's VisualDL file by a new one with all lines of metrics.jsonl.
+        """Replace the run's VisualDL file by a new file with the scalars of all lines of metrics.jsonl.
 
         Raises:
             ConfigError: `check_folder` rejects the folder.

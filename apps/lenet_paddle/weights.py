@@ -1,4 +1,4 @@
-"""Convert weights and optimizer state to arrays, whose names and layouts all apps share, and back."""
+"""Convert weights and optimizer state to arrays and back. Arrays of weights have PyTorch's names and layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def groups(model: nn.Layer, optimizer: Optimizer) -> Groups:
     """Return the arrays of a checkpoint: ``{"model": {name: array}, "optimizer": {name: array}}``.
 
     Raises:
-        NonRetryableError: the optimizer has state that ACCUMULATORS does not list.
+        NonRetryableError: as in `optimizer_arrays`.
     """
     return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
 
@@ -46,7 +46,8 @@ def optimizer_arrays(model: nn.Layer, optimizer: Optimizer) -> Arrays:
     """Return the optimizer's state by ``<parameter>.<key>``, such as fc.0.weight.moment1_0, in the weight's layout.
 
     Raises:
-        NonRetryableError: the optimizer has state that ACCUMULATORS does not list, such as a schedule's state.
+        NonRetryableError: ACCUMULATORS does not list a value of the optimizer's state, such as a schedule's state, or
+            the value has an unexpected shape or dtype.
     """
     swapped = transposed(model)
     # A key joins Paddle's name of the parameter, such as linear_0.w_0, and the name of the accumulator.
@@ -105,7 +106,7 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
 
 
 def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | None:
-    """Return an error text if ``value`` does not have the shape and dtype of ``parameter``'s accumulator ``key``."""
+    """Return None if ``value`` has the shape and dtype of ``parameter``'s accumulator ``key``, else an error text."""
     expected = list(parameter.shape)
     if "_pow_" in key:  # Adam's powers of beta are scalars
         expected = [1]
@@ -115,7 +116,7 @@ def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | No
 
 
 def transposed(model: nn.Layer) -> set[str]:
-    """Return the names of linear weights, which Paddle stores as [in, out] and other apps as [out, in]."""
+    """Return the names of linear layers' weights, which Paddle stores as [in, out], and checkpoints as [out, in]."""
     return {f"{name}.weight" for name, layer in model.named_sublayers() if isinstance(layer, nn.Linear)}
 
 

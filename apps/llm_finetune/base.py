@@ -99,11 +99,11 @@ def convert(gguf: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock during the block, so that only one process at a time fills the cache."""
+    """Create ``folder``, and hold a lock during the block, so that only one process at a time fills the cache."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".smollm2.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        with contextlib.suppress(OSError):  # without locks, two processes may do the same work
+        with contextlib.suppress(OSError):  # if the file system has no locks, two processes may do the same work
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -114,7 +114,7 @@ def fill_cache() -> None:
     """Download and convert the model unless the cache has it.
 
     Raises:
-        ConfigError: the model cannot be downloaded.
+        ConfigError: the download failed, or a file has an unexpected SHA-256.
         OSError: the cache cannot be written, for example because the disk is full.
     """
     folder = cache_folder()

@@ -20,7 +20,7 @@ from samestep.sharding import permute
 from samestep.torch.token_sampler import GlobalTokenBatchSampler
 from torch import Tensor
 
-HELD_OUT = 10  # 1 / HELD_OUT of the samples are the test set
+HELD_OUT = 10  # 1 / HELD_OUT of the samples, but at least one sample, are the test set
 IGNORED = -100  # the label of a position whose next token is not a target
 PADDING = -101  # the label of a position after the end of a sample
 COUNTED_STEPS = 100  # number of steps that `idle_share` counts
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 class ChatTokenizer:
-    """A tokenizer of Hugging Face with its chat template. If it has no template, a prompt is the text and a newline.
+    """A tokenizer of Hugging Face with its chat template. Without a template, a prompt is one text and a newline.
 
     Raises:
         ConfigError: the tokenizer has no end token.
@@ -122,10 +122,10 @@ class Sample:
 def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
     """Return the tokens of one conversation.
 
-    The assistant's texts are tokenized separately, so that no token contains both their text and other text.
+    Each of the assistant's texts is tokenized separately, so that no token spans the border to another text.
 
     Raises:
-        ValueError: a text contains a special token, or the template changes earlier messages.
+        ValueError: a text contains a special token, or the chat template rejects the messages or changes earlier ones.
     """
     for message in messages:
         for special in tokenizer.special:
@@ -149,7 +149,7 @@ def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
 
 
 class Samples:
-    """A dataset of padded samples. A `samestep.torch.DataLoader` reads each batch by one call."""
+    """A dataset of samples, which pads each batch. A `samestep.torch.DataLoader` reads each batch by one call."""
 
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples
@@ -161,7 +161,7 @@ class Samples:
         return len(self._samples)
 
     def __getitems__(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels, int64 [m, longest], padded on the right.
+        """Return the tokens and labels of samples ``indices`` [m], int64 [m, longest], padded on the right.
 
         A label is the next token if the next token is a target. Other labels are IGNORED, or PADDING after a sample's
         end.
@@ -186,7 +186,9 @@ def data_path(options: Options) -> Path:
 
 
 def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
-    """Return the training set and the test set, without samples above --max-length. Log the number of omitted samples.
+    """Return the training set and the test set, without samples of more than --max-length tokens.
+
+    The function logs the number of omitted samples, if any.
 
     Raises:
         ConfigError: a row is invalid, or fewer than two samples remain.
@@ -219,9 +221,9 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
 
 
 def idle_share(batches: TokenBatches) -> float:
-    """Return the fraction of an epoch's time in which ranks wait for ranks with more micro-batches.
+    """Return the fraction of the ranks' time in which they wait for ranks with more micro-batches.
 
-    The estimate uses the first COUNTED_STEPS steps, and assumes that all micro-batches have the same duration.
+    The estimate uses at most COUNTED_STEPS steps, and assumes that all micro-batches have the same duration.
     """
     busy = 0
     total = 0
@@ -236,7 +238,7 @@ def make_sampler(options: Options, train_set: Samples, rank: int, world_size: in
     """Return the sampler of the training set.
 
     Raises:
-        ConfigError: --step-tokens is too small.
+        ConfigError: --step-tokens is too small for the longest sample.
     """
     longest = int(train_set.lengths.max())
     total = int(train_set.lengths.sum())

@@ -40,7 +40,7 @@ The base model's weights were dequantized from 4-bit numbers (GGUF Q4_1) before 
 
 
 def base_name(options: Options) -> str:
-    """Return the name of the base model for published files. A local model has the name of its folder."""
+    """Return the name of the base model for published files: the name on the Hub, or the name of a local folder."""
     if options.model == "smollm2-135m":
         return HUB_NAME
     return Path(options.model).name
@@ -52,7 +52,7 @@ def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
     Args:
         options: options of the run.
         run_dir: run dir of the run.
-        is_adapter: whether the folder has only LoRA's matrices.
+        is_adapter: whether the exported folder contains only LoRA's matrices.
 
     Raises:
         ConfigError: the run has no result.
@@ -80,7 +80,7 @@ def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
 
 
 def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Path) -> None:
-    """Write the adapter's configuration, and copy the run's weights."""
+    """Write the adapter's configuration and the run's weights to ``folder``, in the format of peft."""
     config = model.peft_config["default"]
     config.base_model_name_or_path = base_name(options)  # the published name instead of the local folder
     config.target_modules = sorted(config.target_modules)  # a set, whose order differs between processes
@@ -90,7 +90,7 @@ def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Pat
 
 
 def write_model(options: Options, model: nn.Module, folder: Path) -> None:
-    """Write the model with all weights, and the tokenizer's files unless the model is tiny."""
+    """Write the model with all weights to ``folder``, and the tokenizer's files unless --model is tiny."""
     if isinstance(model, PeftModel):
         model.merge_and_unload().save_pretrained(folder)
     else:

@@ -1,4 +1,4 @@
-"""Read the options, the tokenizer, and the model before and after training of a finished run."""
+"""Read a finished run: its options, its tokenizer, the base model, and the trained weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_options(run_dir: Path) -> Options:
     """Return the options of a run.
 
     Raises:
-        ConfigError: ``run_dir`` is not a run dir of this app, or the base model's files have changed since the run.
+        ConfigError: ``run_dir`` is not a run dir of this app and version, or the base model's files have changed.
     """
     options = parse([])
     try:
@@ -53,7 +53,7 @@ def load_trained(run_dir: Path, model: nn.Module) -> None:
     """Load a run's trained weights into ``model``.
 
     Raises:
-        ConfigError: the run is unfinished, or its weights do not fit the model.
+        ConfigError: the run has no model.safetensors, or its weights do not fit the model.
     """
     path = run_dir / "model.safetensors"
     if not path.exists():

@@ -30,7 +30,8 @@ from transformers import (
 class TokenLoss(nn.Module):
     """Compute the loss summed over a batch's target tokens.
 
-    The module computes scores only for targets, to save memory. The 49,152 scores of a token need 0.2 MB in float32.
+    The module computes scores only for targets, to save memory. SmolLM2's 49,152 scores of a token need 0.2 MB in
+    float32.
     """
 
     def __init__(self, model: nn.Module, autocast: bool = False, pack: bool = False) -> None:
@@ -59,9 +60,9 @@ class TokenLoss(nn.Module):
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
 
     def _loss_of_nothing(self) -> Tensor:
-        """Return 0 with a gradient for each trained weight, because DDP waits for all gradients.
+        """Return 0, with a gradient of 0 for each trained weight, because DDP waits for all gradients.
 
-        The model itself does not accept an empty batch.
+        The model does not accept an empty batch.
         """
         sums = [weight.sum() for weight in self.parameters() if weight.requires_grad]
         return torch.stack(sums).sum() * 0
@@ -104,7 +105,7 @@ def load_tokenizer(options: Options) -> Tokenizer:
     """Return the tokenizer of --model.
 
     Raises:
-        ConfigError: the folder has no usable tokenizer.
+        ConfigError: the model's folder is missing, or has no usable tokenizer.
     """
     folder = model_folder(options.model)
     if folder is None:
@@ -126,7 +127,8 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
     """Return the model in training mode. If --lora is above 0, only LoRA's matrices require gradients.
 
     Raises:
-        ConfigError: the folder has no usable model, or a name of --lora-targets matches no layer.
+        ConfigError: the folder has no usable model, the tokenizer has more tokens than the embedding has rows, or a
+            name of --lora-targets matches no linear layer.
     """
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(options.seed)
@@ -164,10 +166,10 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def load_base(options: Options, dtype: torch.dtype) -> Any:
-    """Return the model without LoRA.
+    """Return the model of --model, in ``dtype`` and without LoRA.
 
     Raises:
-        ConfigError: the folder's model cannot be used.
+        ConfigError: the folder's model cannot be loaded, or has no attribute ``model`` or ``lm_head``.
     """
     folder = model_folder(options.model)
     if folder is None:

@@ -177,7 +177,8 @@ def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = 
     """Return the name, folder and fingerprint of the data, as `samestep.data.datasets.resolve` does for a dataset.
 
     Raises:
-        ConfigError: the file or the data folder cannot be used, or a row is invalid.
+        ConfigError: ``name`` is "file" without a ``data_file``, the file or the data folder cannot be used, or a row is
+            invalid.
     """
     from rows import read_rows  # not at the top, because the first stage of the launch script does not need it
     from samestep.data.files import DatasetInfo
@@ -201,7 +202,7 @@ def cache_folder() -> Path:
 
 
 def is_cached() -> bool:
-    """Return whether the cache contains SmolLM2. Its folder is complete, because base.py creates it atomically."""
+    """Return whether the cache contains SmolLM2. An existing folder is complete: base.py creates it atomically."""
     return (cache_folder() / "config.json").is_file()
 
 
@@ -215,12 +216,12 @@ def model_folder(model: str) -> Path | None:
 
 
 def set_model(options: Options) -> None:
-    """Set the model's name and the fingerprint of its files. A resume must have the same name and fingerprint.
+    """Set ``model`` and ``model_sha256`` in ``options``. A resume must have the same values.
 
     The default of --model is smollm2-135m if the cache contains it, otherwise tiny.
 
     Raises:
-        ConfigError: the folder has no model.
+        ConfigError: the model's folder lacks config.json or *.safetensors, or a file cannot be read.
     """
     default = "smollm2-135m" if is_cached() else "tiny"
     options.model = options.requested_model or default
@@ -234,7 +235,7 @@ def set_model(options: Options) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 of the names, sizes and BLOCKS blocks of a model's files.
+    """Return the SHA-256 of the name, the size and BLOCKS blocks of each of a model's files.
 
     The function reads only these blocks, because reading large files would need too much time.
 
@@ -264,7 +265,8 @@ def fingerprint(folder: Path) -> str:
 def check_installed(options: Options, ranks: int) -> None:
     """Download SmolLM2 to the cache if the run needs it.
 
-    The launch script calls this function in the app's environment, before a rank starts.
+    The launch script calls this function in the app's environment, before a rank starts. If the download fails and
+    --model is not given, the function logs a warning, and the run trains the model tiny.
 
     Raises:
         ConfigError: --model is smollm2-135m, and SmolLM2 cannot be downloaded.

@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node=2 apps/llm_finetune/train.py
     python apps/llm_finetune/train.py                     # one process
 
-A step's loss is the mean over the target tokens of its global batch. The targets are the tokens of the completions. The
-samples of a global batch, their micro-batches and the number of targets depend only on the data, the seed and the step.
-The step is therefore the same at any world size, and after a restart. README.md shows how common mistakes change
-the losses.
+A step's loss is the mean over the target tokens of its global batch. The targets are the tokens of the assistant's
+texts, and the end token of each text. The samples of a global batch, their micro-batches and the number of targets
+depend only on the data, the options and the step. The step is therefore the same at any world size, and after a
+restart. README.md shows how common mistakes change the losses.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
@@ -60,7 +60,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Return the learning rate of update ``step`` of ``steps``. The schedule has no state for checkpoints."""
+    """Return the learning rate of update ``step``, from 0, of a run with ``steps`` updates."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
     done = step - options.warmup_steps
@@ -108,7 +108,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: TokenLoss, test_set: Samples, micro_tokens: int) -> dict[str, float]:
-    """Return the mean loss over all targets of the test set, and its exponential. Each target counts once."""
+    """Return the mean loss over the test set's targets, its exponential (perplexity), and the number of examples."""
     model.eval()
     device = next(model.parameters()).device
     parts = cut_by_tokens(test_set.lengths, np.arange(len(test_set)), micro_tokens)
@@ -183,7 +183,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
 
 
 def shows_samples(options: Options) -> bool:
-    """Return whether the run logs sample texts at its end. The tiny model and --quiet disable these texts."""
+    """Return whether the run logs sample texts at its end. --model tiny and --quiet disable these texts."""
     return not is_tiny(options) and not options.quiet
 
 

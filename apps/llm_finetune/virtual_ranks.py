@@ -24,7 +24,11 @@ class VirtualRanks:
     def compute_gradients(
         self, model: nn.Module, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
     ) -> Tensor:
-        """Set ``.grad`` to the global batch's gradients. Return its summed loss on rank 0, and 0 on other ranks."""
+        """Set ``.grad`` to the gradients of the global batch's mean loss per target.
+
+        Returns:
+            The summed loss of the global batch on rank 0, and 0 on other ranks, as a scalar tensor.
+        """
         for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
             loss_sum = model(micro_tokens, micro_labels)
             sampler.scale(loss_sum).backward()

@@ -49,7 +49,7 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 
 
 def read_header(run_dir: Path) -> dict[str, Any]:
-    """Return the first line of a run's metrics.jsonl.
+    """Return the object in the first line of a run's metrics.jsonl.
 
     Raises:
         OSError: the file cannot be read.
@@ -60,9 +60,9 @@ def read_header(run_dir: Path) -> dict[str, Any]:
 
 
 def check_base(options: Options) -> None:
-    """Raise ValueError if the file of --init-from has the LoRA matrices of a run with another base model.
+    """Raise ValueError if the file of --init-from has LoRA matrices for another base model.
 
-    The base model is known only if metrics.jsonl is in the file's folder.
+    The function reads the base model from metrics.jsonl in the file's folder, and checks nothing without metrics.jsonl.
     """
     if not options.lora or options.init_from is None:
         return
@@ -81,7 +81,7 @@ def load(options: Options, model: nn.Module, optimizer: Optimizer, groups: Group
     """Load arrays that `groups` returned, or the weights of --init-from.
 
     Raises:
-        ValueError: an array does not fit the model or the optimizer.
+        ValueError: an array does not fit the model or the optimizer, or `check_base` raises it.
     """
     if "optimizer" not in groups:
         check_base(options)

@@ -4,8 +4,8 @@
 
 The program trains the tiny model for four steps in float64, first without a mistake, then with each mistake. It
 computes a step's micro-batches on four simulated ranks, or accumulates them on one rank. It prints the largest relative
-difference of the losses for each mistake. One process simulates DDP: it uses each rank's micro-batches and random
-numbers, and averages the ranks' gradients. The losses differ only by rounding if the training makes no mistake
+difference of the losses for each mistake. One process simulates DDP: the process uses each rank's micro-batches and
+random numbers, and averages the ranks' gradients. The losses differ only by rounding if the training makes no mistake
 ("none").
 """
 
@@ -121,7 +121,14 @@ def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: s
 
 
 def curve(way: str, ranks: int, *words: str) -> list[float]:
-    """Train with the mistake ``way`` on ``ranks`` simulated ranks, and return each step's mean loss per target."""
+    """Train with the mistake ``way``, and return the mean loss per target before each of STEPS updates.
+
+    Args:
+        way: name of the mistake. If BY_RANK contains the name, each simulated rank computes some micro-batches.
+            Otherwise, one rank accumulates all micro-batches.
+        ranks: number of simulated ranks, if BY_RANK contains ``way``.
+        *words: options of the app, in addition to COMMON.
+    """
     training = Training(*words)
     optimizer = torch.optim.AdamW(training.parameters, lr=LR, weight_decay=0.0)
     losses = []
@@ -150,7 +157,7 @@ def gap(one: Sequence[float], other: Sequence[float]) -> float:
 
 @torch.no_grad()
 def evaluation_gap() -> float:
-    """Return the relative error of a test loss that is computed as the mean of the batches' mean losses."""
+    """Return the relative error of a test loss that is the mean of the batches' mean losses (untrained model)."""
     training = Training("--lora=0")
     test_set = training.test_set
     order = np.arange(len(test_set))

@@ -20,7 +20,7 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
     """Return torchvision's MNIST dataset with the images and labels of ``split``.
 
     The function skips the constructor of torchvision's MNIST, which reads only uncompressed files from one folder.
-    `samestep.data.datasets` also reads .gz files, searches more folders, verifies the files, and has mnist-5k.
+    `samestep.data.datasets` also reads .gz files, searches more folders, verifies the files, and provides mnist-5k.
 
     Raises:
         ConfigError: torchvision is not installed.
@@ -35,7 +35,7 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
             from torchvision import datasets, transforms
     except ModuleNotFoundError as error:
         raise ConfigError(f"--input torchvision: {error}: `python -m pip install {TORCHVISION}` beside torch") from None
-    to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(split.dtype)]  # ToTensor for any dtype
+    to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(split.dtype)]  # ToTensor, for any dtype
     transform = transforms.Compose([*to_tensor, transforms.Normalize((MEAN,), (STD,))])
     found: Dataset[tuple[Tensor, int]] = datasets.MNIST.__new__(datasets.MNIST)
     datasets.VisionDataset.__init__(found, transform=transform)

@@ -97,7 +97,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in.
 
     Raises:
-        ConfigError: an option is invalid.
+        ConfigError: an option is invalid, or options contradict each other.
     """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
@@ -107,9 +107,9 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the app's environment lacks torchvision or an NVIDIA driver that the options need.
+    """Raise ConfigError if the options need torchvision or an NVIDIA driver that is missing.
 
-    The function does not check an environment that the user selects by PYTHON=.
+    If PYTHON= selects another environment, the function checks nothing.
     """
     if os.environ.get("PYTHON"):
         return

@@ -59,7 +59,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -101,7 +101,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device, model)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make dropout and all-reduces independent of the world size and of restarts.
+    # Make dropout independent of the world size, and sums of gradients independent of restarts.
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
     exact(ddp, sampler, timer=run.timer)  # in place; after DDP, before torch.compile
     reduction.time_phases(model, optimizer, run.timer)  # for reports of slow ranks

@@ -58,7 +58,10 @@ def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str
 
 
 def _report_ended(processes: dict[int, Process], connection: Connection) -> None:
-    """Send the exit codes of ended ranks to the launcher, and remove these ranks from ``processes``."""
+    """Send the exit codes of ended ranks to the launcher, and remove these ranks from ``processes``.
+
+    If a stop signal ended the last rank, end this process by the same signal.
+    """
     for rank, process in [*processes.items()]:
         code = process.poll()
         if code is None:

@@ -85,7 +85,7 @@ class LauncherStore(Store):
         """Return the value of a key.
 
         Raises:
-            RuntimeError: no member set the key in time.
+            RuntimeError: no member set the key in time, or the connection to the launcher has ended.
         """
         values = self._wait([key], self._timeout)
         return bytes.fromhex(values[0])
@@ -95,10 +95,10 @@ class LauncherStore(Store):
         return self._ask(keys=[*keys], seconds=0.0) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set.
+        """Wait until all keys are set, for at most ``timeout`` or the store's time limit.
 
         Raises:
-            RuntimeError: no member set a key in time.
+            RuntimeError: no member set a key in time, or the connection to the launcher has ended.
         """
         seconds = self._timeout
         if timeout:
@@ -125,7 +125,7 @@ class LauncherStore(Store):
 
 
 def group_name(key: bytes, nonces: Sequence[str]) -> str:
-    """Return the secret and unique name of the group whose members have these nonces."""
+    """Return the secret, unique name (64 hex digits) of the group whose members have the ``nonces``."""
     return sign(key, "group", *sorted(nonces)).hex()
 
 

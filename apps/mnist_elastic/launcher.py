@@ -8,8 +8,8 @@ connects to the launcher at machine 0's ADDRESS and PORT, and starts ranks for t
 The launcher runs a store by which ranks connect to each other, and torchft's lighthouse. The lighthouse proposes
 processes as the members of a group, and the launcher selects the ranks of this job among these processes. Only the
 launcher writes metrics.jsonl, checkpoints and the result. Every rank sends the values of each log line to the
-launcher, so that no line is missing after the loss of a rank. The launcher ignores a step that it has recorded. If the
-launcher ends, the launch script restarts the job from the newest checkpoint.
+launcher, so that no line is missing after the loss of a rank. The launcher writes each step's values only once. If the
+launcher fails, the launch script restarts the job from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Job:
         Raises:
             NonRetryableError: the run dir was removed or replaced, a rank fails repeatedly, or `Run.save` raised.
             RemoteRankError: a rank ended with exit code 2.
-            RetryableError: ranks have different bits after the same step.
+            RetryableError: ranks have different bits after the same step, or a loss is NaN or infinite.
             Stopped: all ranks have left.
         """
         self._switchboard.listen(self._options.run_dir)
@@ -146,7 +146,8 @@ class Job:
     def _serve(self) -> None:
         """Handle messages and watch the ranks until the run is over.
 
-        The run is over when a rank has sent the final state and all members have offered it, or END_SECONDS later.
+        The run is over when the final state has arrived, and all members have offered this state or have left. If a
+        member does neither, the run is over END_SECONDS after the arrival.
         """
         files = RunFiles(self._options.run_dir)
         begun_at = time.monotonic()
@@ -176,7 +177,11 @@ class Job:
     # --- ranks ---------------------------------------------------------------------------------------------------
 
     def _watch_ranks(self) -> None:
-        """Kill hung ranks, restart ended ranks, and stop the run if all ranks have left."""
+        """Kill hung ranks, restart ended ranks, answer offers, and send a stop signal of the launcher to the ranks.
+
+        Raises:
+            Stopped: all ranks have left.
+        """
         for each in self._ranks.all():
             self._kill_if_hung(each)
             code = each.exit_code()
@@ -208,7 +213,7 @@ class Job:
 
         Raises:
             RemoteRankError: the exit code is 2.
-            NonRetryableError: the rank failed more than MAX_FAILURES times in a row.
+            NonRetryableError: the rank failed more than MAX_FAILURES times in a row without an update.
         """
         if code == 2:
             raise RemoteRankError(code)
@@ -269,7 +274,7 @@ class Job:
             self._records.add(values)
 
     def _hello(self, values: dict[str, Any], channel: Channel) -> None:
-        """Send the checkpoint to a new rank, or a refusal if its metadata show that its bits would differ."""
+        """Send the checkpoint to a rank's new process. Without --allow-mixed, reject a process with other metadata."""
         each = self._ranks.of_name(values["rank"], values["name"])
         if each is None:  # another process has replaced the sender
             return
@@ -286,7 +291,7 @@ class Job:
     def _join(self, channel: Channel) -> None:
         """Start one more rank with the lowest free number, unless the job already has --virtual-ranks ranks."""
         alive = len(self._ranks.present())
-        most = self._options.virtual_ranks or 0  # never 0, because the parser rejects 0
+        most = self._options.virtual_ranks or 0  # never 0, because `parse` rejects 0
         if alive >= most:
             channel.send(refusal=f"{alive} ranks train with --virtual-ranks {most}: no more can join")
             return
@@ -328,7 +333,7 @@ class Job:
         self._history.count(values["step"])
 
     def _requested(self, each: Rank, values: dict[str, Any]) -> None:
-        """Record that a rank requests a group, and record the rank's state."""
+        """Record a rank's request for a group and its state, and request the other ranks to regroup."""
         if values["failed"] is not None:
             self._history.repeat(values["failed"])
         self._history.pause()
@@ -354,7 +359,7 @@ class Job:
 
 
 def _key() -> bytes:
-    """Return the job's key: the number that the launch scripts of several machines share, or 32 random bytes."""
+    """Return the job's key, as bytes: the number that the launch scripts of all machines share, or 32 random bytes."""
     info = JobInfo.from_environ(os.environ)
     if info.machines is not None:
         return bytes.fromhex(info.job)

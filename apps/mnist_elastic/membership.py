@@ -1,7 +1,7 @@
 """Join a group whose members change during training. Ranks agree on the members, connect, and copy the state.
 
-torchft's lighthouse proposes the members. Ranks request a proposal only when a rank fails, joins or leaves. Ranks
-communicate with each other only by collectives in all other steps.
+torchft's lighthouse proposes the members. Ranks request a proposal at the start, and when a rank fails, joins or
+leaves. In all other steps, ranks communicate with each other only by collectives.
 
 The lighthouse accepts any process, so its proposals may contain processes of other jobs. The launcher authenticates its
 ranks by the job's key. It returns the states of those proposed ranks that request a group.
@@ -54,7 +54,7 @@ CHECKS = 4  # number of values that each sub-shard adds to the sum: a count, the
 
 
 def choose_device(options: Options, world: World) -> torch.device:
-    """Return the GPU that all ranks share if --share-gpu is set, otherwise the CPU."""
+    """Return the CPU without --share-gpu, otherwise the device that `distributed.choose_device` selects."""
     if not options.share_gpu:
         return torch.device("cpu")
     return distributed.choose_device(options.device, world)
@@ -69,7 +69,7 @@ def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[s
 
 
 class Failed(Exception):
-    """Not all members completed a step, an evaluation or a regroup."""
+    """A member did not complete a step, an evaluation or a regroup, so the members regroup."""
 
 
 class MemberWatchdog(Watchdog):
@@ -156,9 +156,11 @@ class Launcher:
                 self._connection.send_bytes(checkpoint.serialize(arrays))
 
     def request_group(self, failed_step: int | None, state: dict[str, Any]) -> None:
-        """Send the launcher this rank's request for a group with the rank's ``state``, and wait for the confirmation.
+        """Send the launcher this rank's request for a group, and wait until the launcher has recorded the request.
 
-        ``failed_step`` is the step that failed, or None.
+        Args:
+            failed_step: number of the step that failed, or None.
+            state: progress, digest of the arrays, name, number and nonce of this rank, for the other members.
         """
         self.send(kind="regroup", failed=failed_step, state=state)
         self._answer("noted")
@@ -241,7 +243,7 @@ class Lighthouse:
         threading.Thread(target=self._send_heartbeats, args=[heartbeats], daemon=True).start()
 
     def _send_heartbeats(self, client: LighthouseClient) -> None:
-        """Send heartbeats to the lighthouse while this rank makes progress. Other ranks do not wait for a hung rank."""
+        """Send heartbeats while this rank makes progress, so that the lighthouse does not wait for a hung rank."""
         limit = give_up_after(self._run.options.timeout)
         while True:
             if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
@@ -250,7 +252,7 @@ class Lighthouse:
             time.sleep(HEARTBEAT_SECONDS)
 
     def proposed_names(self) -> list[str]:
-        """Return the names that the lighthouse proposes, or [] if the lighthouse does not answer in time."""
+        """Return the names that the lighthouse proposes; [] if it gives no valid answer within QUORUM_SECONDS."""
         try:
             quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=QUORUM_SECONDS))
         except Exception:  # a timeout, or torchft cannot parse another process's message
@@ -302,7 +304,9 @@ class Members:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of the next step until the run is complete. Yield the number of a failed step again.
+        """Yield the number of updates done, which is the number of the next step, until the run is complete.
+
+        The number repeats after a failed step, after a regroup, and if an evaluation is due.
 
         If a stop request arrives, this rank completes an evaluation that is due, and sends its state to the launcher.
 
@@ -326,7 +330,7 @@ class Members:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch `Failed` in the block, and then request a regroup, so that the members repeat the step.
+        """Catch `Failed` in the block, and set ``regroup_due``, so that the members regroup and repeat the step.
 
         Raises:
             NonRetryableError: more than MAX_FAILURES attempts failed in a row.
@@ -344,13 +348,21 @@ class Members:
                 ) from failure
 
     def note(self, step: int, loss: Tensor) -> None:
-        """Set the checks of the next sub-shard, whose summed loss is ``loss``."""
+        """Set the checks that the tree adds for a sub-shard of ``step`` with the summed loss ``loss``."""
         asks = self.launcher.left_group == self._group  # whether a rank has left this group, or waits to join
         self.checks[:3] = torch.tensor((1, step % STEPS, asks))
         self.checks[3] = loss.detach()
 
     def check(self, step: int, sub_shards: int) -> None:
-        """Raise Failed unless the reduced checks count each sub-shard of this step once."""
+        """Read the reduced checks: record the step's loss, and whether a member requests a regroup.
+
+        Args:
+            step: number of the step.
+            sub_shards: number of sub-shards of the global batch.
+
+        Raises:
+            Failed: the checks do not count each sub-shard of this step once.
+        """
         count, steps, asks, loss = self.checks.tolist()
         if count != sub_shards or steps != sub_shards * (step % STEPS):
             raise Failed(f"the sum does not count each of {sub_shards} sub-shards once")
@@ -458,7 +470,11 @@ class Members:
         self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
 
     def _quorum(self) -> list[dict[str, Any]]:
-        """Wait until at least --min-ranks proposed ranks request a group, and return the states of these ranks."""
+        """Wait until at least --min-ranks proposed ranks request a group, and return the states of these ranks.
+
+        Raises:
+            Failed: this rank received a stop request.
+        """
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
@@ -502,12 +518,15 @@ class Members:
             time.sleep(0.01)
 
     def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
-        """Broadcast the state of rank 0, and load it if this rank's state differs.
+        """Broadcast rank 0's progress and arrays, and load them if this rank's differ.
 
         Args:
             groups: this rank's arrays.
             mine: this rank's state, as sent to the launcher.
             ahead: rank 0's state, as sent to the launcher.
+
+        Raises:
+            Failed: the progress or the arrays that arrive differ from ``ahead``.
         """
         header = {**asdict(self._progress), "groups": [*groups]}
         values = json.loads(distributed.broadcast(json.dumps(header).encode()))  # collective
@@ -543,9 +562,9 @@ def _leave_group() -> None:
 
 
 def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the members in rank order.
+    """Return the states of the members in the order of their ranks in the new group.
 
-    Members with more progress come first, then members with the most frequent state, then older members.
+    The order is by progress (most first), then by how many members have the same state, then by the age of the process.
     """
     held = Counter(map(_state, members))
 

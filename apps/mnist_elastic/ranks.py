@@ -51,10 +51,11 @@ class Rank:
         state: the state that the rank's last request for a group contained.
         group: name of the rank's current or last group.
         failures: number of consecutive ends without an update.
-        updates: number of updates that the process has taken part in.
+        updates: number of updates in which the process was a member; a repeated step counts again.
         has_left: whether a stop signal ended the rank, or its machine is lost.
         is_done: whether the rank has offered its state after the last step.
-        last_member: time of the rank's start or its last update, on the clock `time.monotonic`.
+        last_member: time of the rank's last start, beginning of training, update or kill, on the clock
+            `time.monotonic`. The limit for a hung rank counts from this time.
     """
 
     rank: int
@@ -79,19 +80,19 @@ class Rank:
         return None
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a rank that ended unexpectedly, or None until the rank's connection is closed."""
+        """Return the exit code if the rank ended unexpectedly and its connection is closed, otherwise None."""
         is_known = self.has_left or self.is_done
         if is_known or self.channel:
             return None
         return self.process.poll()
 
     def kill(self) -> None:
-        """Kill the process, and wait until it ends."""
+        """Kill the process. Wait until it ends if it runs on this machine."""
         self.process.kill()
         self.process.wait()
 
     def begin(self) -> None:
-        """Send a ready rank the message to begin training."""
+        """Set ``last_member`` to now, and send the rank the message to begin training if it is ready."""
         self.last_member = time.monotonic()
         if self.channel and self.ready:
             self.channel.send(begin=True)
@@ -175,7 +176,7 @@ class Ranks:
         return all(each.is_done or each.has_left for each in self.members())
 
     def have_left(self) -> bool:
-        """Return whether ranks were started, and all of them have left."""
+        """Return whether the job has ranks, and all of them have left."""
         return bool(self._ranks) and not self.present()
 
     def are_ready(self) -> bool:

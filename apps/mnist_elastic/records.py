@@ -116,7 +116,7 @@ class RunFiles:
         self._at_start = {path: path.stat() for path in paths if path.exists()}
 
     def check(self) -> None:
-        """Raise NonRetryableError if a file was removed or replaced.
+        """Raise NonRetryableError if the run dir or its metrics.jsonl was removed or replaced.
 
         The folder may still exist after a removal of the run dir, because the ranks write new files into it.
         """
@@ -230,10 +230,10 @@ class Records:
         self._run.step_sync.apply(self._run.step, totals)
 
     def save_and_stop(self) -> None:
-        """Save the newest state of the ranks that have left.
+        """Save the newest state of the ranks that have left, unless the newest checkpoint has it, and stop the run.
 
         Raises:
-            Stopped: always. If the state is newer than the last checkpoint, the function saves it first.
+            Stopped: always, after the save.
         """
         number = self._run.stop_request.number or signal.SIGTERM
         if self._left is None:
@@ -273,7 +273,7 @@ class Offers:
         """Add an offer.
 
         Raises:
-            RetryableError: another rank has different bits after the same step.
+            RetryableError: another rank has different bits after the same step, and --allow-mixed is not set.
         """
         step = message.values["step"]
         digest = message.values["digest"]
@@ -295,7 +295,10 @@ class Offers:
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
 
     def compare(self, members: Sequence[Rank]) -> None:
-        """Answer the offers when all members have sent one, so that states are compared before one is saved."""
+        """Answer the offers when all members have sent one, so that the launcher compares states before a save.
+
+        If a rank does not send requested arrays within ANSWER_SECONDS, request them from the next rank.
+        """
         now = time.monotonic()
         is_asked = self._asked_at < math.inf
         if self._offers and not is_asked and self._is_due(members, now):

@@ -137,7 +137,7 @@ class ForkedRank:
         self._forker.send(kill=self._number)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the rank ends.
+        """Wait until the rank or the forker ends.
 
         Raises:
             subprocess.TimeoutExpired: the rank still runs after ``timeout`` seconds.

@@ -44,7 +44,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, members: Members) -> dict[str, float]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank."""
     model.eval()
     blocks = run.options.virtual_ranks or 1
     batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, blocks)
@@ -80,7 +80,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     rows = FixedRows(options.virtual_ranks)
     exact(model, rows)
     members = Members(launcher, run, parts, device)
-    for step in members.steps():  # repeats a step if a member was lost
+    for step in members.steps():  # yields a step again if a member was lost
         with members.attempt():
             if members.regroup_due:
                 members.regroup()  # collective: may copy another member's state, including its step

@@ -5,7 +5,7 @@
 Horovod is published only as source, which does not compile with current PyTorch. The program patches the source
 (``CHANGES``) for these reasons:
 
-- Two CMakeLists.txt request C++14, but PyTorch's headers need C++20 from 2.13 on.
+- Two CMakeLists.txt files request C++14, but the headers of PyTorch 2.13 and later need C++20.
 - horovodrun writes --bind-to and --map-by with one dash, which Open MPI 5 rejects.
 - horovodrun recognizes MPICH by a word that some MPICH builds do not print.
 
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> str:
-    """Return a digest of everything on which the wheel's content depends.
+    """Return a digest (16 hex digits) of everything on which the wheel's content depends.
 
     Args:
         torch_version: version of torch.
@@ -131,7 +131,7 @@ def find_mpi() -> Path:
 
 
 def mpi_version(mpi: Path) -> str:
-    """Return the output of ``mpirun --version``, which identifies the implementation and its version."""
+    """Return the output of ``mpirun --version``. Exit with an error if mpirun does not work."""
     command = [str(mpi / "mpirun"), "--version"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -199,7 +199,7 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
 
 
 def patch(source: Path) -> None:
-    """Apply CHANGES to Horovod's source."""
+    """Apply CHANGES to Horovod's source, and exit with an error if a change does not apply."""
     for file, old, new in CHANGES:
         text = (source / file).read_text()
         if text.count(old) != 1:
@@ -243,7 +243,7 @@ def download(work: Path, tools: Path) -> Path:
 
 
 def run_showing_progress(command: list[str], environ: dict[str, str], log: Path) -> int:
-    """Run the build, log its output, print make's progress to stderr, and return the exit code."""
+    """Run the build, write its output to ``log``, print make's progress to stderr, and return the exit code."""
     shown = -10
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -262,7 +262,7 @@ def run_showing_progress(command: list[str], environ: dict[str, str], log: Path)
 
 
 def first_error(log: Path) -> str:
-    """Return the first line of the log that reports an error."""
+    """Return the first line of the log with the word "error", or "no reason given"."""
     for line in log.read_text(errors="replace").splitlines():
         if re.search(r"\berror\b", line, re.IGNORECASE):
             return line.strip()

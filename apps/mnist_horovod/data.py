@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the training device.
 
     A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
     """

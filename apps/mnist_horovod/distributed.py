@@ -57,7 +57,7 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     """Initialize Horovod with the ranks of horovodrun or mpirun. A process without a launcher is a job of one rank.
 
     Raises:
-        ConfigError: Horovod lacks ``transport``, or finds more or fewer ranks than the launcher started.
+        ConfigError: ``transport`` is "mpi" and Horovod lacks MPI, or Horovod finds more or fewer ranks than started.
     """
     # Collectives time out after the watchdog, because only the watchdog can identify the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
@@ -132,7 +132,7 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
 
 
 def all_reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Replace gradients by their sums over ranks, as one group in a fixed order, so that a resume has the same bits.
+    """Replace gradients by their sums over ranks, in a fixed order, so that a resumed run ends with the same bits.
 
     If --gradients is optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
     """

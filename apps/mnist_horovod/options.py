@@ -95,7 +95,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in.
 
     Raises:
-        ConfigError: an option is invalid.
+        ConfigError: an option is invalid, or options contradict each other.
     """
     options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:
@@ -161,9 +161,9 @@ def check_installed(options: Options, ranks: int) -> None:
 
 
 def check_name(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if this host's name resolves to a loopback address, which other hosts cannot reach.
+    """Raise ConfigError if HOROVOD_HOSTS has several hosts, and this host's name resolves to a loopback address.
 
-    Horovod's gloo always listens at the address of the host's name.
+    Horovod's gloo always listens at the address of the host's name, so other hosts could not connect.
     """
     if "," not in environ.get("HOROVOD_HOSTS", ""):
         return

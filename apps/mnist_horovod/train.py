@@ -60,7 +60,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank."""
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank."""
     model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
@@ -102,7 +102,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     metadata = distributed.run_metadata(device, model)
     run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
-    # Make dropout and all-reduces independent of the world size and of restarts.
+    # Make dropout independent of the world size, and sums of gradients independent of restarts.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
     exact(model, sampler, timer=run.timer)  # in place
     optimizer = distributed.wrap(optimizer, model, options)  # a Horovod optimizer with --gradients optimizer

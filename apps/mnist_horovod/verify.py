@@ -135,7 +135,7 @@ def check_ranks(options: Options) -> list[Row]:
 
 
 def place_rows(ranks: list[dict[str, Any]], transport: str) -> list[Row]:
-    """Return the checks of the transport, of each rank's number, of the world size, and of one all-reduce."""
+    """Return the checks of the transport, the ranks' numbers, the world size, and the sum of one all-reduce."""
     n = len(ranks)
     backends = {rank["backend"] for rank in ranks}
     carriers = sorted({f"{rank['backend']} on {rank['device']}" for rank in ranks})
@@ -152,7 +152,7 @@ def place_rows(ranks: list[dict[str, Any]], transport: str) -> list[Row]:
 
 
 def step_rows(ranks: list[dict[str, Any]]) -> list[Row]:
-    """Return the checks of the weights before a broadcast, after it, and after a training step."""
+    """Return the checks of weights before and after a broadcast, and of weights and optimizer state after a step."""
     differed = len(ranks) == 1 or any(rank["differed"] for rank in ranks)
     rows = [("weights differ before the broadcast", "", differed)]
     for name, title in (
@@ -166,7 +166,7 @@ def step_rows(ranks: list[dict[str, Any]]) -> list[Row]:
 
 
 def batch_rows(ranks: list[dict[str, Any]]) -> list[Row]:
-    """Return a row for the batch of each rank, and the check that all batches are distinct."""
+    """Return a row with the batch of each rank, and the check that no two batches share an image."""
     rows = [(f"batch of rank {rank['rank']}", shown(rank["batch"]), True) for rank in ranks]
     images = f"{ranks[0]['samples']} images of {DATASET} in total"
     rows.append(("batches are distinct", images, all(rank["distinct"] for rank in ranks)))
@@ -182,7 +182,7 @@ def shown(batch: list[int]) -> str:
 
 
 def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
-    """Run an all-reduce, a broadcast and one training step on this rank, and return the observations."""
+    """Run an all-reduce, a broadcast and one training step, and return this rank's values for `check_ranks`."""
     world = env.detect()
     Watchdog().start(world, Options(timeout=TIMEOUT))  # ends this rank if its launcher ends
     device = distributed.choose_device(requested_device, world)
@@ -225,7 +225,7 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
 
 
 def are_equal(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether ``tensors`` have the same bits on all ranks."""
+    """Return whether ``tensors`` have equal values on all ranks."""
     own = parameters_to_vector(tensors).detach()
     gathered = hvd.allgather(own.unsqueeze(0))
     return all(torch.equal(other, gathered[0]) for other in gathered)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class RunCallback(pl.Callback):
-    """Report each step to the Run. Log, evaluate and save when the Run requests these actions."""
+    """Report each step to the `Run`, and log, evaluate or save if the `Run` returns these actions."""
 
     def __init__(self, run: Run, data: Data) -> None:
         self.run = run
@@ -62,7 +62,8 @@ class RunCallback(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Log the step that precedes this validation, if the `Run` requested an evaluation.
 
-        Lightning also validates at the end of an epoch that --max-steps shortens. Only the result uses this validation.
+        Lightning also validates at the end of an epoch that --max-steps shortens. The app uses this validation for the
+        result, but not for a log line.
         """
         if self.actions.evaluate:
             self.log_step(trainer, pl_module, pl_module.eval_metrics)  # collective
@@ -75,7 +76,11 @@ class RunCallback(pl.Callback):
             self.run.save()  # collective: compare replicas
 
     def log_line(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
-        """Pass a line of metrics.jsonl to Lightning's loggers, which write only on rank 0."""
+        """Pass a line of metrics.jsonl to Lightning's loggers, which write only on rank 0.
+
+        Raises:
+            NonRetryableError: a logger cannot write its file.
+        """
         values = {name: value for name, value in line.items() if name != "step"}
         try:
             for logger in trainer.loggers:

@@ -21,7 +21,7 @@ EVAL_BATCH_SIZE = 250  # largest evaluation batch of a rank, in examples
 
 
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
+    """A dataset of images uint8 [n, 1, 28, 28] and labels int64 [n], on the training device.
 
     A `samestep.torch.DataLoader` reads each batch by one call of `batch`.
     """
@@ -61,7 +61,7 @@ def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) ->
 
 
 class Batches:
-    """An iterable of the next ``count`` batches. It has a length, which Lightning requires."""
+    """An iterable of the next ``count`` batches, with the length that Lightning requires."""
 
     def __init__(self, batches: Iterable[Any], count: int) -> None:
         self.batches = batches
@@ -99,5 +99,5 @@ class Data(LightningDataModule):
         return Batches(self.batches, last - first)
 
     def val_dataloader(self) -> Batches:
-        """Return this rank's blocks of the test set. The number of blocks may differ by one between ranks."""
+        """Return this rank's blocks of the test set, as batches. Ranks may differ by one in their numbers of blocks."""
         return Batches(self.eval_loader, len(self.eval_sampler))

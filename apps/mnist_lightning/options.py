@@ -78,7 +78,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in.
 
     Raises:
-        ConfigError: an option is invalid.
+        ConfigError: an option is invalid, or options contradict each other.
     """
     options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]

@@ -77,8 +77,8 @@ class Digits(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss for Lightning's backward pass ("loss"), and this rank's summed loss ("loss_sum").
 
-        The method scales the loss, so that DDP's average of the gradients is the gradient of the mean over the global
-        batch. If --virtual-ranks is set, a tree instead of DDP reduces the sub-shards' gradients, and "loss" is absent.
+        The method scales "loss", so that DDP's mean of the gradients is the gradient of the global batch's mean loss.
+        With --virtual-ranks, "loss" is absent, and "loss_sum" is the global batch's summed loss on rank 0, else 0.
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
@@ -112,7 +112,7 @@ class Digits(pl.LightningModule):
         self.sums[block, 2] = len(labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Compute loss and accuracy over the test set. Each example counts once, on one rank."""
+        """Set ``eval_metrics`` to the test set's mean loss, accuracy and number of examples."""
         dist.all_reduce(self.sums)  # collective
         loss_sum, correct, examples = self.sums.sum(dim=0).tolist()
         self.eval_metrics = {
@@ -125,7 +125,7 @@ class Digits(pl.LightningModule):
 def build_trainer(run: Run, options: Options, device: torch.device, epochs: int, callback: pl.Callback) -> pl.Trainer:
     """Return a Trainer without Lightning's checkpoints and sampler.
 
-    samestep replaces both, because Lightning's checkpoints are pickles and its sampler pads the data.
+    samestep replaces both, because Lightning's checkpoints are pickles and Lightning's sampler pads the data.
     """
     folder = options.run_dir / "log"
     loggers: list[Logger] = []

@@ -52,7 +52,7 @@ def stand_alone() -> Iterator[None]:
 
 
 def record_layouts(network: nn.Cell) -> None:
-    """Store the layout over ranks in each parameter of the compiled ``network``, or None if it is not split."""
+    """Set the attribute ``layout`` of each parameter of the compiled ``network``: the layout over ranks, or None."""
     for parameter in network.get_parameters():
         parameter.layout = network.parameter_layout_dict.get(parameter.name)
 

@@ -22,7 +22,7 @@ from samestep.step_timer import COMMUNICATION, INPUT
 # means of the deviations within single images, as in most programs.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2023, 0.1994, 0.2010)
-PADDING = 4  # width of the border around the image before cropping, in pixels
+PADDING = 4  # width of the zero border on each side of an image before cropping, in pixels
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.float32]]
 
@@ -93,8 +93,8 @@ class Source:
     MindSpore needs the length for data sinking. It would otherwise read the full dataset to count the samples.
 
     Attributes:
-        make: function that returns a batch by its number.
-        batches: numbers of the batches.
+        make: function that returns the batch for an item of ``batches``.
+        batches: for each batch, its step (training) or the number of its first sample (evaluation).
         rows: number of samples per batch.
     """
 

@@ -8,12 +8,12 @@ servers. The folder contains env.log, train.log, and the files of Ascend's compi
 ranks.
 
 ``--device=cpu`` starts the same ranks with the same folders and logs on the CPU, as a rehearsal. The ranks connect
-through MindSpore's scheduler. The first server runs the scheduler, whose logs are in ``scheduler``. If the table has
-several servers, set MASTER_ADDR and MASTER_PORT.
+through MindSpore's scheduler. The first server runs the scheduler, with logs in ``<run-dir>/scheduler``. If the table
+has several servers, set MASTER_ADDR and MASTER_PORT.
 
 The program exits with the exit code of the first failed rank, or with 128 + the number of the signal that killed this
-rank. It prints one line and exits with 2 after an error in the call or the table. It exits with 128 + the number of a
-stop signal after this signal.
+rank. It prints one line and exits with 2 if the call or the table is invalid. If it receives a stop signal, it exits
+with 128 + the number of the signal.
 """
 
 from __future__ import annotations
@@ -186,7 +186,11 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the run dir, and the options with absolute paths. Relative paths would fail in a rank's own folder."""
+    """Return the run dir, and the options with absolute paths, because each rank runs in another folder.
+
+    Raises:
+        ConfigError: an option is invalid, or --run-dir is missing.
+    """
     options = parse_as(Options, build_parser(), arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
     if "run_dir" not in paths:

@@ -259,7 +259,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        RankTableError: the file cannot be read, or is not a JSON object with only strings as values.
+        RankTableError: the file cannot be read, or is not a JSON object of strings, lists and objects.
     """
     try:
         text = path.read_text("utf-8-sig")
@@ -522,7 +522,11 @@ def finish(table: Table, product: Product, out: Path | None) -> None:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Return the device ids in a list such as "0,1,2,3", "0-3", "[0,4)" or "0-3,6". Ignore blanks."""
+    """Return the device ids in a list such as "0,1,2,3", "0-3", "[0,4)" or "0-3,6". Ignore blanks.
+
+    Raises:
+        RankTableError: ``text`` is not such a list, or contains a device twice.
+    """
 
     def close(half_open: re.Match[str]) -> str:
         return f"{half_open[1]}-{int(half_open[2]) - 1}"
@@ -545,7 +549,11 @@ def parse_devices(text: str) -> list[int]:
 
 
 def read_hccn_conf(path: Path) -> dict[int, str]:
-    """Return the addresses in a server's hccn.conf by device id, from its lines ``address_N=ADDRESS``."""
+    """Return the addresses in a server's hccn.conf by device id, from its lines ``address_N=ADDRESS``.
+
+    Raises:
+        RankTableError: the file cannot be read, or a line ``address_N`` is invalid or repeated.
+    """
     try:
         lines = path.read_bytes().decode(errors="replace").splitlines()
     except OSError as error:
@@ -565,7 +573,11 @@ def read_hccn_conf(path: Path) -> dict[int, str]:
 
 
 def ask_hccn_tool(tool: str, device: int) -> str:
-    """Return the address that the driver's hccn_tool prints for a device of this machine."""
+    """Return the address that the driver's hccn_tool prints for a device of this machine.
+
+    Raises:
+        RankTableError: hccn_tool prints no address.
+    """
     command = [tool, "-i", str(device), "-ip", "-g"]
     try:
         result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=HCCN_TOOL_SECONDS)
@@ -586,6 +598,9 @@ def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]
         options: options of `make`.
         index: index of the server in --server.
         ids: device ids of this server.
+
+    Raises:
+        RankTableError: the options or the server's files do not give an address for each device.
     """
     if options.device_ips:
         given = options.device_ips[index]

@@ -15,7 +15,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Con
 
 
 class Block(nn.Cell):  # type: ignore[misc]
-    """A residual block, which adds convolutions of (size, outputs, stride) with batch norms to the input."""
+    """A residual block: the input plus the output of ``convolutions`` (size, outputs, stride) with batch norms."""
 
     def __init__(self, inputs: int, convolutions: Sequence[tuple[int, int, int]], statistics: bool | None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # number of blo
 class ResNet(nn.Cell):  # type: ignore[misc]
     """Map images [m, 3, s, s] to logits [m, 10]. Depth 18 has 11,181,642 parameters, depth 50 has 23,528,522.
 
-    Depth 10 has one block of depth 18 in each layer, so it compiles in less time.
+    Depth 10 has one basic block in each layer, and depth 18 has two. Depth 10 therefore compiles in less time.
     """
 
     def __init__(self, depth: int, freeze_bn: bool) -> None:

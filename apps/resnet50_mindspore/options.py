@@ -143,7 +143,7 @@ def automatic_device() -> str:
 
 
 def check_parallel(options: Options) -> None:
-    """Raise ConfigError if --parallel does not support the device, or --sink-size with this --api."""
+    """Raise ConfigError if --parallel semi-auto or auto does not work with --device, or with --sink-size and --api."""
     parallel = f"--parallel {options.parallel}"
     if options.device == "cpu":
         raise ConfigError(f"{parallel} needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
@@ -187,15 +187,15 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
 
 def check_start(options: Options, dataset: str, start: int) -> None:
-    """Call `check_steps` for the dataset with this name. The launch script calls this function."""
+    """Call `check_steps` with the number of training examples of ``dataset``. The launch script calls this function."""
     check_steps(options, TRAIN_EXAMPLES[dataset], start)
 
 
 def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the options do not suit ``ranks`` ranks.
 
-    The launch script passes the ranks of one machine, and a rank passes the world size. Batch normalization divides by
-    the number of values - 1. The last layers have one pixel for each 32 x 32 pixels of an image.
+    The launch script passes the ranks of one machine, and a rank passes the world size. For n values, batch
+    normalization divides by n - 1. The last layers have one pixel for each 32 x 32 pixels of an image.
     """
     if options.parallel != "data" and ranks == 1:
         raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")
@@ -234,7 +234,8 @@ def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
     The launch script calls this function.
 
     Raises:
-        ConfigError: the table is invalid, or does not list ``ranks`` devices for this machine.
+        ConfigError: the table is invalid, does not list ``ranks`` devices for this machine, or contradicts NNODES or
+            NODE_RANK.
     """
     variable = table_variable(os.environ)
     if not variable:

@@ -1,10 +1,10 @@
-"""Count the samples per epoch in MindSpore's sharding and in `GlobalBatches`, and print a Markdown table.
+"""Count the samples of one epoch in MindSpore's sharding and in `GlobalBatches`, and print a Markdown table.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0         # makes .venvs/resnet50_mindspore
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/shards.py    # --help
 
 MindSpore's sharding is `ds.Cifar10Dataset(folder, num_shards=N, shard_id=r)` and `.batch(rows, drop_remainder=...)` for
-each rank r. Its shards have equal sizes, so rows = ceil(global batch / N). MindSpore and `GlobalBatches` read the
+each rank r. These shards have equal sizes, so rows = ceil(global batch / N). MindSpore and `GlobalBatches` read the
 same files, which this program writes. The first pixel of an image encodes the image's number. MindSpore reads only
 files of exactly 10,000 images.
 

@@ -39,7 +39,7 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard
 
-EVAL_BATCH_SIZE = 64  # number of examples; the result does not depend on it
+EVAL_BATCH_SIZE = 64  # evaluation batch of a rank, in examples
 
 
 def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
@@ -70,7 +70,7 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
 
 
 def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
-    """Return loss and accuracy over the test set. Each example counts once, on one rank.
+    """Return the test set's mean loss, accuracy and number of examples. Each example counts once, on one rank.
 
     The evaluation uses running statistics averaged over ranks, and afterwards restores each rank's own statistics.
 
@@ -134,14 +134,19 @@ class AfterUpdate:
     test_set: Split
 
     def __call__(self, step: int, loss: Tensor) -> None:
-        """Run the actions after the update ``step``. ``loss`` is this rank's mean of weight * loss."""
+        """Run the actions after an update.
+
+        Args:
+            step: number of the update, from 0.
+            loss: this rank's mean of weight * loss in the last update of the loop (--sink-size updates).
+        """
         run = self.run
         options = run.options
         self.model.batches_tracked += not options.freeze_bn
         if step == run.first_step:
             distributed.all_gather(np.zeros(1))  # collective: wait once until all ranks have compiled the step
         actions = run.after_step()  # counts the step and records progress; the loss stays on the device
-        if actions.sync and (step + 1) % options.sink_size == 0:  # all weights are from the loop's end
+        if actions.sync and (step + 1) % options.sink_size == 0:  # the weights come from the loop's last update
             loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
             actions = run.sync(loss_sum, running_loss)  # collective: exchange losses, stop requests and phase times
         if actions.log:
@@ -154,7 +159,12 @@ class AfterUpdate:
             run.save()  # collective: average statistics, compare replicas, and write (rank 0)
 
     def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
-        """Return this rank's share of the summed losses of the update ``step``, and since the last log line."""
+        """Return this rank's parts of two sums of losses: of the update ``step``, and since the last log line.
+
+        Args:
+            step: number of the update, from 0.
+            loss: this rank's mean of weight * loss in this update.
+        """
         with self.run.monitor.collective("train step"):
             last = float(loss.asnumpy())  # collective: waits for the step
             total = float(self.forward.total.asnumpy())
