@@ -46,7 +46,7 @@ STATUS = {
         "默认的测试只在 CPU 上运行。",
         "目前还没有任何应用在昇腾（Ascend）上跑过",
         "在一块 NVIDIA GPU 上，{rows} 项检查通过 {passed} 项，多个 rank 的 NCCL 尚未运行过。",
-        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项，{failed}{left} 项未运行。",
+        "在一块 NVIDIA GPU 上（1 到 4 个 rank 经 NCCL 共用），{rows} 项检查通过 {passed} 项，{failed}{left} 项未运行。",
     ),
 }
 FAILED = "{} failed, "
