@@ -16,7 +16,7 @@ FUNCTIONS = set(
     "open mkdir makedirs rename replace unlink remove rmdir utime truncate link symlink rmtree move".split()
 )
 METHODS = set("open write_text write_bytes mkdir touch unlink rename rmdir symlink_to hardlink_to".split())
-# Functions that change files outside run dirs, and the reason.
+# Modules and functions that may change files without samestep.root.Root, each with the reason.
 OUTSIDE = {
     "core/samestep/child_signals.py _is_pending": "a file of /proc",
     "core/samestep/data/download.py": "caches of datasets",

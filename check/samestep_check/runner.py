@@ -468,7 +468,7 @@ class ScriptRunner:
         limit = max(PATIENCE, HANGS * self.reference.duration)
         patience = self.patience()
         with self.job(work, self.ranks, is_restart=True, pause=self.pause(PATIENCE)) as job:
-            # The pause after a step is long, so no rank takes a second step.
+            # The pause leaves time to stop the job before a second step. [:1] drops a second step.
             job.wait(lambda: job.code is not None or job.processes_with_steps() >= wanted, min(limit, patience))
             records = job.read()
             steps = records.steps()[:1]

@@ -160,7 +160,7 @@ def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Str
 
 
 def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage imports core from the wheel. Each wheel is installed in a separate environment."""
+    """The first stage imports core from the wheel. If the wheel changes, the script makes a new environment."""
     wheel = street.root / "vendor" / "samestep-0.1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as file:
