@@ -341,8 +341,8 @@ def _check_agreement(env: dict[str, str], chosen: Launcher, world: World, other:
 def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
     """Return (rank, world size) of a launcher; (0, 0) if they are incomplete or malformed.
 
-    If the launcher sets an index but no size, the size is at least index + 1. This function
-    ignores the index of an Indexed Job, because each pod can be a separate job with world size 1.
+    If the launcher sets an index but no size, the size is at least index + 1. This function ignores the index of an
+    Indexed Job, because each pod can be a separate job with world size 1.
     """
     try:
         rank, size = _pair(env, spec.rank)

@@ -330,8 +330,8 @@ def slow_steps(n: int) -> dict[str, str]:
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Damage a checkpoint, kill ranks or their launcher, hang a rank, and stop the run by a signal.
 
-    The slow tests inject each fault into a separate run. This run gets all faults, because a start is slow. Slow steps leave
-    time for each fault on a busy machine. SIGSTOP simulates a machine that hangs or swaps.
+    The slow tests inject each fault into a separate run. This run gets all faults, because a start is slow. Slow steps
+    leave time for each fault on a busy machine. SIGSTOP simulates a machine that hangs or swaps.
     """
     n = 2
     skipped = harness.app.skipped_marks
