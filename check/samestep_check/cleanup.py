@@ -17,21 +17,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 KILL_SECONDS = 10.0  # time limit for the end of all processes, in seconds
+DONE = b"\0done"  # the last bytes that a check writes if it was not killed
 EMPTY_ROUNDS = 3  # searches in a row that must find no process, because a process may be starting another
 
 
 @contextmanager
-def folder_for(kept: Path | None) -> Iterator[Path]:
-    """Create a temporary folder for a check's copies and output, and delete the folder at the end of the block.
+def guarded_folder() -> Iterator[Path]:
+    """Create a temporary folder, and delete it at the end of the block.
 
-    If the check is killed in the block, another process kills all processes of the check's jobs. It then deletes the
-    temporary folder.
-
-    Args:
-        kept: folder to yield instead of the temporary folder; this function neither creates nor deletes it.
+    If this process is killed in the block, another process kills the processes of the check's jobs, and deletes the
+    folder. A job's environment has the folder's name as ``check`` in SAMESTEP_INSIDE.
 
     Yields:
-        The folder's absolute path.
+        The folder's absolute path. Its name is unique.
     """
     reader, writer = os.pipe()
     command = [sys.executable, "-I", __file__]
@@ -39,30 +37,32 @@ def folder_for(kept: Path | None) -> Iterator[Path]:
     with subprocess.Popen(command, stdin=reader, stdout=null, stderr=null, start_new_session=True):
         os.close(reader)
         with open(writer, "wb", buffering=0) as pipe:
-            with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
-                folder = Path(kept or temporary).resolve()
-                pipe.write(b"\0".join([os.fsencode(folder), os.fsencode(temporary)]))
-                yield folder
-            pipe.write(b"\0done")
+            try:
+                with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+                    folder = Path(temporary).resolve()
+                    pipe.write(os.fsencode(folder))
+                    yield folder
+            finally:
+                pipe.write(DONE)
 
 
 def main() -> None:
     """Wait until the check has ended or was killed. After a kill, end its jobs and delete its temporary folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    folder, *rest = sys.stdin.buffer.read().split(b"\0")  # read() returns when the check has ended
-    if len(rest) == 1:  # without "done"
-        end_processes(folder)
-        shutil.rmtree(rest[0], ignore_errors=True)
+    folder = sys.stdin.buffer.read()  # returns when the check has ended
+    if folder and not folder.endswith(DONE):
+        end_processes(b'"check": "%s"' % os.path.basename(folder))
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_processes(folder: bytes) -> None:
-    """Kill the processes with a folder's path in their environment, and all processes in the sessions of these."""
+def end_processes(mark: bytes) -> None:
+    """Kill all processes with ``mark`` in their environment, and all processes of their sessions."""
     sessions: set[int] = set()
     empty = 0
     end = time.monotonic() + KILL_SECONDS
     while empty < EMPTY_ROUNDS and time.monotonic() < end:
-        found = _processes(folder, sessions)
+        found = _processes(mark, sessions)
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -70,14 +70,14 @@ def end_processes(folder: bytes) -> None:
         time.sleep(0.05)
 
 
-def _processes(folder: bytes, sessions: set[int]) -> list[int]:
+def _processes(mark: bytes, sessions: set[int]) -> list[int]:
     """Return the PIDs of the processes to kill, and add their sessions to ``sessions``."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
             # The fields after the name in parentheses are state, parent, group and session.
             state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
-            if state != "Z" and (int(session) in sessions or folder in (path / "environ").read_bytes()):
+            if state != "Z" and (int(session) in sessions or mark in (path / "environ").read_bytes()):
                 sessions.add(int(session))
                 found.append(int(path.name))
     return found

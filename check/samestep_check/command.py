@@ -227,8 +227,8 @@ def check(
         ConfigError: an option is invalid, the folder cannot be copied, the undisturbed script fails, or the script
             writes outside of its folder.
     """
-    with cleanup.folder_for(options.keep) as folder:
-        runner = ScriptRunner(options, command, folder)
+    with cleanup.guarded_folder() as temporary:
+        runner = ScriptRunner(options, command, temporary)
         if options.keep:
             make_kept(options.keep)
         results: list[Result] = []

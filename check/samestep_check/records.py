@@ -15,6 +15,7 @@ Event = Mapping[str, Any]
 Key = Any  # key of an example: None, a number, a string, or a tuple of keys
 Keys = list[Key] | None  # None if the keys are unknown
 Subsets = tuple[tuple[int, int], ...]  # (length, checksum) of each Subset around a dataset, the outermost first
+EVALUATED = -1  # `Loader.epoch` of a loader whose evaluation is complete
 
 
 class Step(NamedTuple):
@@ -80,7 +81,7 @@ class Loader:
     batches: int | None = None  # number of batches in the iteration
     subsets: Subsets = ()
     keys: list[Keys] = field(default_factory=list)  # keys of each returned batch
-    epoch: int | None = None  # None until a step uses a batch of the loader; -1 for an evaluation
+    epoch: int | None = None  # None until a step uses a batch of the loader; EVALUATED after an evaluation
     end: int | None = None  # number of steps at the loader's end
     is_gone: bool = False
 
@@ -115,6 +116,7 @@ class Shard(NamedTuple):
     keys: Keys
     size: int | None
     subsets: Subsets
+    is_complete: bool = True  # False if the loop left the loader before its last batch
 
 
 class Process:
@@ -131,7 +133,7 @@ class Process:
         self.rank: int | None = ranks[-1] if ranks else None
         self.steps = reader.steps
         self.saves = reader.saves
-        self.evaluations = reader.adapted or reader.evaluations
+        self.evaluations = reader.adapted or reader.evaluations()
         self.called = reader.since.called  # modules called without gradients after the last step
         self.notes = reader.notes
 
@@ -157,7 +159,8 @@ class Reader:
     def __init__(self) -> None:
         self.steps: list[RankStep] = []
         self.saves: list[Save] = []
-        self.evaluations: list[Shard] = []
+        self._evaluated: dict[int, Loader] = {}  # loaders of evaluations, by number
+        self._last_evaluated: Loader | None = None  # the loader that ended last
         self.adapted: list[Shard] = []  # evaluations that an adapter recorded
         self.notes = Notes()
         self.since = Before()  # events since the newest step
@@ -183,6 +186,15 @@ class Reader:
         if self._has_batches:
             for step in self.steps:
                 step.indices = _joined([batch.keys for batch in step.batches])
+
+    def evaluations(self) -> list[Shard]:
+        """Return this process's shard of each evaluation, in the order in which the evaluations began."""
+        found = []
+        for number in sorted(self._evaluated):
+            loader = self._evaluated[number]
+            shard = Shard(_joined(loader.keys), loader.size, loader.subsets, is_complete=loader.epoch == EVALUATED)
+            found.append(shard)
+        return found
 
     def _loader(self, event: Event) -> Loader:
         return self._loaders.setdefault(event["loader"], Loader())
@@ -213,29 +225,33 @@ class Reader:
             self._position += 1
             self._has_numbers |= event.get("number") is not None
             self._pending.append(Batch(event.get("number"), event["loader"], keys))
-        elif len(loader.keys) == loader.batches:  # the last batch; Lightning causes no ``end`` event
-            self._evaluated(loader)
+        else:
+            self._evaluated[event["loader"]] = loader
+            if len(loader.keys) == loader.batches:  # the last batch; Lightning causes no ``end`` event
+                self._end_evaluation(loader)
 
     def on_end(self, event: Event) -> None:
         loader = self._loader(event)
         if loader.epoch is None:  # no step used a batch of this loader
             self._pending = [batch for batch in self._pending if batch.loader != event["loader"]]
-            self._evaluated(loader)
+            self._evaluated[event["loader"]] = loader
+            self._end_evaluation(loader)
         else:
             loader.end = len(self.steps)
 
-    def _evaluated(self, loader: Loader) -> None:
-        loader.epoch = -1
-        self.evaluations.append(Shard(_joined(loader.keys), loader.size, loader.subsets))
+    def _end_evaluation(self, loader: Loader) -> None:
+        loader.epoch = EVALUATED
+        self._last_evaluated = loader
 
     def on_gone(self, event: Event) -> None:
         self._loader(event).is_gone = True
 
     def on_dropped(self, event: Event) -> None:
-        if self.evaluations:
-            last = self.evaluations[-1]
-            if last.keys:
-                self.evaluations[-1] = last._replace(keys=last.keys[: -event["count"]])
+        last = self._last_evaluated
+        if last is not None:
+            keys = _joined(last.keys)
+            if keys:
+                last.keys = [keys[: -event["count"]]]
 
     def on_evaluated(self, event: Event) -> None:
         keys = [_frozen(key) for key in event["indices"]]
@@ -450,12 +466,16 @@ class Records:
         return []
 
     def evaluations(self) -> list[Evaluation]:
-        """Return the evaluations whose examples have keys, each merged over all ranks."""
+        """Return the evaluations whose examples have keys, each merged over all ranks.
+
+        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted.
+        """
         found = []
         parts = [process.evaluations for process in self.processes if process.evaluations]
         for each in zip_longest(*parts):
-            evaluation = _whole([shard for shard in each if shard is not None])
-            if evaluation is not None:
+            shards = [shard for shard in each if shard is not None]
+            evaluation = _whole(shards)
+            if evaluation is not None and all(shard.is_complete for shard in shards):
                 found.append(evaluation)
         return found
 

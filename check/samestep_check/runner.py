@@ -170,7 +170,7 @@ class ScriptRunner:
         self.left_behind = 0
         self.ranks = self.script.ranks
         self.other: int = options.other_n or self.ranks + 1
-        self._temporary = temporary
+        self._temporary = Path(options.keep or temporary).resolve()
         self._count = 0
         self._is_uncovered = False  # in a process of the script, the copy is not mounted over the folder
         self._config = {
@@ -178,8 +178,9 @@ class ScriptRunner:
             "allowed": _real_paths(places),
             "checkpoint": options.checkpoint,
             "adapter": str(options.adapter.resolve()) if options.adapter else None,
+            "check": temporary.name,  # by which `cleanup` finds the processes of this check's jobs
         }
-        self.source.check(options.copy_limit, temporary)
+        self.source.check(options.copy_limit, self._temporary)
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 

@@ -264,6 +264,18 @@ def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
     assert found.size == 3  # each rank has its own part of the split
 
 
+def test_an_evaluation_that_a_rank_leaves_early_is_omitted(tmp_path: Path) -> None:
+    """Lightning's sanity check reads two batches of each rank, which is the whole shard of only one rank."""
+
+    def reads(loader: int, batches: int, *indices: int) -> Events:
+        return [begin(loader, batches), *(batch(loader, index, trains=False) for index in indices)]
+
+    sanity = reads(1, 3, 0, 1), reads(1, 2, 3, 4)
+    ranks = [*sanity[0], *reads(2, 3, 0, 1, 2)], [*sanity[1], *reads(2, 2, 3, 4)]
+    (found,) = records(tmp_path, *ranks).evaluations()
+    assert sorted(found.counts.elements()) == [0, 1, 2, 3, 4]
+
+
 def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -> None:
     """After a rank is killed, the other ranks of Horovod Elastic continue in the same processes."""
     ranks = [[begin(1, 9), *(event for i in range(n) for event in (batch(1, i), STEP))] for n in (4, 2)]

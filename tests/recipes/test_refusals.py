@@ -9,6 +9,7 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler
 from samestep.torch.frameworks import check_training_arguments
 from transformers import TrainingArguments
@@ -32,6 +33,13 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> None:
         return None
+
+
+def test_lightning_sets_the_epoch_of_the_kits_sampler() -> None:
+    """After a resume at the end of an epoch, Lightning restores only its own epoch."""
+    sampler = GlobalBatchSampler(10, 4)
+    _set_sampler_epoch(DataLoader(torch.arange(10.0), batch_sampler=sampler), 3)
+    assert (sampler.epoch, sampler.batch) == (3, 0)
 
 
 def test_lightning_names_its_option_for_samplers(tmp_path: Path) -> None:

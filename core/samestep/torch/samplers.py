@@ -215,6 +215,11 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self.batches.virtual_ranks
 
     @property
+    def sampler(self) -> GlobalBatchSampler:
+        """This object, because Lightning calls `set_epoch` only on ``loader.batch_sampler.sampler``."""
+        return self
+
+    @property
     def epoch(self) -> int:
         """The epoch of the position, from 0. The epoch changes when an iteration ends."""
         return self._epoch
