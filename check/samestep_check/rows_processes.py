@@ -46,7 +46,7 @@ def workers(runner: ScriptRunner) -> str:
     """Check that a job with loader workers saves and ends after SIGTERM to its process group."""
     if not any(notes.workers for notes in runner.reference.records.notes()):
         raise NotSeen("no DataLoader with workers")
-    return stopped_well(runner, runner.faulted(lambda job: os.killpg(job.process.pid, signal.SIGTERM)))
+    return stopped_well(runner, runner.stopped_by(lambda job: os.killpg(job.process.pid, signal.SIGTERM)))
 
 
 def stopped_well(runner: ScriptRunner, run: Faulted) -> str:

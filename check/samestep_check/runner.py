@@ -28,6 +28,7 @@ from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen, OutOfT
 PATIENCE = 75.0  # maximum number of seconds from a fault to its effect; torchrun waits 30 s for ranks after TERM
 HANGS = 5  # limit for a restart's first step, as a multiple of the undisturbed run's duration
 MIN_RUN = 3.0  # minimum duration of all steps of a run with a fault, in seconds, ensured by pauses
+LONG_RUN = 30.0  # the same for TERM, because ranks may agree on a stop only every few seconds
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 MOST_OWN = 0.01  # largest relative difference of weights between two undisturbed runs
 WARNING = re.compile(r"(?i)no space|errno|warn|error|fail")
@@ -410,15 +411,16 @@ class ScriptRunner:
             raise NotSeen("no process has a rank in its environment")
         return ranks[max(ranks)][-1].pid
 
-    def faulted(self, strike: Callable[[Job], object] | None, **config: Any) -> Faulted:
+    def faulted(self, strike: Callable[[Job], object] | None, least: float = MIN_RUN, **config: Any) -> Faulted:
         """Run the script with a fault, restart it as a user would unless it exits with 0, and return both runs.
 
         Args:
             strike: function that injects the fault in the middle of the run; None if ``config`` sets the fault.
+            least: minimum duration of all steps together, in seconds.
             config: settings for the recorder in each process.
         """
         work = self.copy()
-        with self.job(work, pause=self.pause(), **config) as job:
+        with self.job(work, pause=self.pause(least), **config) as job:
             if strike:
                 self.middle(job)
                 fault_time = time.time()
@@ -495,7 +497,14 @@ class ScriptRunner:
 
     @cached
     def terminated(self) -> Faulted:
-        return self.faulted(lambda job: job.process.terminate())
+        return self.stopped_by(lambda job: job.process.terminate())
+
+    def stopped_by(self, strike: Callable[[Job], object]) -> Faulted:
+        """Run the script with a fault that must stop it. Repeat a run that ended all steps, with slower steps."""
+        run = self.faulted(strike)
+        if self.steps and run.done >= len(self.steps):
+            return self.faulted(strike, least=LONG_RUN)
+        return run
 
     # --- file system calls -------------------------------------------------------------------------------------------
 

@@ -135,6 +135,16 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
     assert done.stderr.count("\n") == 1
 
 
+def test_a_script_that_stops_two_seconds_after_term_stops(tmp_path: Path) -> None:
+    """A short run ends before the stop, so the check repeats the run with slower steps."""
+    replaced = (
+        ("lambda number, _: asked.append(number)", "lambda *_: asked.append(time.monotonic())"),
+        ('f"{len(asked)}"', 'f"{sum(time.monotonic() - asking > 2 for asking in asked)}"'),
+    )
+    done, verdicts = plain(program(tmp_path / "sound", PLAIN, replaced), "term")
+    assert verdicts == {"term": "passed"}, done.stdout
+
+
 def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
     """An exception of the adapter's code ends the check. A hook that is never called causes a note."""
     folder = program(tmp_path / "sound", PLAIN)
