@@ -155,7 +155,7 @@ def test_loss_guard_names_the_value_that_is_not_finite(warnings: list[str]) -> N
     assert guard.check_evaluation(evaluation, 8, is_of_update=True) == evaluation | {"macro_f1": None}
     assert "at step 8 the macro f1 is NaN or infinite" in warnings[0]
     guard.check_evaluation({"test_loss": 1.0, "test_examples": None}, 9)
-    guard.check_evaluation({"test_loss": math.nan}, 10)  # an absent value is no overflow, so this one is the first
+    guard.check_evaluation({"test_loss": math.nan}, 10)  # None in the line above did not count as an overflow
     assert len(warnings) == 2
 
 
