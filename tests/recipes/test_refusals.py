@@ -38,8 +38,13 @@ class Module(lightning.LightningModule):
 def test_lightning_sets_the_epoch_of_the_kits_sampler() -> None:
     """After a resume at the end of an epoch, Lightning restores only its own epoch."""
     sampler = GlobalBatchSampler(10, 4)
-    _set_sampler_epoch(DataLoader(torch.arange(10.0), batch_sampler=sampler), 3)
-    assert (sampler.epoch, sampler.batch) == (3, 0)
+    loader = DataLoader(torch.arange(10.0), batch_sampler=sampler)
+    batches = iter(loader)  # Lightning creates this iterator first
+    _set_sampler_epoch(loader, 3)
+    expected = GlobalBatchSampler(10, 4)
+    expected.set_epoch(3)
+    assert torch.cat([*batches]).tolist() == [index for batch in expected for index in batch]
+    assert (sampler.epoch, sampler.batch) == (4, 0)
 
 
 def test_lightning_names_its_option_for_samplers(tmp_path: Path) -> None:

@@ -246,12 +246,17 @@ class GlobalBatchSampler(Sampler[Indices]):
     def __iter__(self) -> Iterator[Indices]:
         rank, world_size = self._given or place(self.group)
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
+        return self._indices()
+
+    def _indices(self) -> Iterator[Indices]:
+        """Yield the indices of each batch from the position at the first call of next().
+
+        Lightning creates an iterator before it sets the epoch.
+        """
         if self._has_received_last:  # the loop left its last iteration after the epoch's last batch
             self._go_to(self._epoch + 1, 0)
-        return self._indices(self._epoch, self._batch)
-
-    def _indices(self, epoch: int, first: int) -> Iterator[Indices]:
-        for batch in range(first, len(self)):
+        epoch = self._epoch
+        for batch in range(self._batch, len(self)):
             self._is_drawn = True
             numbers = self._indices_of(epoch * len(self) + batch)
             yield index_array(numbers, epoch) if self.yields_arrays else index_list(numbers, epoch)
@@ -276,16 +281,18 @@ class GlobalBatchSampler(Sampler[Indices]):
         """
         batches = iter(loader)
         self._is_counted = True
-        return self._count(batches, self._epoch)
+        return self._count(batches)
 
-    def _count(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+    def _count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        epoch: int | None = None
         for batch in batches:
+            epoch = self._epoch if epoch is None else epoch  # known at the first batch; see `_indices`
             self._epoch = epoch
             self._batch += 1
             self._has_received_last = self._batch == len(self)
             self._seed_generators()
             yield batch
-        self._go_to(epoch + 1, 0)
+        self._go_to((self._epoch if epoch is None else epoch) + 1, 0)
 
     def _go_to(self, epoch: int, batch: int) -> None:
         self._epoch = epoch
