@@ -54,7 +54,7 @@ def test_torchrun_alone_takes_the_same_steps_and_restarts(
     assert result["weights_sha256"] == reference["weights_sha256"]
 
 
-@pytest.mark.soak  # the quick tests use torchrun here, and torch.distributed.launch in collectives_lab
+@pytest.mark.soak  # the quick tests use torchrun here, and torch.distributed.launch for another app
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

@@ -185,7 +185,7 @@ def _arm() -> None:
     from samestep import env, sharding
     from samestep.job_info import JobInfo
 
-    rank = JobInfo.from_environ(os.environ).rank  # mnist_elastic passes the rank in the job info
+    rank = JobInfo.from_environ(os.environ).rank  # an elastic launcher passes the rank in the job info
     if rank is None:
         rank = env.detect(os.environ).rank
     if "slow" in _fault:
