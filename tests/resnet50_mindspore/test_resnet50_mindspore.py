@@ -201,7 +201,7 @@ def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any)
 
 
 def test_the_models_are_torchvisions(told_of_models: Any) -> None:
-    """Strict loading compares names, shapes and dtypes. A test of another environment compares the digests with torchvision."""
+    """Strict loading compares names, shapes and dtypes. Another test compares the digests with torchvision."""
     output = told_of_models["MODELS"]
     assert output["18"]["parameters"] == 11_181_642
     assert output["50"]["parameters"] == 23_528_522
