@@ -84,6 +84,7 @@ class Loader:
     epoch: int | None = None  # None until a step uses a batch of the loader; EVALUATED after an evaluation
     end: int | None = None  # number of steps at the loader's end
     is_gone: bool = False
+    position: int = 0  # number of training batches before the first batch of an evaluation
 
 
 @dataclass
@@ -117,6 +118,7 @@ class Shard(NamedTuple):
     size: int | None
     subsets: Subsets
     is_complete: bool = True  # False if the loop left the loader before its last batch
+    position: int = 0  # number of training batches that loaders returned before the evaluation
 
 
 class Process:
@@ -192,8 +194,8 @@ class Reader:
         found = []
         for number in sorted(self._evaluated):
             loader = self._evaluated[number]
-            shard = Shard(_joined(loader.keys), loader.size, loader.subsets, is_complete=loader.epoch == EVALUATED)
-            found.append(shard)
+            is_complete = loader.epoch == EVALUATED
+            found.append(Shard(_joined(loader.keys), loader.size, loader.subsets, is_complete, loader.position))
         return found
 
     def _loader(self, event: Event) -> Loader:
@@ -226,7 +228,7 @@ class Reader:
             self._has_numbers |= event.get("number") is not None
             self._pending.append(Batch(event.get("number"), event["loader"], keys))
         else:
-            self._evaluated[event["loader"]] = loader
+            self._begin_evaluation(event["loader"], loader)
             if len(loader.keys) == loader.batches:  # the last batch; Lightning causes no ``end`` event
                 self._end_evaluation(loader)
 
@@ -234,10 +236,15 @@ class Reader:
         loader = self._loader(event)
         if loader.epoch is None:  # no step used a batch of this loader
             self._pending = [batch for batch in self._pending if batch.loader != event["loader"]]
-            self._evaluated[event["loader"]] = loader
+            self._begin_evaluation(event["loader"], loader)
             self._end_evaluation(loader)
         else:
             loader.end = len(self.steps)
+
+    def _begin_evaluation(self, number: int, loader: Loader) -> None:
+        if number not in self._evaluated:
+            self._evaluated[number] = loader
+            loader.position = self._position
 
     def _end_evaluation(self, loader: Loader) -> None:
         loader.epoch = EVALUATED
@@ -471,12 +478,14 @@ class Records:
         An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted.
         """
         found = []
-        parts = [process.evaluations for process in self.processes if process.evaluations]
-        for each in zip_longest(*parts):
-            shards = [shard for shard in each if shard is not None]
-            evaluation = _whole(shards)
-            if evaluation is not None and all(shard.is_complete for shard in shards):
-                found.append(evaluation)
+        parts = [process.evaluations for process in self.processes]
+        for position in sorted({shard.position for part in parts for shard in part}):
+            there = [[shard for shard in part if shard.position == position] for part in parts]
+            for each in zip_longest(*there):
+                shards = [shard for shard in each if shard is not None]
+                evaluation = _whole(shards)
+                if evaluation is not None and all(shard.is_complete for shard in shards):
+                    found.append(evaluation)
         return found
 
     def notes(self) -> Iterator[Notes]:
