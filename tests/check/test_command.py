@@ -281,7 +281,7 @@ def test_an_evaluation_that_a_rank_leaves_early_is_omitted(tmp_path: Path) -> No
         return [begin(loader, batches), *(batch(loader, index, trains=False) for index in indices)]
 
     sanity = reads(1, 3, 0, 1), reads(1, 2, 3, 4)
-    probe = reads(3, 3, 0), []  # only the first rank looks at a batch
+    probe: tuple[Events, Events] = reads(3, 3, 0), []  # only the first rank looks at a batch
     train: Events = [begin(4, 1), batch(4, 9), STEP]
     evaluation = reads(2, 3, 0, 1, 2), reads(2, 2, 3, 4)
     for before, between in ((sanity, []), (sanity, train), (probe, train)):
