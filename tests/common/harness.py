@@ -187,11 +187,15 @@ class Job:
         """Return ``{rank: process id}`` of the job. A rank's children have the same environment, but are left out."""
         found: dict[int, int] = {}
         for pid, environ in environments().items():
-            if f'"launcher":"{self.process.pid}@' in environ.get("SAMESTEP_JOB_INFO", ""):
+            if f'"launcher":"{self.process.pid}@' not in environ.get("SAMESTEP_JOB_INFO", ""):
+                continue
+            try:
                 world = env.detect(environ)
-                is_rank = world.launcher != "none" and world.role == "worker"  # omit launchers and schedulers
-                if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):
-                    found[world.rank] = pid
+            except env.EnvError:  # a launcher of several machines has NNODES, and no rank
+                continue
+            is_rank = world.launcher != "none" and world.role == "worker"  # omit launchers and schedulers
+            if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):
+                found[world.rank] = pid
         return found
 
 
