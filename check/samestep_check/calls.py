@@ -330,8 +330,12 @@ class AnnouncedCalls:
 Calls = Union[FilteredCalls, AnnouncedCalls]
 
 
-def is_supported() -> bool:
-    """Return whether the filter reports a test call. The kernel may refuse the filter, or deny access to the path."""
+def is_supported(parent: Path | None = None) -> bool:
+    """Return whether the filter reports a test call. The kernel may refuse the filter, or deny access to the path.
+
+    Args:
+        parent: folder in which this function creates and deletes a folder; by default the system's temporary folder.
+    """
     if platform.machine() not in MACHINES:
         return False
     found: list[str] = []
@@ -340,7 +344,7 @@ def is_supported() -> bool:
         found.append(os.path.basename(call.path))
         return 0
 
-    with tempfile.TemporaryDirectory(prefix="samestep-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="samestep-check-", dir=parent) as folder:
         probe = os.path.join(os.path.realpath(folder), "probe")
         os.mkdir(probe)
         calls = FilteredCalls(Path(probe).parent, handle)

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 KILL_SECONDS = 10.0  # time limit for the end of all processes, in seconds
-DONE = b"\0done"  # the last bytes that a check writes if it was not killed
+DELETE_SECONDS = 60.0  # time limit for the deletion of the folder, in seconds
+DONE = b"\0done"  # the last bytes that a check writes if it has deleted its folder
 EMPTY_ROUNDS = 3  # searches in a row that must find no process, because a process may be starting another
 
 
@@ -37,13 +38,11 @@ def guarded_folder() -> Iterator[Path]:
     with subprocess.Popen(command, stdin=reader, stdout=null, stderr=null, start_new_session=True):
         os.close(reader)
         with open(writer, "wb", buffering=0) as pipe:
-            try:
-                with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
-                    folder = Path(temporary).resolve()
-                    pipe.write(os.fsencode(folder))
-                    yield folder
-            finally:
-                pipe.write(DONE)
+            with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+                folder = Path(temporary).resolve()
+                pipe.write(os.fsencode(folder))
+                yield folder
+            pipe.write(DONE)  # not after an exception, which a signal may have raised while the folder was deleted
 
 
 def main() -> None:
@@ -51,8 +50,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folder = sys.stdin.buffer.read()  # returns when the check has ended
-    if folder and not folder.endswith(DONE):
-        end_processes(b'"check": "%s"' % os.path.basename(folder))
+    end = time.monotonic() + DELETE_SECONDS
+    while folder and not folder.endswith(DONE) and os.path.exists(folder) and time.monotonic() < end:
+        end_processes(b'"check": "%s"' % os.path.basename(folder))  # again, if a job's process has started late
         shutil.rmtree(folder, ignore_errors=True)
 
 

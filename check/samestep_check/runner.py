@@ -165,12 +165,13 @@ class ScriptRunner:
         places = [*(options.allow_write or []), *caches, *ALLOWED]
         self.options = options
         self.script = Script(command, options.resume_command)
-        self.source = Source(folder, options.link or [], options.fresh or [], is_covered=can_mount())
+        self.source = Source(folder, options.link or [], options.fresh or [], is_covered=can_mount(temporary))
         self.clock = Clock(options.row_limit, options.total_limit)
         self.results: dict[str, Any] = {}
         self.left_behind = 0
         self.ranks = self.script.ranks
         self.other: int = options.other_n or self.ranks + 1
+        self._guarded = temporary
         self._temporary = Path(options.keep or temporary).resolve()
         self._count = 0
         self._is_uncovered = False  # in a process of the script, the copy is not mounted over the folder
@@ -510,7 +511,7 @@ class ScriptRunner:
 
     @cached
     def can_filter(self) -> bool:
-        return is_supported()
+        return is_supported(self._guarded)
 
     def calls(self, work: Path, handler: Handler) -> Calls:
         """Return an object that pauses a job in ``work`` before each call that changes files below ``work``.

@@ -25,9 +25,13 @@ _MOUNT = Path(__file__).with_name("mount_copy.py")
 _PROBE_LIMIT = 20.0  # time limit of `can_mount`, in seconds
 
 
-def can_mount() -> bool:
-    """Return whether the kernel allows this user to mount a copy over a folder in a mount namespace."""
-    with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+def can_mount(parent: Path | None = None) -> bool:
+    """Return whether the kernel allows this user to mount a copy over a folder in a mount namespace.
+
+    Args:
+        parent: folder in which this function creates and deletes a folder; by default the system's temporary folder.
+    """
+    with tempfile.TemporaryDirectory(prefix="samestep-check-", dir=parent) as temporary:
         copy = os.path.join(temporary, "copy")
         folder = os.path.join(temporary, "folder")
         os.mkdir(copy)

@@ -25,6 +25,11 @@ subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 
 """
 
 
+def stop_at_hangup() -> None:
+    """Undo nohup, which a check respects."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def processes_of(temporary: Path) -> Iterator[int]:
     """Yield the PIDs of all processes with the path ``temporary`` in their environment or their command."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -53,6 +58,7 @@ def test_a_killed_check_leaves_nothing(tmp_path: Path, number: signal.Signals, s
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=stop_at_hangup,
         )
         time.sleep(chance.uniform(0.0, 6.0) if soak else 2.0)
         check.send_signal(number)
