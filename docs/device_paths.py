@@ -36,9 +36,10 @@ ENGLISH_STATUS = (
     " No app ran on Ascend ",
     "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
     "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed; {failed}{left} did not run.",
+    "{} failed, ",
 )
-# For each page: the phrases before and after the status, and two texts of the status. The second text applies if a row
-# with several ranks has passed.
+# For each page: the phrases before and after the status, two texts of the status, and a text for failed rows. The
+# second text of the status applies if a row with several ranks has passed.
 STATUS = {
     "README.md": ENGLISH_STATUS,
     "docs/which_app.md": ENGLISH_STATUS,
@@ -47,10 +48,9 @@ STATUS = {
         "目前还没有任何应用在昇腾（Ascend）上跑过",
         "在一块 NVIDIA GPU 上，{rows} 项检查通过 {passed} 项，多个 rank 的 NCCL 尚未运行过。",
         "在一块 NVIDIA GPU 上（1 到 4 个 rank 经 NCCL 共用），{rows} 项检查通过 {passed} 项，{failed}{left} 项未运行。",
+        "失败 {} 项，",
     ),
 }
-FAILED = "{} failed, "
-FAILED_ZH = "失败 {} 项，"
 HEAD = """\
 # Devices
 
@@ -202,10 +202,10 @@ def pages_with_status(results: Mapping[str, Any]) -> dict[Path, str]:
     passed = outcomes.count(PASSED)
     failed = outcomes.count("failed")
     left = len(ROWS) - passed - failed
-    for name, (before, after, one, several) in STATUS.items():
+    for name, (before, after, one, several, failures) in STATUS.items():
         claim = several if several_ranks_passed(results) else one
-        words = FAILED_ZH if name.endswith(".zh.md") else FAILED
-        claim = claim.format(passed=passed, rows=len(ROWS), failed=words.format(failed) if failed else "", left=left)
+        words = failures.format(failed) if failed else ""
+        claim = claim.format(passed=passed, rows=len(ROWS), failed=words, left=left)
         text = (ROOT / name).read_text()
         lines = [re.escape(phrase).replace(r"\ ", r"\s") for phrase in (before, after)]
         found = re.search(rf"{lines[0]}(.*?){lines[1]}", text, re.DOTALL)

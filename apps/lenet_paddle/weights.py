@@ -106,7 +106,16 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
 
 
 def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | None:
-    """Return None if ``value`` has the shape and dtype of ``parameter``'s accumulator ``key``, else an error text."""
+    """Compare the shape and dtype of a value with a parameter's accumulator.
+
+    Args:
+        value: value to restore.
+        key: name of the accumulator.
+        parameter: parameter that the accumulator belongs to.
+
+    Returns:
+        A text with the difference; None if shape and dtype are equal.
+    """
     expected = list(parameter.shape)
     if "_pow_" in key:  # Adam's powers of beta are scalars
         expected = [1]

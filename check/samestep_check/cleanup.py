@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -62,25 +62,38 @@ def end_processes(mark: bytes) -> None:
     empty = 0
     end = time.monotonic() + KILL_SECONDS
     while empty < EMPTY_ROUNDS and time.monotonic() < end:
-        found = _processes(mark, sessions)
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        found = find(mark, sessions)
+        sessions.update(found.values())
+        kill(found)
         empty = 0 if found else empty + 1
         time.sleep(0.05)
 
 
-def _processes(mark: bytes, sessions: set[int]) -> list[int]:
-    """Return the PIDs of the processes to kill, and add their sessions to ``sessions``."""
-    found = []
+def find(mark: bytes, sessions: Container[int]) -> dict[int, int]:
+    """Return the running processes that belong to a session, or have a mark in their environment.
+
+    Args:
+        mark: bytes that the environment contains.
+        sessions: IDs of sessions.
+
+    Returns:
+        The session ID of each process, by PID.
+    """
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
             # The fields after the name in parentheses are state, parent, group and session.
             state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
             if state != "Z" and (int(session) in sessions or mark in (path / "environ").read_bytes()):
-                sessions.add(int(session))
-                found.append(int(path.name))
+                found[int(path.name)] = int(session)
     return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Send SIGKILL to processes. Ignore processes that have ended or belong to another user."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def exit_code(results: Iterable[Result], required: Sequence[str]) -> int:
         required: names of the rows that must pass.
 
     Returns:
-        1 if a required row did not pass, or if no row is required and any row failed; else 0.
+        With required rows, 1 if one of them did not pass. Without required rows, 1 if a row failed. Otherwise 0.
     """
     if not required:
         return int(any(each.has_failed for each in results))

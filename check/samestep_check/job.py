@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import Any
 
 from samestep import ConfigError
 
+from samestep_check import cleanup
 from samestep_check.calls import AnnouncedCalls, Calls
 from samestep_check.records import Records
 
@@ -146,27 +146,12 @@ class Job:
 
     def pids(self) -> list[int]:
         """Return the PIDs of running processes in the job's session, or with the job's mark in their environment."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # the process has ended
-                # The fields after the name in parentheses are state, parent, group and session.
-                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                if state != "Z" and (int(session) == self.process.pid or self._has_mark(folder)):
-                    found.append(int(folder.name))
-        return found
-
-    def _has_mark(self, folder: Path) -> bool:
-        try:
-            return self.mark.encode() in (folder / "environ").read_bytes()
-        except PermissionError:  # a process of another user
-            return False
+        return [*cleanup.find(self.mark.encode(), {self.process.pid})]
 
     def kill(self) -> int:
         """Send SIGKILL to all processes of the job, and return their number."""
         pids = self.pids()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        cleanup.kill(pids)
         return len(pids)
 
     def stop(self) -> None:

@@ -46,11 +46,8 @@ class LossGuard:
             RetryableError: the first such evaluation follows an update, its test loss is not finite, and no earlier
                 start failed at this step.
         """
-        values = dict(evaluation)
-        for name, value in evaluation.items():
-            if value is not None and not math.isfinite(value):
-                values[name] = None
-        overflowed = [name for name, value in evaluation.items() if value is not None and values[name] is None]
+        overflowed = [name for name, value in evaluation.items() if value is not None and not math.isfinite(value)]
+        values = {**evaluation, **dict.fromkeys(overflowed)}
         is_new = bool(overflowed) and not self._is_overflowed
         if is_new and is_of_update and "test_loss" in overflowed:
             with contextlib.suppress(NonRetryableError):

@@ -108,7 +108,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_two_processes_with_rank_and_world_size_train_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Start two ranks without a launcher, as DLC does. Of the project's packages, the ranks can import only core."""
+    """Start two ranks without a launcher, as DLC does. The ranks can import core, but not the other packages."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
