@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -237,7 +237,7 @@ class Watchdog(Monitor):
                 if callable(signal.getsignal(signal.SIGTERM)):  # a Run handles the signal, and may save a step
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(ORPHAN_GRACE)
-                os._exit(1)
+                self._exit()
             if self._clock.waited() > self._clock.limit():
                 self.end()
 
@@ -262,6 +262,10 @@ class Watchdog(Monitor):
         # file. A write to a busy disk may take a second.
         stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
         log.call_with_timeout(3 * _TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        self._writing.acquire(timeout=_TICK)  # an exit during a write leaves a temporary file; a busy disk may hang
         os._exit(1)
 
     def _diagnose(self, deadline: float) -> str:
