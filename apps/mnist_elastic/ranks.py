@@ -149,9 +149,9 @@ class Ranks:
         return next(rank for rank in itertools.count(1) if rank not in taken)
 
     def of_name(self, rank: int, name: str) -> Rank | None:
-        """Return the rank with the number ``rank``, or None if its current process is not ``name``."""
-        each = self._ranks[rank]
-        if each.name != name:
+        """Return the rank with the number ``rank``, or None if there is none or its current process is not ``name``."""
+        each = self._ranks.get(rank)
+        if each is None or each.name != name:
             return None
         return each
 

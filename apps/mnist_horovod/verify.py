@@ -105,8 +105,8 @@ def mpi_version() -> tuple[str, bool]:
     lines = done.stdout.splitlines()
     words = " ".join(lines[:2]).split()
     if not words:
-        return "mpirun --version prints nothing", bool(done.stdout)
-    return " ".join(words), True
+        return "mpirun --version prints nothing", False
+    return " ".join(words), done.returncode == 0
 
 
 def check_ranks(options: Options) -> list[Row]:

@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,8 +43,8 @@ Cells = dict[str, dict[str, dict[str, str]]]  # by row and subject: verdict, mes
 
 def measure(
     subject: Subject, rows: Sequence[str], given: Path | None, limits: Sequence[str], keep: Path | None
-) -> dict[str, tuple[str, str]]:
-    """Return the verdict and the message of each row.
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the verdict and the message of each row when the row ends.
 
     Args:
         subject: the program to check.
@@ -55,7 +55,6 @@ def measure(
     """
     environ = dict(os.environ)
     options = checker.build_parser().parse([*limits, *subject.options, *([f"--keep={keep}"] if keep else [])])
-    results = {}
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary, contextlib.chdir(temporary):
         Path("home").mkdir()
         subject.put(Path("program"), given)
@@ -64,13 +63,13 @@ def measure(
         try:
             os.chdir("program")
             for each in checker.check(options, subject.command, rows, progress):
-                results[each.row] = each.verdict, each.message
+                yield each.row, each.verdict, each.message
         except ConfigError as error:
-            results = {row: ("not run", str(error)) for row in rows}
+            for row in rows:
+                yield row, "not run", str(error)
         finally:
             os.environ.clear()
             os.environ.update(environ)
-    return results
 
 
 def progress(row: str) -> None:
@@ -198,7 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--row", help=f"of {', '.join(ROWS)}; several with commas (default: all)")
     parser.add_argument("--show", metavar="NAME", help="print what is changed in an example, as a diff, and end")
     parser.add_argument("--sources", type=Path, metavar="DIR", help="take originals from DIR/<owner>/<name>/<path>")
-    parser.add_argument("--json", type=Path, help="add what is measured to this file, after each program")
+    parser.add_argument("--json", type=Path, help="add what is measured to this file, after each row")
     parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE, between its two marks")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the copies and output of one program")
@@ -235,22 +234,22 @@ def check_files(options: argparse.Namespace, names: Sequence[str]) -> None:
 def measure_all(options: argparse.Namespace, names: Sequence[str], wanted: Sequence[str]) -> Cells:
     """Check each program ``options.rounds`` times, and return all cells, including the other cells of --json's file."""
     cells: Cells = {}
-    if options.json and options.json.exists():
-        cells = json.loads(options.json.read_text())
+    stored = options.json and options.json.resolve()  # the check changes the working directory
+    if stored and stored.exists():
+        cells = json.loads(stored.read_text())
     of_rounds: dict[tuple[str, str], list[tuple[str, str]]] = {}
     limits = [f"--row-limit={options.row_limit}", f"--total-limit={12 * options.row_limit}"]
     given = options.sources and options.sources.resolve()
     for name in list(names) * options.rounds:
         print(f"$ bash scripts/test.sh -e scoreboard -- --only {name}", file=sys.stderr, flush=True)
         keep = options.keep and options.keep.resolve()
-        results = measure(SUBJECTS[name], wanted, given=given, limits=limits, keep=keep)
-        for row, result in results.items():
-            of_rounds.setdefault((row, name), []).append(result)
+        for row, verdict, seen in measure(SUBJECTS[name], wanted, given=given, limits=limits, keep=keep):
+            of_rounds.setdefault((row, name), []).append((verdict, seen))
             verdict, seen = summary(of_rounds[row, name])
             print(f"{row:19} {verdict:12} {seen}", file=sys.stderr, flush=True)
             cells.setdefault(row, {})[name] = {"verdict": verdict, "seen": seen, **about(SUBJECTS[name])}
-        if options.json:
-            write_whole(options.json, json.dumps(cells, indent=1) + "\n")
+            if stored:
+                write_whole(stored, json.dumps(cells, indent=1) + "\n")
     return cells
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -62,6 +62,26 @@ class Parts:
     watch: Callable[[Trace], None] | None = None
 
 
+class StateToSave(NamedTuple):
+    """The values of a run for a save.
+
+    Attributes:
+        state: values that a resume restores, as JSON values.
+        resume_invariants: the options that a resume must repeat.
+        keep: number of newest checkpoints to keep.
+        protected_step: step of a checkpoint that is never deleted, or None.
+    """
+
+    state: dict[str, Any]
+    resume_invariants: dict[str, Any]
+    keep: int
+    protected_step: int | None
+
+    def of_manifest(self) -> dict[str, Any]:
+        """Return the values that a manifest has, by their names in the manifest."""
+        return {"state": self.state, "arithmetic": self.resume_invariants}
+
+
 class StoredRun(Protocol):
     """The attributes of a `samestep.run.Run` that `samestep.replicas.Replicas` needs to restore and save the run."""
 
@@ -88,8 +108,8 @@ class StoredRun(Protocol):
     def required_groups(self) -> set[str]:
         """The groups without which a checkpoint counts as corrupt."""
 
-    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return the values for a save: (state, resume invariants, number of checkpoints to keep, protected step)."""
+    def state_to_save(self) -> StateToSave:
+        """Return the values for a save."""
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
         """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""

@@ -76,10 +76,10 @@ class Replicas:
         """
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
-            state = run.checkpoint_state()
+            values = run.state_to_save()
             folder = run.options.run_dir
             settings: dict[str, Any] = {"report": log.info, "before_commit": run.metrics.sync}
-            checkpoint.save(folder, run.app, run.step, groups, *state, **settings)
+            checkpoint.save(folder, run.app, run.step, groups, *values, **settings)
 
     def finish(self, run: StoredRun) -> None:
         """Wait on rank 0 until the last checkpoint is on the disk.

@@ -30,7 +30,7 @@ from samestep.job_info import JobInfo
 from samestep.loss_guard import LossGuard
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
-from samestep.parts import Collectives, Groups, Parts
+from samestep.parts import Collectives, Groups, Parts, StateToSave
 from samestep.progress import Progress
 from samestep.recorder import Recorder, open_metrics
 from samestep.replicas import Replicas
@@ -307,7 +307,8 @@ class Run:
             keep_best=self.options.keep_best,
         )
         # Check the state now, so that a value that JSON would change is reported before the first update.
-        manifest.seal({"app": self.app, "step": self.step, **self._state_to_save()})
+        values = self.state_to_save()
+        manifest.seal({"app": self.app, "step": self.step, **values.of_manifest()})
         trace = self._start_trace()
         metrics = None
         if self.is_writer:
@@ -536,18 +537,17 @@ class Run:
             return {"model", self.evaluated}
         return set(self.parts.names)
 
-    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return the values for a save: (state, resume invariants, number of checkpoints to keep, protected step)."""
-        values = self._state_to_save()
-        return values["state"], values["arithmetic"], self.options.keep_checkpoints, self.progress.best.step
-
-    def _state_to_save(self) -> dict[str, Any]:
-        """Return the state and the resume invariants ("arithmetic") of a manifest, as JSON values."""
+    def state_to_save(self) -> StateToSave:
+        """Return the values for a save."""
         state = {name: self.restored.state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state.update(self.arithmetic.state())
         state.update(self.progress.state())
-        # In a manifest, "arithmetic" is the name of the options that a resume must repeat.
-        return {"state": json_value(state), "arithmetic": resume_invariants(self.options)}
+        return StateToSave(
+            json_value(state),
+            resume_invariants(self.options),
+            keep=self.options.keep_checkpoints,
+            protected_step=self.progress.best.step,
+        )
 
     def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
         """Write the weights of the best evaluation by ``copy(checkpoint, file)``, and return fields for the result."""

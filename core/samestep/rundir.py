@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log
+from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log, step_losses, trace
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.job_info import JobInfo
 from samestep.options import Options, resume_invariants
@@ -33,8 +33,6 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
-# Paths of the losses and the trace, equal to `samestep.step_losses.NAME` and `samestep.trace.NAME`.
-RECORDS = ("log/losses.bin", "log/trace.jsonl")
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
@@ -314,11 +312,12 @@ def archive_previous_run(run_dir: Path) -> None:
     root = Root(run_dir)
     # Files of the best weights and of averaged weights have names that begin with "model-".
     names = [name for name in root.names() if name in left or re.fullmatch(r"model-.*\.safetensors", name)]
-    names += [name for name in RECORDS if (run_dir / name).exists()]
-    if names:
+    records = [name for name in (step_losses.NAME, trace.NAME) if (run_dir / name).exists()]
+    if names or records:
         aside = make_folder(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()), unique=True)
-        root.make_folder(f"{aside.name}/log")
-        for name in names:
+        if records:
+            root.make_folder(f"{aside.name}/log")
+        for name in [*names, *records]:
             root.rename(name, f"{aside.name}/{name}")
 
 

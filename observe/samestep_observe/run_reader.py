@@ -6,6 +6,7 @@ This module writes nothing and takes no lock.
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import fcntl
 import math
@@ -499,7 +500,7 @@ class Event(NamedTuple):
     Attributes:
         kind: RESTART, STRAGGLER or one of `samestep.events.KINDS`.
         step: number of completed updates; None if unknown.
-        when: local time as "2026-01-31 12:00:00", or UTC as "2026-01-31T11:00:00Z" from a header; "" if unknown.
+        when: local time as "2026-01-31 12:00:00"; "" if unknown.
         text: one line for the user.
         file: path of the source, relative to the run dir.
     """
@@ -586,7 +587,7 @@ class EventLog:
         if not 0 <= seconds < MAX_TIME:
             self._damaged_count += 1
             return
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        when = _local_time(seconds)
         step = non_negative_int(values.get("step"))
         if kind == events.START:
             self.last_step = non_negative_int(values.get("last_step"))
@@ -782,9 +783,21 @@ def _events_of_files(data: RunData) -> Iterator[Event]:
 
 def _resumes(metrics: MetricsReader) -> Iterator[Event]:
     for start in metrics.starts[1:]:
-        when = str(start.header.get("time", ""))
         text = f"resumed at step {start.step}"
-        yield Event(RESTART, start.step, when=when, text=text, file="metrics.jsonl")
+        yield Event(RESTART, start.step, when=_time_of(start.header), text=text, file="metrics.jsonl")
+
+
+def _time_of(header: Mapping[str, Any]) -> str:
+    """Return a header's time, which is UTC, as local time; "" if the header has none."""
+    try:
+        seconds = calendar.timegm(time.strptime(str(header.get("time", "")), "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return ""
+    return _local_time(seconds)
+
+
+def _local_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _hang_event(states: Sequence[Mapping[str, Any]]) -> Event:

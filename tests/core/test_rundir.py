@@ -152,7 +152,7 @@ def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> Non
         for name in ("metrics.jsonl", "model.safetensors", "result.json", "notes.txt"):
             (tmp_path / name).write_text(name)
         (tmp_path / "log").mkdir(exist_ok=True)
-        for name in (*rundir.RECORDS, "log/rank-0.log"):
+        for name in (step_losses.NAME, trace.NAME, "log/rank-0.log"):
             (tmp_path / name).write_text(name)
         rundir.archive_previous_run(tmp_path)
         assert checkpoint.newest(tmp_path, no_warning) is None

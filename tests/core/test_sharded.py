@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import shards
 from amounts import amount
-from samestep import NonRetryableError, RemoteRankError, checkpoint
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
 from samestep.checkpoint import CorruptCheckpoint
 from samestep.sharded import storage, tensors
 from samestep.sharded.tensors import StoredTensor, TensorShard
@@ -263,6 +263,17 @@ def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> No
     ends = on_each(3, write)
     assert [type(each) for each in ends] == [NonRetryableError, RemoteRankError, RemoteRankError]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (NonRetryableError, 1)])
+def test_rank_0_reports_what_another_rank_cannot_load(kind: type[Exception], code: int) -> None:
+    """Else the job would end without a message, because only rank 0 prints errors that all ranks know."""
+    ends = on_each(3, lambda ranks, rank: storage.raise_first(ranks, rank, kind("no é") if rank == 1 else None))
+    assert type(ends[0]) is kind
+    assert str(ends[0]) == "rank 1: no é"
+    for end in ends[1:]:
+        assert type(end) is RemoteRankError
+        assert end.exit_code == code
 
 
 def save_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> Path:

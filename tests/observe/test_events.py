@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from samestep import events
@@ -78,6 +80,26 @@ def test_a_damaged_event_is_named_and_the_others_are_shown(line: str, tmp_path: 
     event_log.read()
     assert [event.text for event in event_log.events()] == ["a", "b"]
     assert event_log.problems() == ["log/events.jsonl: damaged: 1 lines left out: not events"]
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ({"time": "2026-01-01T23:30:00Z"}, "2026-01-02 01:30:00"),
+        *(({}, ""), ({"time": "2026-01-01 23:30"}, ""), ({"time": 7}, "")),
+    ],
+)
+def test_the_time_of_a_header_is_shown_as_local_time(
+    header: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that starts without a launch script has no events.jsonl, and its headers have UTC."""
+    monkeypatch.setenv("TZ", "Etc/GMT-2")  # two hours east of Greenwich
+    time.tzset()
+    try:
+        assert run_reader._time_of(header) == expected
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_every_kind_has_words_and_a_shape() -> None:

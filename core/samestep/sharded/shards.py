@@ -67,9 +67,8 @@ class Shards:
         try:
             self._load(run, message)
         except (ConfigError, NonRetryableError) as error:
-            if run.world.rank == 0:
-                raise
-            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # rank 0 reports its own error
+            problem = error
+        storage.raise_first(collectives, run.world.rank, problem)  # collective
         return message
 
     def _resolve(self, run: Run) -> dict[str, Any]:
@@ -164,13 +163,18 @@ class Shards:
             RemoteRankError: as in `samestep.sharded.storage.save`.
         """
         folder = checkpoint.folder_of(run.options.run_dir, run.step)
-        body, kept = None, tuple[Any, ...]()
+        body = None
         settings: dict[str, Any] = {}
         if run.metrics:
-            state, invariants, *kept = run.checkpoint_state()  # type: ignore[assignment]
-            settings = {"report": log.info, "before_commit": run.metrics.sync}
-            body = {"app": run.app, "step": run.step, "state": state, "arithmetic": invariants}
-        storage.save(run.collectives, run.world.rank, folder, groups, body, *kept, **settings)  # collective
+            values = run.state_to_save()
+            body = {"app": run.app, "step": run.step, **values.of_manifest()}
+            settings = {
+                "keep": values.keep,
+                "protected_step": values.protected_step,
+                "report": log.info,
+                "before_commit": run.metrics.sync,
+            }
+        storage.save(run.collectives, run.world.rank, folder, groups, body, **settings)  # collective
         self._current_checkpoint = folder
 
     def finish(self, run: Run) -> None:

@@ -474,6 +474,27 @@ def all_gather_bytes(collectives: Collectives, content: bytes) -> list[bytes]:
     return [row.tobytes()[:length] for row, length in zip(rows, lengths)]
 
 
+def raise_first(collectives: Collectives, rank: int, failure: Exception | None) -> None:
+    """Raise the error of the lowest failed rank on rank 0, and RemoteRankError on the other ranks.
+
+    Do nothing if ``failure`` is None on all ranks. This call is a collective.
+    """
+    report = ""
+    if failure:
+        report = f"{2 if isinstance(failure, ConfigError) else 1} {failure}"
+    reports = [each.decode(errors="replace") for each in all_gather_bytes(collectives, report.encode(errors="replace"))]
+    first = next((number for number, each in enumerate(reports) if each), None)
+    if first is None:
+        return
+    code, _, text = reports[first].partition(" ")
+    if rank != 0:
+        raise RemoteRankError(int(code)) from failure
+    if failure:
+        raise failure
+    kind = ConfigError if code == "2" else NonRetryableError
+    raise kind(f"rank {first}: {text}")
+
+
 def not_shared_error(run_dir: Path, why: str) -> ConfigError:
     """Return the error for a run dir that is not visible to all ranks."""
     return ConfigError(
