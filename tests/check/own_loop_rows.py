@@ -2,8 +2,7 @@
 
     python tests/check/own_loop_rows.py
 
-The command needs torch, and runs for about 20 minutes. The script runs on 3 ranks, because shards of 128 examples then
-have two sizes.
+The command needs torch, and runs for about 20 minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from repository import REPOSITORY
 from walk import git
 
 PAGE = REPOSITORY / "docs" / "own_loop.md"
-CHECK = "samestep check --faults quick,checkpoint-damaged,other-n -- torchrun --standalone --nproc-per-node=3"
+RANKS = 3  # shards of 128 examples have two sizes
+CHECK = f"samestep check --faults quick,checkpoint-damaged,other-n -- torchrun --standalone --nproc-per-node={RANKS}"
 COMMAND = f"{CHECK} docs/usual_loop.py --epochs 2 --out runs".split()
 HEAD = ["| after the section | rows that pass now |", "|---|---|"]
 SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)

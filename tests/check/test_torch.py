@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import own_loop_rows
 import pytest
 import table as table_of_scripts
 import tutorial
@@ -154,6 +155,15 @@ def test_the_tables_of_the_tutorial(tmp_path: Path, table: list[str]) -> None:
         assert found == {name: verdicts[name] for name in found}, f"table {count + 1}"
         count += 1
     table.append(f"check: the tables of the tutorial | 2 | none | {count} | {count}")
+
+
+@pytest.mark.soak
+def test_each_change_of_own_loop_gains_the_rows_of_the_page(table: list[str]) -> None:
+    """Check the script of docs/own_loop.md before the first change and after each change."""
+    found = own_loop_rows.table()
+    assert found in own_loop_rows.PAGE.read_text()
+    changes = len(found.splitlines()) - len(own_loop_rows.HEAD)
+    table.append(f"check: the changes of docs/own_loop.md | {own_loop_rows.RANKS} | none | {changes} | {changes}")
 
 
 @pytest.mark.parametrize("name", [name for name, script in table_of_scripts.scripts().items() if script.quick])

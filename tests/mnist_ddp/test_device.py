@@ -17,6 +17,7 @@ from samestep_launch.environments import has_nvidia
 PROGRAM = """
 import json
 import os
+import resource
 import sys
 from types import SimpleNamespace
 import torch
@@ -49,6 +50,17 @@ for gpus in (0, 1, 4):
             except ConfigError as problem:
                 answer = str(problem)
             told[f"{gpus} GPUs, {n} ranks, {wanted}"] = answer
+
+# The system clears the memory of a page at its first use, which is a page fault.
+def use_memory():
+    torch.ones(2**22).add(torch.ones(2**22))
+
+for _ in range(5):
+    use_memory()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    use_memory()
+told["faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 # --share-gpu: a decision for each request and number of GPUs, and what a rank sets before it joins the others.
 distributed.log.info = said.append
@@ -148,6 +160,11 @@ def test_a_rank_takes_a_gpu_of_its_own_or_none(output: dict[str, Any], gpus: int
     assert output[f"{gpus} GPUs, {n} ranks, auto"] == (gpu if gpus >= n else cpu)
     refused = f"--device cuda: this machine has {gpus} GPUs for {n} ranks: start fewer, or use --device cpu"
     assert output[f"{gpus} GPUs, {n} ranks, cuda"] == (gpu if gpus >= n else refused)
+
+
+def test_a_rank_on_the_cpu_reuses_the_memory_of_freed_tensors(output: dict[str, Any]) -> None:
+    """By default, glibc returns the memory to the system, and this program has 245,000 page faults."""
+    assert output["faults"] < 1000
 
 
 def test_auto_takes_the_cpu_for_more_ranks_than_gpus_and_names_the_option(output: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def _keep_freed_memory() -> None:
     """Make glibc keep freed memory for later tensors. Without glibc, do nothing.
 
     By default, glibc returns the memory of large activations to the system in each step. The next step then waits while
-    the system clears the memory again, in cifar_ddp for up to a fifth of the step.
+    the system clears the memory again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
