@@ -31,6 +31,29 @@ def shape_for(kind: type[nn.Module]) -> list[int]:
     return by_name.get(kind.__name__, [9, 4, 3])
 
 
+FREED = """
+import faulthandler
+faulthandler.dump_traceback_later(30, exit=True)
+
+def train():
+    group = dist.new_group()
+    model = exact(DDP(nn.Linear(2, 2), process_group=group))
+    model(torch.ones(2, 2)).sum().backward()
+    gathered = [torch.empty(1000) for _ in range(world_size)]
+    dist.all_gather(gathered, torch.ones(1000), group=group)
+    dist.destroy_process_group(group)
+
+for _ in range(20):
+    train()
+end()
+"""
+
+
+def test_a_model_can_be_freed_right_after_a_collective(tmp_path: Path) -> None:
+    """Without `exact`, the second call of train deadlocks: DDP waits for gloo's thread, which needs the GIL."""
+    run_ranks(FREED, 2, tmp_path)
+
+
 @pytest.mark.parametrize("kind", DROPOUTS)
 def test_a_ranks_rows_get_the_masks_that_they_get_on_one_rank(kind: Any) -> None:
     x = torch.randn(shape_for(kind))

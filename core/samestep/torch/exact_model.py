@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ _DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.FeatureAlphaDropout: row_dropout.RowFeatureAlphaDropout,
 }
 _REPLACED = {**_NORMS, **_DROPOUTS}
+_GLOO_SECONDS = 0.01  # time in which gloo's thread frees the tensors of a collective
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -81,6 +84,9 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model.broadcast_buffers = False
         if place().world_size > 1:
             register_ordered_hook(model, timer)
+            # To free a DDP model deadlocks if gloo's thread has not yet freed the tensors of its last collective: the
+            # main thread holds the GIL and waits for this thread, which needs the GIL. This sleep releases the GIL.
+            weakref.finalize(model, time.sleep, _GLOO_SECONDS)
     return model
 
 
