@@ -32,6 +32,7 @@ WITHOUT_SLOW_TESTS = {"lint", "docs"}
 BY_EXEC = "mnist_ddp-cpu:exec"
 FAULTS = ["common/test_recovery.py", "common/test_torchrun.py", "mnist_ddp/test_hangs.py", "mnist_ddp/test_signals.py"]
 WORDS = {BY_EXEC: ["--", "--start-method=exec", *(f"tests/{path}" for path in FAULTS)]}  # after -e ENVIRONMENT
+COLUMNS = ("passed", "failed", "minutes", "cores", "date", "commit")
 HEAD = """\
 # Slow tests
 
@@ -70,8 +71,16 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "date": time.strftime("%Y-%m-%d"),
         "cores": len(os.sched_getaffinity(0)),
+        "commit": commit(),
         "table": sorted(table.read_text().splitlines()),
     }
+
+
+def commit() -> str:
+    """Return the short name of the newest commit."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def counterparts() -> list[str]:
@@ -84,10 +93,10 @@ def counterparts() -> list[str]:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of docs/soak.md."""
-    lines = [HEAD, "| environment | passed | failed | minutes | cores | date |", "|---|---|---|---|---|---|"]
+    lines = [HEAD, f"| environment | {' | '.join(COLUMNS)} |", f"|---{'|---' * len(COLUMNS)}|"]
     for name in environments():
         row = results.get(name, {})
-        cells = [str(row.get(column, "not run")) for column in ("passed", "failed", "minutes", "cores", "date")]
+        cells = [str(row.get(column, "not run")) for column in COLUMNS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     tables = [line for name in environments() for line in results.get(name, {}).get("table", ())]
     if tables:
