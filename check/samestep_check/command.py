@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -110,7 +110,7 @@ def run(options: Options, command: Sequence[str]) -> int:
     names = [*dict.fromkeys([*wanted_rows(options), *required])]
     check_writable(options)
     notes: list[str] = []
-    results = check(options, command, names, progress=Progress(len(names)), notes=notes)
+    results = list(check(options, command, names, progress=Progress(len(names)), notes=notes))
     for note in notes:
         print(f"note: {printable(note)}")
     print(table(results))
@@ -212,8 +212,8 @@ def check(
     rows: Iterable[str],
     progress: Callable[[str], None] = lambda name: None,
     notes: list[str] | None = None,
-) -> list[Result]:
-    """Run the command without faults in a copy of the current folder, then run the rows, and return their results.
+) -> Iterator[Result]:
+    """Run the command without faults in a copy of the current folder, then run the rows, and yield their results.
 
     Args:
         options: options of the command ``samestep check``.
@@ -231,7 +231,6 @@ def check(
         runner = ScriptRunner(options, command, temporary)
         if options.keep:
             make_kept(options.keep)
-        results: list[Result] = []
         progress("undisturbed")
         try:
             runner.run_reference()
@@ -241,9 +240,8 @@ def check(
             notes += runner.notes()
         for name in rows:
             progress(name)
-            results.append(decide(name, runner))
+            yield decide(name, runner)
     progress("")
-    return results
 
 
 def decide(name: str, runner: ScriptRunner) -> Result:

@@ -28,7 +28,7 @@ def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
             words = shlex.split(command)
         try:
             options = program.build_parser().parse(arguments)
-            results = program.check(options, words, program.wanted_rows(options))
+            results = list(program.check(options, words, program.wanted_rows(options)))
         except ConfigError as error:
             pytest.fail(f"samestep check: {error}", pytrace=False)
         if any(each.has_failed for each in results):
