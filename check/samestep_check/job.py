@@ -40,6 +40,7 @@ class Job:
         config: Mapping[str, Any],
         calls: Calls | None = None,
     ) -> None:
+        self._work = work
         self.records_folder = records
         self.output_path = records.with_suffix(".txt")
         self.mark = uuid.uuid4().hex
@@ -86,12 +87,15 @@ class Job:
         return self.output_path.read_text(errors="replace")
 
     def error_line(self) -> str:
-        """Return the first output line with an error, or else the last line, shortened to `MOST_CHARACTERS`."""
+        """Return the first output line with an error, or else the last line.
+
+        The paths in the script's folder are relative to this folder. The line is shortened to `MOST_CHARACTERS`.
+        """
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
         found = errors[:1] or lines[-1:] or [""]
-        return found[0][:MOST_CHARACTERS]
+        return found[0].replace(f"{self._work}{os.sep}", "")[:MOST_CHARACTERS]
 
     def progress(self, pattern: str) -> int:
         """Return the fastest rank's number of steps, or the number of matches of ``pattern`` if no step is recorded."""
