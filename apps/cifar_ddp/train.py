@@ -161,7 +161,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
     evaluated = "ema" if average else "model"
-    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads the checkpoint
+    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads the checkpoint for all ranks
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
@@ -192,7 +192,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
     compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
-    for images, labels in run.batches(loader):  # the loop ends at the run's last step
+    for images, labels in run.batches(loader):  # from the restored step to the run's last step
         images = images.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
@@ -203,7 +203,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         if average:
             average.update(model, run.step)
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
-        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or an agreed number of steps has passed
             actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}

@@ -180,11 +180,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     exact(model, sampler)  # draws a dropout mask for each row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
-    for windows in run.batches(loader):  # the loop ends at the run's last step
+    for windows in run.batches(loader):  # from the restored step to the run's last step
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
         actions = run.after_step(loss * counts)  # counts the step and records progress, without communication
-        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or an agreed number of steps has passed
             actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}

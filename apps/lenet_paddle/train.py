@@ -154,7 +154,7 @@ def train(run: Run, options: Options, device: str) -> None:
     model = build_model(options.dtype, options.seed)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
-    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
     train_set, test_set = load(options.dataset, options.data_dir)
     batches = GlobalBatches(
         len(train_set.labels),
@@ -180,7 +180,7 @@ def train(run: Run, options: Options, device: str) -> None:
         """
         top1, top2 = correct.tolist()
         actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts the step and records progress
-        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or an agreed number of steps has passed
             actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, Any] = {}

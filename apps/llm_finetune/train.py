@@ -134,7 +134,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, weights.trained_parameters(model)),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
 
     # The global batches and micro-batches are the same at any world size.
     train_set, test_set = load(options, tokenizer)
@@ -159,13 +159,13 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         before = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
         log.info(f"held-out loss {before['test_loss']:.4f} before training")
 
-    for tokens, labels in run.batches(loader):  # the loop ends at the run's last step
+    for tokens, labels in run.batches(loader):  # from the restored step to the run's last step
         tokens = tokens.to(device)
         labels = labels.to(device)
         set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
-        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or an agreed number of steps has passed
             actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}

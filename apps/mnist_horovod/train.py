@@ -86,7 +86,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
@@ -109,12 +109,12 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     reduction.time_phases(model, optimizer, run.timer)  # for reports of slow ranks
     update = VirtualRanks(model, sampler).train_step if options.virtual_ranks else partial(train_step, options)
 
-    for images, labels in run.batches(loader):  # the loop ends at the run's last step
+    for images, labels in run.batches(loader):  # from the restored step to the run's last step
         images = images.to(device)
         labels = labels.to(device)
         loss_sum = update(model, optimizer, sampler, images, labels)  # collective
         actions = run.after_step(loss_sum)  # counts the step and records progress, without communication
-        if actions.sync:  # a log line, evaluation or checkpoint is due, or the last sync is too old
+        if actions.sync:  # a log line, evaluation or checkpoint is due, or an agreed number of steps has passed
             actions = run.sync()  # collective: exchange losses, stop requests and phase times
         if actions.log:
             evaluation: dict[str, float] = {}

@@ -174,7 +174,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, dict(model.named_parameters())),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
 
     # The global batches are the same at any world size. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)

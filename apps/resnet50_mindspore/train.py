@@ -186,7 +186,7 @@ def train(run: Run, options: Options) -> None:
         groups=partial(weights.groups, model, optimizer),
         names=("model", "optimizer", "buffers"),
     )
-    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint
+    run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
     train_set, test_set = load(options.dataset, options.data_dir)
     n = len(train_set.labels)
     check_steps(options, n, run.first_step)  # repeats the launch script's check, because other launchers do not check
