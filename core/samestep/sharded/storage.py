@@ -478,6 +478,11 @@ def raise_first(collectives: Collectives, rank: int, failure: Exception | None) 
     """Raise the error of the lowest failed rank on rank 0, and RemoteRankError on the other ranks.
 
     Do nothing if ``failure`` is None on all ranks. This call is a collective.
+
+    Args:
+        collectives: the collectives of the job.
+        rank: rank of this process.
+        failure: this rank's ConfigError or NonRetryableError, or None.
     """
     report = ""
     if failure:
