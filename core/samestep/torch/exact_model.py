@@ -84,8 +84,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model.broadcast_buffers = False
         if place().world_size > 1:
             register_ordered_hook(model, timer)
-            # To free a DDP model deadlocks if gloo's thread has not yet freed the tensors of its last collective: the
-            # main thread holds the GIL and waits for this thread, which needs the GIL. This sleep releases the GIL.
+            # Freeing a DDP model waits for gloo's thread, and holds the GIL. If this thread has not yet freed the tensors
+            # of its last collective, it waits for the GIL: a deadlock. The sleep releases the GIL before.
             weakref.finalize(model, time.sleep, _GLOO_SECONDS)
     return model
 
