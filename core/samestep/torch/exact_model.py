@@ -84,8 +84,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model.broadcast_buffers = False
         if place().world_size > 1:
             register_ordered_hook(model, timer)
-            # Freeing a DDP model waits for gloo's thread, and holds the GIL. If this thread has not yet freed the tensors
-            # of its last collective, it waits for the GIL: a deadlock. The sleep releases the GIL before.
+            # Freeing a DDP model waits for gloo's thread, and holds the GIL. If this thread has not yet freed the
+            # tensors of its last collective, it waits for the GIL: a deadlock. The sleep releases the GIL before.
             weakref.finalize(model, time.sleep, _GLOO_SECONDS)
     return model
 
