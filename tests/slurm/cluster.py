@@ -27,12 +27,15 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "slurmstepd", "squeue", "srun"]
 LIMIT = 60  # seconds for one command, and for the start of the daemons
 
+# A job's port depends on the job's id. The ids begin at the controller's port, which two clusters of the tests never
+# share, because both clusters have their nodes on this machine.
 # Two partitions share the nodes: a job in `urgent` preempts a job in `normal`. The second half has the settings that
 # docs/slurm.md requires of a cluster.
 CONFIGURATION = """\
 ClusterName=samestep
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={port}
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
