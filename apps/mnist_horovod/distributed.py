@@ -37,7 +37,7 @@ def choose_device(requested: str, world: World) -> torch.device:
         raise ConfigError(f"--device cuda: this Horovod was built without CUDA: use --device cpu; {build}")
     if world.rank == 0:
         log.warning(f"this Horovod was built without CUDA: training on the CPU, not on {gpus} GPUs; {build}")
-    return torch.device("cpu")
+    return torch_distributed.choose_device("cpu", world)
 
 
 def backend(device: torch.device) -> str:

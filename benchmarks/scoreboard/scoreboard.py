@@ -54,6 +54,7 @@ def measure(
         keep: folder for the copies of the program and their output, or None.
     """
     environ = dict(os.environ)
+    left = list(rows)
     options = checker.build_parser().parse([*limits, *subject.options, *([f"--keep={keep}"] if keep else [])])
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary, contextlib.chdir(temporary):
         Path("home").mkdir()
@@ -63,9 +64,10 @@ def measure(
         try:
             os.chdir("program")
             for each in checker.check(options, subject.command, rows, progress):
+                left.remove(each.row)
                 yield each.row, each.verdict, each.message
         except ConfigError as error:
-            for row in rows:
+            for row in left:
                 yield row, "not run", str(error)
         finally:
             os.environ.clear()

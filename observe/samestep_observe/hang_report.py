@@ -21,7 +21,6 @@ import itertools
 import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,7 +176,7 @@ def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list
 
 def _heading(ranks: Sequence[RankState]) -> str:
     last = max(state["time"] for state in ranks)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
+    when = run_reader.local_time(last)
     waited = max(state.get("waited", 0.0) for state in ranks)
     if waited:
         return f"{when}: no progress for {waited:.0f} s"

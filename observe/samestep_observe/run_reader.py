@@ -587,7 +587,7 @@ class EventLog:
         if not 0 <= seconds < MAX_TIME:
             self._damaged_count += 1
             return
-        when = _local_time(seconds)
+        when = local_time(seconds)
         step = non_negative_int(values.get("step"))
         if kind == events.START:
             self.last_step = non_negative_int(values.get("last_step"))
@@ -789,14 +789,20 @@ def _resumes(metrics: MetricsReader) -> Iterator[Event]:
 
 def _time_of(header: Mapping[str, Any]) -> str:
     """Return a header's time, which is UTC, as local time; "" if the header has none."""
+    seconds = start_seconds(header)
+    return "" if seconds is None else local_time(seconds)
+
+
+def start_seconds(header: Mapping[str, Any]) -> float | None:
+    """Return a header's time in seconds since 1970; None if the header has no valid time."""
     try:
-        seconds = calendar.timegm(time.strptime(str(header.get("time", "")), "%Y-%m-%dT%H:%M:%SZ"))
+        return float(calendar.timegm(time.strptime(str(header.get("time", "")), "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
-        return ""
-    return _local_time(seconds)
+        return None
 
 
-def _local_time(seconds: float) -> str:
+def local_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 as local time, such as "2026-01-31 12:00:00"."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 

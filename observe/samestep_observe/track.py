@@ -22,7 +22,6 @@ Exit codes: 0 done, 1 a tracker is incomplete, 2 a mistake in the call.
 from __future__ import annotations
 
 import argparse
-import calendar
 import contextlib
 import fcntl
 import hashlib
@@ -135,9 +134,9 @@ class BatchReader:
         if isinstance(values.get("step"), int):
             return self._parse_step(values)
         header = values.get("resumed", values)
-        with contextlib.suppress(ValueError, TypeError, LookupError):  # without a valid time, the last time stays
-            start_time = time.strptime(header["time"], "%Y-%m-%dT%H:%M:%SZ")
-            self._time = float(calendar.timegm(start_time))
+        seconds = run_reader.start_seconds(header) if isinstance(header, dict) else None
+        if seconds is not None:  # without a valid time, the last time stays
+            self._time = seconds
         return None
 
     def _parse_step(self, values: dict[str, Any]) -> Line:
