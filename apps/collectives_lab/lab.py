@@ -121,8 +121,7 @@ def main() -> None:
             run(each, torchrun, n, arguments)
     except (ConfigError, NonRetryableError) as error:
         # Write the exit code for the launch script, as `log` does for a rank.
-        code = 2 if isinstance(error, ConfigError) else 1
-        write_atomic(options.run_dir / "log" / "no-restart", json.dumps({"code": code}).encode())
+        write_atomic(options.run_dir / "log" / "no-restart", json.dumps({"code": error.exit_code}).encode())
         raise
     files = [path.name for path in options.run_dir.iterdir() if path.is_file() and path.name[0] != "."]
     result = {

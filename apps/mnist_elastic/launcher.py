@@ -49,7 +49,7 @@ MAX_FAILURES = 3  # limit of consecutive failures of one rank without an update
 START_SECONDS = 60.0  # minimum time limit for a rank to load the checkpoint
 END_SECONDS = 5.0  # time limit for ranks to end after the run's last step
 JOIN_MS = 4000  # time for which the lighthouse waits for live ranks that do not request a group, in ms
-SILENT_MS = 700  # time without a heartbeat after which the lighthouse considers a rank lost, in ms
+SILENT_MS = 450  # time without a heartbeat after which the lighthouse considers a rank lost, in ms
 
 
 class Switchboard:

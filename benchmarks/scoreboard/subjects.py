@@ -59,6 +59,11 @@ def mnist(folder: Path, name: str = "MNIST") -> None:
         (raw / path.stem).write_bytes(content[: -784 if "images" in path.name else -1])
 
 
+def fashion_mnist(folder: Path) -> None:
+    """Write mnist-5k as FashionMNIST into the home folder, where Ray's example looks for it."""
+    mnist(folder.parent / "home", "FashionMNIST")
+
+
 def jpegs(folder: Path) -> None:
     """Write training digits of mnist-5k as JPEG files, named as in the dataset of Accelerate's example.
 
@@ -125,6 +130,10 @@ def language_model(folder: Path) -> None:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
+def no_data(folder: Path) -> None:
+    """Write nothing, because the program generates its inputs."""
+
+
 class Subject(NamedTuple):
     """A program, with its command and options for `samestep check`. ``origin`` is the name of an example's folder."""
 
@@ -157,6 +166,9 @@ LIGHTNING = """python backbone_image_classifier.py --trainer.accelerator=cpu --t
 --trainer.devices={n} --trainer.max_epochs=3 --trainer.enable_progress_bar=false --data.batch_size={480/n}"""
 TRAINER = f"""{TORCHRUN} nd_parallel_trainer.py --device-type=cpu --model-name=model --sequence-length=16
 --checkpoint-frequency=3 --save-dir=saved"""
+RAY = "python torch_fashion_mnist_example.py {n}"
+OF_RAY = {"RAY_OVERRIDE_RESOURCES": f'{{"CPU": {max(4, len(os.sched_getaffinity(0)))}}}'}
+DCP = "python async_checkpointing_example.py {n}"
 OF_TRAINER = "torch", "accelerate", "transformers", "datasets"
 CPU = Subject([]).options
 
@@ -197,6 +209,8 @@ SUBJECTS: dict[str, Subject] = {
     "lightning-kit": Subject(
         [*LIGHTNING.split(), "--trainer.use_distributed_sampler=false"], ("torch", "lightning"), "lightning", kit=True
     ),
+    "dcp": Subject(DCP.split(), origin="dcp", prepare=no_data),
+    "dcp-kit": Subject(DCP.split(), origin="dcp", prepare=no_data, kit=True),
     "trainer": Subject(TRAINER.split(), OF_TRAINER, "trainer", language_model, CPU, {"HF_HUB_OFFLINE": "1"}),
     "trainer-kit": Subject(
         TRAINER.split(), OF_TRAINER, "trainer", language_model, CPU, {"HF_HUB_OFFLINE": "1"}, kit=True
@@ -208,11 +222,6 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "horovod-elastic": Subject("sh run.sh {n}".split(), ("torch", "horovod"), "horovod-elastic", script=ELASTIC),
     "torchft": Subject("sh run.sh {n}".split(), ("torch", "torchft"), "torchft", script=TORCHFT),
-    "ray": Subject(
-        "python torch_fashion_mnist_example.py {n}".split(),
-        ("torch", "ray"),
-        "ray",
-        lambda folder: mnist(folder.parent / "home", "FashionMNIST"),
-        environ={"RAY_OVERRIDE_RESOURCES": f'{{"CPU": {max(4, len(os.sched_getaffinity(0)))}}}'},
-    ),
+    "ray": Subject(RAY.split(), ("torch", "ray"), "ray", fashion_mnist, environ=OF_RAY),
+    "ray-kit": Subject(RAY.split(), ("torch", "ray"), "ray", fashion_mnist, environ=OF_RAY, kit=True),
 }

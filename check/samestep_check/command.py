@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         return run(build_parser().parse(arguments[:split]), arguments[split + 1 :])
     except (ConfigError, NonRetryableError) as error:
         print(shown(f"error: {error}", limit=MAX_LINE), file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.exit_code
     except Stopped as stopped:
         return stopped.exit_code
 

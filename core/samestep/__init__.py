@@ -24,11 +24,23 @@ __version__ = "0.3.0"
 
 
 class ConfigError(Exception):
-    """A mistake of the caller. The message has one line, with the remedy, and the program exits with code 2."""
+    """A mistake of the caller. The message has one line, with the remedy.
+
+    Attributes:
+        exit_code: exit code of the program.
+    """
+
+    exit_code = 2
 
 
 class NonRetryableError(Exception):
-    """A failure that a restart cannot fix, such as a full disk. The program exits with code 1."""
+    """A failure that a restart cannot fix, such as a full disk.
+
+    Attributes:
+        exit_code: exit code of the program.
+    """
+
+    exit_code = 1
 
 
 class RetryableError(Exception):

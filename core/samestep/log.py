@@ -163,12 +163,9 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             checkpoint.finish()  # waits for the last checkpoint, even after a failure
         _flush(sys.stdout, sys.stderr, _console, _console_errors)
         os._exit(0)
-    except ConfigError as problem:
+    except (ConfigError, NonRetryableError) as problem:
         error(str(problem))
-        code = 2
-    except NonRetryableError as problem:
-        error(str(problem))
-        code = 1
+        code = problem.exit_code
     except RetryableError as problem:
         _record_failure(problem, problem.repeated)
         error(str(problem), events.ROLLBACK)

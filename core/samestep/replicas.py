@@ -30,16 +30,13 @@ class Replicas:
         """
         message: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
-        problem: Exception | None = None
+        problem: ConfigError | NonRetryableError | None = None
         if run.world.rank == 0:
             try:
                 message, contents = self._open(run)
-            except ConfigError as error:
+            except (ConfigError, NonRetryableError) as error:
                 problem = error
-                message = {"exit_code": 2}
-            except NonRetryableError as error:
-                problem = error
-                message = {"exit_code": 1}
+                message = {"exit_code": error.exit_code}
         broadcast = run.collectives.broadcast
         message = json.loads(broadcast(json.dumps(message).encode()))  # collective
         if problem:

@@ -123,7 +123,7 @@ def run_safely(run: Callable[[], int]) -> int:
         return run()
     except (ConfigError, NonRetryableError) as error:
         print_stderr(shown(f"error: {error}", limit=MAX_LINE))
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.exit_code
     except supervise.Stopped as stopped:
         return 128 + stopped.number
 

@@ -266,7 +266,7 @@ def test_a_rank_that_cannot_save_keeps_all_from_it_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (NonRetryableError, 1)])
-def test_rank_0_reports_what_another_rank_cannot_load(kind: type[Exception], code: int) -> None:
+def test_rank_0_reports_what_another_rank_cannot_load(kind: type[ConfigError | NonRetryableError], code: int) -> None:
     """A RemoteRankError alone has no message, so the job would end without one."""
     ends = on_each(3, lambda ranks, rank: storage.raise_first(ranks, rank, kind("no é") if rank == 1 else None))
     assert type(ends[0]) is kind

@@ -50,12 +50,12 @@ class Shards:
             RemoteRankError: as in `Run.restore`.
         """
         collectives = run.collectives
-        problem: Exception | None = None
+        problem: ConfigError | NonRetryableError | None = None
         if run.world.rank == 0:
             try:
                 message = self._resolve(run)
             except (ConfigError, NonRetryableError) as error:
-                problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
+                problem, message = error, {"exit_code": error.exit_code}
             collectives.broadcast(json.dumps(message).encode())
         else:
             while "request" in (message := json.loads(collectives.broadcast(b""))):

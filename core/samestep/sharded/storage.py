@@ -474,7 +474,7 @@ def all_gather_bytes(collectives: Collectives, content: bytes) -> list[bytes]:
     return [row.tobytes()[:length] for row, length in zip(rows, lengths)]
 
 
-def raise_first(collectives: Collectives, rank: int, failure: Exception | None) -> None:
+def raise_first(collectives: Collectives, rank: int, failure: ConfigError | NonRetryableError | None) -> None:
     """Raise the error of the lowest failed rank on rank 0, and RemoteRankError on the other ranks.
 
     Do nothing if ``failure`` is None on all ranks. This call is a collective.
@@ -486,7 +486,7 @@ def raise_first(collectives: Collectives, rank: int, failure: Exception | None) 
     """
     report = ""
     if failure:
-        report = f"{2 if isinstance(failure, ConfigError) else 1} {failure}"
+        report = f"{failure.exit_code} {failure}"
     reports = [each.decode(errors="replace") for each in all_gather_bytes(collectives, report.encode(errors="replace"))]
     first = next((number for number, each in enumerate(reports) if each), None)
     if first is None:
