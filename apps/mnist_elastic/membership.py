@@ -55,9 +55,7 @@ CHECKS = 4  # number of values that each sub-shard adds to the sum: a count, the
 
 def choose_device(options: Options, world: World) -> torch.device:
     """Return the CPU without --share-gpu, otherwise the device that `distributed.choose_device` selects."""
-    if not options.share_gpu:
-        return torch.device("cpu")
-    return distributed.choose_device(options.device, world)
+    return distributed.choose_device(options.device if options.share_gpu else "cpu", world)
 
 
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
