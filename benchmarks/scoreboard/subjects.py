@@ -169,6 +169,7 @@ TRAINER = f"""{TORCHRUN} nd_parallel_trainer.py --device-type=cpu --model-name=m
 RAY = "python torch_fashion_mnist_example.py {n}"
 OF_RAY = {"RAY_OVERRIDE_RESOURCES": f'{{"CPU": {max(4, len(os.sched_getaffinity(0)))}}}'}
 DCP = "python async_checkpointing_example.py {n}"
+OF_DCP = [f"--adapter={HERE / 'dcp' / 'adapter.py'}"]
 OF_TRAINER = "torch", "accelerate", "transformers", "datasets"
 CPU = Subject([]).options
 
@@ -209,8 +210,8 @@ SUBJECTS: dict[str, Subject] = {
     "lightning-kit": Subject(
         [*LIGHTNING.split(), "--trainer.use_distributed_sampler=false"], ("torch", "lightning"), "lightning", kit=True
     ),
-    "dcp": Subject(DCP.split(), origin="dcp", prepare=no_data),
-    "dcp-kit": Subject(DCP.split(), origin="dcp", prepare=no_data, kit=True),
+    "dcp": Subject(DCP.split(), origin="dcp", prepare=no_data, options=OF_DCP),
+    "dcp-kit": Subject(DCP.split(), origin="dcp", prepare=no_data, options=OF_DCP, kit=True),
     "trainer": Subject(TRAINER.split(), OF_TRAINER, "trainer", language_model, CPU, {"HF_HUB_OFFLINE": "1"}),
     "trainer-kit": Subject(
         TRAINER.split(), OF_TRAINER, "trainer", language_model, CPU, {"HF_HUB_OFFLINE": "1"}, kit=True

@@ -45,7 +45,8 @@ class Job:
         self.output_path = records.with_suffix(".txt")
         self.mark = uuid.uuid4().hex
         records.mkdir()
-        own_temporary = records.with_name(records.name + "-tmp")
+        # This path is short, because the path of a socket has at most 107 bytes. Ray's sockets need 65 after TMPDIR.
+        own_temporary = records.with_name("t" + records.name.rpartition("-")[2])
         own_temporary.mkdir()
         self._begun = time.time()
         self.duration = 0.0  # seconds from the start to the launcher's end, or to the limit of `wait_for_end`

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import tutorial
+from samestep_check.job import Job
 from samestep_check.records import Records
 from samestep_check.rows import ROWS
 
@@ -295,6 +296,14 @@ def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -
     ranks = [[begin(1, 9), *(event for i in range(n) for event in (batch(1, i), STEP))] for n in (4, 2)]
     assert [step.indices for step in records(tmp_path, *ranks).continued(since=4.5)] == [[2], [3]]
     assert not records(tmp_path, *ranks).continued(since=0.5)
+
+
+def test_a_script_may_create_sockets_with_long_paths_below_tmpdir(tmp_path: Path) -> None:
+    """Linux limits the path of a socket to 107 bytes. Ray's sockets have 65 bytes after TMPDIR."""
+    command = [sys.executable, "-I", "-c", "import os; print(os.environ['TMPDIR'])"]
+    job = Job(command, tmp_path, tmp_path / "records-123", {})
+    job.process.wait(60)
+    assert job.output() == f"{tmp_path}/t123\n"
 
 
 def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
