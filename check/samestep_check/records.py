@@ -55,6 +55,7 @@ class Save(NamedTuple):
     kind: str
     path: str
     line: str | None = None
+    in_background: bool = False  # whether another thread than the training's writes the file
 
 
 class Evaluation(NamedTuple):
@@ -266,7 +267,9 @@ class Reader:
 
     def on_save(self, event: Event) -> None:
         self._remember_generators(event)
-        self.saves.append(Save(len(self.steps), event["time"], event["kind"], event["path"], event.get("line")))
+        steps = len(self.steps)
+        place = (event["kind"], event["path"], event.get("line"))
+        self.saves.append(Save(steps, event["time"], *place, in_background=event.get("background", False)))
 
     def on_step(self, event: Event) -> None:
         used = event.get("used")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from samestep_check.records import Called, Key, Keys, Step
+from samestep_check.records import Called, Key, Keys, Save, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
@@ -106,8 +106,24 @@ def saved_at(run: Faulted) -> list[int]:
     found = [saves[-1]]
     if saves[-1].time > run.fault_time - JUST_BEFORE:  # the newest checkpoint may be incomplete
         found += reversed(saves[:-1])
-    steps = dict.fromkeys(save.step for save in found)
-    return [*steps][:2]
+    checkpoints = [*{save.step: save for save in found}.values()][:2]
+    return [step for save in checkpoints for step in possible_steps(save, saves)]
+
+
+def possible_steps(save: Save, saves: Sequence[Save]) -> list[int]:
+    """Return the steps that a checkpoint may contain, the newest first.
+
+    If a thread writes the checkpoint, the training has continued since the checkpoint's step. The checkpoint then
+    contains the step of the previous write or a later step.
+
+    Args:
+        save: a write of the checkpoint.
+        saves: the writes of all checkpoints of the run, in order.
+    """
+    if not save.in_background:
+        return [save.step]
+    previous = max((each.step for each in saves if each.step < save.step), default=0)
+    return [*range(save.step, max(previous, 1) - 1, -1)]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

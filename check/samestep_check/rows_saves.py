@@ -8,13 +8,14 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from samestep_check import states
 from samestep_check.job import Job
 from samestep_check.records import Save, Step
-from samestep_check.rows_resume import restarted, resumed_at
+from samestep_check.rows_resume import possible_steps, restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
@@ -31,9 +32,10 @@ def save_killed(runner: ScriptRunner) -> str:
     number, fatal = second_save(runner.reference.records.opens())
     run = runner.faulted(None, kill_at=fatal.kind, kill_save=number)
     steps: list[int] = []
-    for save in reversed(run.records.saves()):
+    saves = run.records.saves()
+    for save in reversed(saves):
         if save.step < fatal.step:
-            steps += [save.step, save.step - 1]  # a thread may write a checkpoint during the next step
+            steps += possible_steps(save, saves)
     words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
     try:
         at = resumed_at(runner, run, steps or [0])
@@ -60,9 +62,13 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
         raise NotSeen("no checkpoint is written where Python sees it")
     opens = [save for save in writes if save.kind == "open"]
     saves = opens or writes
-    for number, save in enumerate(saves, 1):
-        if save.step > saves[0].step:
+    paths = {saves[0].path}
+    for number, (before, save) in enumerate(pairwise(saves), 2):
+        # A thread may write a checkpoint during two steps, or two checkpoints after the same step.
+        is_again = save.in_background and save.path in paths
+        if save.step > before.step + save.in_background or is_again:
             return number, save
+        paths.add(save.path)
     raise NotSeen("one checkpoint only is written where Python sees it")
 
 

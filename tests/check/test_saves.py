@@ -107,6 +107,28 @@ BY_DESCRIPTORS: Replaced = (
 )
 
 
+BY_THREAD: Replaced = (
+    ("import os\n", "import os\nimport threading\nimport time\n"),
+    (
+        "def load() -> int:\n",
+        "def save_during_the_next_step(at: int) -> None:\n"
+        "    while step == at < STEPS:\n"
+        "        time.sleep(0.001)\n"
+        "    save(at)\n\n\n"
+        "def load() -> int:\n",
+    ),
+    ("    step += 1\n", "    step += 1\n    time.sleep(0.02)\n"),
+    ("        save(step)\n", "        threading.Thread(target=save_during_the_next_step, args=[step]).start()\n"),
+)
+
+
+def test_a_thread_may_write_a_checkpoint_during_a_later_step(tmp_path: Path) -> None:
+    """Write each checkpoint after the next step. The step of a write is then not the step of the checkpoint."""
+    folder = program(tmp_path / "sound", SAVER, BY_THREAD)
+    done, verdicts = check(folder, "--faults=resume-position,save-killed", "--", sys.executable, "saver.py")
+    assert verdicts == {"resume-position": "passed", "save-killed": "passed"}, done.stdout + done.stderr
+
+
 def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path: Path) -> None:
     """Rename a checkpoint by paths relative to descriptors of folders, as samestep does."""
     folder = program(tmp_path / "sound", SAVER, BY_DESCRIPTORS)
