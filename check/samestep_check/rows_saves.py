@@ -91,10 +91,10 @@ def checkpoint_damaged(runner: ScriptRunner) -> str:
     restarted(runner, run)
     total = len(runner.steps)
     at = total - len(run.again)
-    if at >= total - len(first.again):
-        raise Failed(f"a byte of {name}: loaded without a word, as if it were whole")
     if at <= 0:
         raise Failed(f"a byte of {name}: starts over at step 0")
+    if at >= total - len(first.again):
+        raise Failed(f"a byte of {name}: loaded without a word, as if it were whole")
     return f"a byte of {name}: resumes an older one, at step {at}"
 
 

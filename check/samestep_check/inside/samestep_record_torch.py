@@ -21,6 +21,7 @@ _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
 _batches = itertools.count(1)
 _stepping: FrameType | None = None  # frame of the outermost running step()
+_is_initializing = False  # whether torch.distributed.checkpoint creates an optimizer's state by a step
 _before: dict[str, Any] = {}
 _newest_loader = 0
 _dropped_in = 0  # number of the loader whose padding was recorded last
@@ -31,6 +32,7 @@ def start() -> None:
     """Register hooks that run when the script imports modules of torch, Accelerate or samestep.torch."""
     on_import("torch.utils.data.dataloader", _watch_loaders)
     on_import("torch.optim.optimizer", _watch_optimizers)
+    on_import("torch.distributed.checkpoint.state_dict", _watch_initialization)
     on_import("torch._dynamo.eval_frame", _watch_compiler)
     on_import("torch.amp.grad_scaler", _watch_scaler)
     on_import("accelerate.accelerator", _watch_accelerator)
@@ -177,6 +179,20 @@ def _watch_optimizers(module: ModuleType) -> None:
     module.register_optimizer_step_post_hook(_step_ends)
 
 
+def _watch_initialization(module: ModuleType) -> None:
+    """Ignore the steps by which torch.distributed.checkpoint creates an optimizer's state, without gradients."""
+
+    def begin(*_: Any) -> None:
+        global _is_initializing
+        _is_initializing = True
+
+    def end(*_: Any) -> None:
+        global _is_initializing
+        _is_initializing = False
+
+    watch(module, "_init_optim_state", before=begin, after=end, failed=end)
+
+
 def _created(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
     _number(optimizer)
     _zeroed(None, optimizer)
@@ -199,6 +215,8 @@ def _zeroed(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
 
 def _step_begins(optimizer: Any, *_: Any) -> None:
     global _stepping
+    if _is_initializing:
+        return
     caller = sys._getframe(1)  # frame of step(), which also calls _step_ends
     frame: FrameType | None = caller
     while frame is not None and frame is not _stepping:

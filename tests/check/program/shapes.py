@@ -7,6 +7,7 @@ from typing import Any
 import samestep_record
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -279,6 +280,15 @@ def closure() -> Batches:
             return float(value)
 
         optimizer.step(loss)
+    return ALL
+
+
+@case
+def state_created_by_a_step_without_gradients() -> Batches:
+    model, optimizer = parts()
+    state_dict.get_optimizer_state_dict(model, optimizer)
+    for x, y in batches():
+        step(optimizer, functional.cross_entropy(model(x), y))
     return ALL
 
 
