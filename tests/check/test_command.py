@@ -306,6 +306,15 @@ def test_a_script_may_create_sockets_with_long_paths_below_tmpdir(tmp_path: Path
     assert job.output() == f"{tmp_path}/t123\n"
 
 
+def test_the_error_of_a_spawned_rank_is_named(tmp_path: Path) -> None:
+    """Multiprocessing prints its own exception, without a message, before the traceback of the rank."""
+    output = "torch.multiprocessing.spawn.ProcessRaisedException: \n\nValueError: 3 is odd"
+    command = [sys.executable, "-I", "-c", f"print({output!r})"]
+    job = Job(command, tmp_path, tmp_path / "records-1", {})
+    job.process.wait(60)
+    assert job.error_line() == "ValueError: 3 is odd"
+
+
 def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
     """Compare the adapter in docs/check_your_own.md with adapter.py."""
     page = Path(__file__).parents[2] / "docs" / "check_your_own.md"
