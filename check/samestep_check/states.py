@@ -23,6 +23,7 @@ from samestep_check.calls import Call
 
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
+MOST_STEPS_OF_SAVE = 3  # steps in which a thread may write a checkpoint; a file that is open for longer may be a log
 RECORD_LIMIT = 2e9  # maximum number of bytes of copied files; no state is recorded after it is exceeded
 ENTRY_LIMIT = 1_000_000  # maximum number of files, folders and links in all states together
 
@@ -296,13 +297,32 @@ def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """Return one group for the calls after each step, without ``sync`` and without calls on logs."""
     logs = _logs(calls, times)
     groups: dict[int, list[int]] = {}
-    for number, call in enumerate(calls):
-        done = bisect_right(times, call.time)
+    for number, (call, done) in enumerate(zip(calls, _steps_before(calls, times))):
         if done > 0 and call.kind != "sync" and call.path not in logs:
             groups.setdefault(done, []).append(number)
     found = []
     for done, numbers in sorted(groups.items()):
         found.append(Save(done, numbers, _weight([calls[number] for number in numbers])))
+    return found
+
+
+def _steps_before(calls: Sequence[Recorded], times: Sequence[float]) -> list[int]:
+    """Return the number of steps before each call.
+
+    A thread may write a file during several steps, and then rename it. All calls in this time count as calls after the
+    first of these steps.
+    """
+    found = [bisect_right(times, call.time) for call in calls]
+    begun: dict[str, int] = {}  # by path: number of the first call on the file since it was renamed or deleted
+    for number, call in enumerate(calls):
+        if call.kind in CHANGES:
+            begun.setdefault(call.path, number)
+        elif call.kind in RENAMES:
+            inside = [path for path in begun if f"{path}/".startswith(f"{call.path}/")]
+            first = min((begun.pop(path) for path in inside), default=number)
+            if call.kind == "rename" and found[number] - found[first] <= MOST_STEPS_OF_SAVE:
+                for each in range(first, number + 1):
+                    found[each] = found[first]
     return found
 
 

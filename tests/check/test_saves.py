@@ -266,6 +266,23 @@ def test_saves_are_the_groups_of_calls_that_write_the_largest_file() -> None:
     assert states.chosen(found[:1], total=4) is None
 
 
+def test_the_calls_of_a_thread_during_later_steps_are_one_save() -> None:
+    """A file that is renamed much later, such as a table of losses, or that is deleted, does not join two steps."""
+    calls = [
+        recorded(1.5, "write", "table.tmp", size=0),
+        recorded(1.9, "write", "new/model", size=1000),
+        recorded(2.2, "write", "new/optimizer", size=10),
+        recorded(3.1, "rename", "new", "step-1"),
+        recorded(3.5, "write", "new/model", size=1000),
+        recorded(3.6, "write", "new/part", size=10),
+        recorded(3.7, "rename", "new/model", "step-3"),
+        recorded(4.1, "unlink", "new/part"),
+        recorded(5.5, "rename", "table.tmp", "table"),
+    ]
+    found = states.saves(calls, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert [(save.done, save.calls) for save in found] == [(1, [0, 1, 2, 3]), (3, [4, 6])]
+
+
 def test_the_states_at_names_come_first_and_the_others_are_spread() -> None:
     """Choose from more states than --points allows."""
     calls = [recorded(1.5, "write", "a", size=k) for k in range(8)] + [recorded(1.6, "rename", "a", "b")]
