@@ -95,7 +95,8 @@ class Job:
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.output().splitlines()]
         errors = [line for line in lines if ERROR.match(line)]
         errors.sort(key=lambda line: line.endswith(":"))  # mp.spawn prints a rank's traceback after its own exception
-        errors += [line for line in lines if line.startswith("exitcode")]  # torchrun prints this line after a signal
+        codes = [line for line in lines if line.startswith("exitcode")]
+        errors += codes[-1:]  # torchrun prints a code for each rank, and the code of the first failed rank last
         found = errors[:1] or lines[-1:] or [""]
         return found[0].replace(f"{self._work}{os.sep}", "")[:MOST_CHARACTERS]
 
