@@ -169,6 +169,7 @@ class Reader:
         self.since = Before()  # events since the newest step
         self._loaders: dict[int, Loader] = {}
         self._pending: list[Batch] = []  # batches that no step has used yet
+        self._ended: list[Batch] = []  # batches of loaders that ended since the last step, without a step on the loader
         self._epoch = 0
         self._has_batches = False
         self._has_numbers = False  # a DataLoader has returned a training batch
@@ -236,6 +237,7 @@ class Reader:
     def on_end(self, event: Event) -> None:
         loader = self._loader(event)
         if loader.epoch is None:  # no step used a batch of this loader
+            self._ended += [batch for batch in self._pending if batch.loader == event["loader"]]
             self._pending = [batch for batch in self._pending if batch.loader != event["loader"]]
             self._begin_evaluation(event["loader"], loader)
             self._end_evaluation(loader)
@@ -250,6 +252,16 @@ class Reader:
     def _end_evaluation(self, loader: Loader) -> None:
         loader.epoch = EVALUATED
         self._last_evaluated = loader
+
+    def _reopen(self, used: Sequence[int]) -> None:
+        """Count a loader as a training loader if it ended before the first step on its prefetched batches."""
+        reopened = {batch.loader for batch in self._ended if batch.number in used}
+        for number in reopened:
+            loader = self._evaluated.pop(number)
+            loader.epoch = None
+            loader.end = len(self.steps)
+        self._pending += [batch for batch in self._ended if batch.loader in reopened]
+        self._ended.clear()
 
     def on_gone(self, event: Event) -> None:
         self._loader(event).is_gone = True
@@ -275,6 +287,7 @@ class Reader:
         used = event.get("used")
         if used:
             self._follows = True
+            self._reopen(used)
         # If an earlier step recorded batch numbers, a step without numbers, such as a step of a GAN's generator, trains
         # on no batch. Batches of an adapter have no numbers, so the next step uses all of them.
         has_numbers = any(batch.number is not None for batch in self._pending)

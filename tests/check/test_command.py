@@ -256,6 +256,21 @@ def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
     assert [step.indices for step in records(tmp_path, shown).steps()] == [[0]]
 
 
+def test_a_loader_that_ends_before_its_first_step_trains_or_evaluates(tmp_path: Path) -> None:
+    """After a resume in front of an epoch's last batch, a script that prefetches batches ends the loader first."""
+
+    def numbered(loader: int, number: int) -> tuple[str, dict[str, Any]]:
+        name, values = batch(loader, number)
+        return name, {**values, "number": number}
+
+    prefetched: Events = [begin(1, 1), numbered(1, 5), end(1), ("step", {"used": [5]})]
+    evaluated: Events = [begin(2, 1), numbered(2, 6), end(2)]
+    trained: Events = [begin(3, 1), numbered(3, 7), ("step", {"used": [7]}), end(3)]
+    found = records(tmp_path, [*prefetched, *evaluated, *trained])
+    assert [(step.epoch, step.indices) for step in found.steps()] == [(0, [5]), (1, [7])]
+    assert [[*each.counts] for each in found.evaluations()] == [[6]]
+
+
 def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
     """Test an evaluation of a Subset, and padding that Accelerate drops."""
 
