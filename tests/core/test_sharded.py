@@ -227,12 +227,13 @@ def test_pieces_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
 FINISHES = {"the end": None, "the next save": 6}
 
 
+@pytest.mark.parametrize("name", ["model-00001.safetensors", ".report-00001.json.1.tmp"])
 @pytest.mark.parametrize("moment", FINISHES)
-def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path: Path, moment: str) -> None:
+def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path: Path, moment: str, name: str) -> None:
     """A thread of the rank writes the file, so the rank raises the error when it waits for the thread."""
     save(tmp_path, 4)
     folder = checkpoint.folder_of(tmp_path, 5)
-    (checkpoint.temporary_of(folder) / "model-00001.safetensors").mkdir(parents=True)
+    (checkpoint.temporary_of(folder) / name).mkdir(parents=True)
     next_step = FINISHES[moment]
 
     def write(ranks: Collectives, rank: int) -> None:
@@ -246,7 +247,7 @@ def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path
     ends = on_each(3, write)
     assert [type(each) for each in ends] == [RemoteRankError, NonRetryableError, RemoteRankError]
     assert f"cannot write checkpoint {folder}" in str(ends[1])
-    assert "model-00001.safetensors" in str(ends[1])
+    assert name.removeprefix(".").removesuffix(".1.tmp") in str(ends[1])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
     assert storage.read(folder.with_name("step-00000004")).step == 4
 

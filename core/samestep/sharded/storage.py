@@ -238,8 +238,18 @@ class _Part:
         return digests
 
     def report(self, outcome: Mapping[str, Any]) -> None:
-        """Write the report for rank 0 to a file in the temporary folder."""
-        untrusted.write_json(checkpoint.temporary_of(self._folder), _report_name(self._rank), outcome, self._rank)
+        """Write the report for rank 0 to a file in the temporary folder.
+
+        If the disk is full, delete the file, which needs no space. Otherwise, rank 0 would wait for the report.
+        """
+        temporary = checkpoint.temporary_of(self._folder)
+        name = _report_name(self._rank)
+        untrusted.write_json(temporary, name, outcome, self._rank)
+        if not untrusted.read_object(temporary / name):
+            with contextlib.suppress(OSError):
+                Root(self._folder.parents[1]).unlink(f"checkpoints/{temporary.name}/{name}")
+            reason = f"cannot write checkpoint {self._folder}: cannot write {name}: free some space on the disk"
+            self.failure = self.failure or NonRetryableError(reason)
 
 
 def _begin(
@@ -410,11 +420,14 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _read_reports(folder: Path, parts: Sequence[Mapping[str, Any]], reports: dict[int, Mapping[str, Any]]) -> None:
-    """Add all complete reports of this save to ``reports``, by rank."""
+    """Add all complete reports of this save to ``reports``, by rank. Add {} for a rank that could write no report."""
     temporary = checkpoint.temporary_of(folder)
     for rank, part in enumerate(parts):
         if rank not in reports:
-            report = untrusted.read_object(temporary / _report_name(rank))
+            path = temporary / _report_name(rank)
+            report = untrusted.read_object(path)
+            if temporary.is_dir() and not path.exists():
+                reports[rank] = {}
             digests = report.get("digests", {})
             is_complete = _DIGESTS(digests) and digests.keys() == part["files"].keys()
             if report.get("token") == part["token"] and (is_complete or "digests" not in report):
