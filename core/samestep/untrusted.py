@@ -104,8 +104,8 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode))
 
 
-def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> None:
-    """Write a JSON file atomically. Ignore an OSError.
+def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> bool:
+    """Write a JSON file atomically. Return False if this raises an OSError.
 
     Args:
         folder: a folder directly below the run dir.
@@ -122,6 +122,8 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
     except OSError:  # a full disk must not stop the training; the next save raises the error
         with contextlib.suppress(OSError):
             root.touch(f"{folder.name}/{name}")  # the launch script treats a rank with an old heartbeat as hung
+        return False
+    return True
 
 
 def read_object(path: Path) -> dict[str, Any]:

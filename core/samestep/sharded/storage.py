@@ -244,8 +244,7 @@ class _Part:
         """
         temporary = checkpoint.temporary_of(self._folder)
         name = _report_name(self._rank)
-        untrusted.write_json(temporary, name, outcome, self._rank)
-        if not untrusted.read_object(temporary / name):
+        if not untrusted.write_json(temporary, name, outcome, self._rank):
             with contextlib.suppress(OSError):
                 Root(self._folder.parents[1]).unlink(f"checkpoints/{temporary.name}/{name}")
             reason = f"cannot write checkpoint {self._folder}: cannot write {name}: free some space on the disk"
