@@ -1,5 +1,6 @@
 """Train a small network on digits on several ranks: torchrun --nproc-per-node 2 launch.py."""
 
+import gc
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ def train() -> None:
         dist.all_reduce(mean)
         if step % 20 == 0 and rank == 0:
             print(f"step {step} loss {mean.item() / size:.6f}")
-    del model  # frees DDP: a thread of gloo may otherwise abort the exit
+    del model
+    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Train a small network on digits on several ranks: python process.py."""
 
+import gc
 import multiprocessing
 import socket
 import sys
@@ -33,7 +34,8 @@ def train(rank: int, size: int, port: int) -> None:
         dist.all_reduce(mean)
         if step % 20 == 0 and rank == 0:
             print(f"step {step} loss {mean.item() / size:.6f}")
-    del model  # frees DDP: a thread of gloo may otherwise abort the exit
+    del model
+    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
     dist.destroy_process_group()
 
 
