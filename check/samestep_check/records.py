@@ -55,7 +55,7 @@ class Save(NamedTuple):
     kind: str
     path: str
     line: str | None = None
-    in_background: bool = False  # whether another thread than the training's writes the file
+    in_background: bool = False  # whether another thread or process than the training's writes the file
 
 
 class Evaluation(NamedTuple):
@@ -175,6 +175,7 @@ class Reader:
         self._has_numbers = False  # a DataLoader has returned a training batch
         self._follows = False  # a step has recorded the batches that it used
         self._position = 0  # number of training batches so far
+        self._step_thread: int | None = None  # thread of the newest step
 
     def read(self, event: Event) -> None:
         """Read one event, or ignore an event whose kind has no method."""
@@ -279,11 +280,19 @@ class Reader:
 
     def on_save(self, event: Event) -> None:
         self._remember_generators(event)
-        steps = len(self.steps)
-        place = (event["kind"], event["path"], event.get("line"))
-        self.saves.append(Save(steps, event["time"], *place, in_background=event.get("background", False)))
+        self.saves.append(
+            Save(
+                step=len(self.steps),
+                time=event["time"],
+                kind=event["kind"],
+                path=event["path"],
+                line=event.get("line"),
+                in_background=bool(self.steps) and event.get("thread") != self._step_thread,
+            )
+        )
 
     def on_step(self, event: Event) -> None:
+        self._step_thread = event.get("thread")
         used = event.get("used")
         if used:
             self._follows = True
@@ -403,7 +412,7 @@ class Records:
         self.processes.sort(key=lambda each: each.begun)
         for each in self.processes:
             if not each.steps:  # a process without steps may save for the ranks
-                each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
+                each.saves = [save._replace(step=self._done(save.time), in_background=True) for save in each.saves]
 
     def _done(self, when: float) -> int:
         """Return the number of steps that the fastest rank had taken by the time ``when``."""

@@ -113,8 +113,8 @@ def saved_at(run: Faulted) -> list[int]:
 def possible_steps(save: Save, saves: Sequence[Save]) -> list[int]:
     """Return the steps that a checkpoint may contain, the newest first.
 
-    If a thread writes the checkpoint, the training has continued since the checkpoint's step. The checkpoint then
-    contains the step of the previous write or a later step.
+    If another thread or process writes the checkpoint, the training has continued since the checkpoint's step. The
+    checkpoint then contains the step of the previous write or a later step.
 
     Args:
         save: a write of the checkpoint.
@@ -123,7 +123,8 @@ def possible_steps(save: Save, saves: Sequence[Save]) -> list[int]:
     if not save.in_background:
         return [save.step]
     previous = max((each.step for each in saves if each.step < save.step), default=0)
-    return [*range(save.step, max(previous, 1) - 1, -1)]
+    earliest = min(save.step, max(previous, 1))
+    return [*range(save.step, earliest - 1, -1)]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
     paths = {saves[0].path}
     for number, (before, save) in enumerate(pairwise(saves), 2):
         # A thread may write a checkpoint during two steps, or two checkpoints after the same step.
+        is_later = save.step > before.step + save.in_background
         is_again = save.in_background and save.path in paths
-        if save.step > before.step + save.in_background or is_again:
+        if is_later or is_again:
             return number, save
         paths.add(save.path)
     raise NotSeen("one checkpoint only is written where Python sees it")

@@ -42,7 +42,6 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 _unseen: set[str] = set()
-_step_thread: int | None = None  # identifier of the thread of the last step
 
 
 # --- what an adapter calls -------------------------------------------------------------------------------------------
@@ -88,20 +87,13 @@ def _plain(indices: Iterable[Any]) -> list[Any]:
 
 def record(event: str, **values: Any) -> None:
     """Append an event, as a JSON line, to the file of this process."""
-    global _step_thread
     if not config:
         return
-    if event == "step":
-        _step_thread = threading.get_ident()
-    line = json.dumps({"event": event, "time": time.time(), "rank": _rank(), **values}) + "\n"
+    place = {"rank": _rank(), "thread": threading.get_ident()}
+    line = json.dumps({"event": event, "time": time.time(), **place, **values}) + "\n"
     path = os.path.join(config["records"], f"{os.getpid()}.jsonl")
     with _lock, open(path, "a") as file:
         file.write(line)
-
-
-def in_background() -> bool:
-    """Return whether another thread than the current one has taken the last step."""
-    return _step_thread not in (None, threading.get_ident())
 
 
 def pause() -> None:

@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from samestep_record import config, generators, guarded, in_background, line, on_import, record
+from samestep_record import config, generators, guarded, line, on_import, record
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _checkpoint_folders: set[str] = set()
@@ -120,7 +120,7 @@ def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> N
     if not of_checkpoint and not re.search(config["checkpoint"], os.path.basename(full)):
         return
     _checkpoint_folders.add(os.path.dirname(full))
-    record("save", kind=kind, path=full, random=generators(), line=line(), background=in_background())
+    record("save", kind=kind, path=full, random=generators(), line=line())
     if kind == config.get("kill_at"):
         _kill_in_save(full, kind, flags)
 

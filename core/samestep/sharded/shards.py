@@ -55,7 +55,8 @@ class Shards:
             try:
                 message = self._resolve(run)
             except (ConfigError, NonRetryableError) as error:
-                problem, message = error, {"exit_code": error.exit_code}
+                problem = error
+                message = {"exit_code": error.exit_code}
             collectives.broadcast(json.dumps(message).encode())
         else:
             while "request" in (message := json.loads(collectives.broadcast(b""))):

@@ -246,7 +246,7 @@ class _Part:
         name = _report_name(self._rank)
         if not untrusted.write_json(temporary, name, outcome, self._rank):
             with contextlib.suppress(OSError):
-                Root(self._folder.parents[1]).unlink(f"checkpoints/{temporary.name}/{name}")
+                Root(self._folder.parents[1]).unlink(f"{checkpoint.temporary_name(self._folder)}/{name}")
             reason = f"cannot write checkpoint {self._folder}: cannot write {name}: free some space on the disk"
             self.failure = self.failure or NonRetryableError(reason)
 
@@ -425,7 +425,7 @@ def _read_reports(folder: Path, parts: Sequence[Mapping[str, Any]], reports: dic
         if rank not in reports:
             path = temporary / _report_name(rank)
             report = untrusted.read_object(path)
-            if temporary.is_dir() and not path.exists():
+            if not report and not path.exists() and temporary.is_dir():
                 reports[rank] = {}
             digests = report.get("digests", {})
             is_complete = _DIGESTS(digests) and digests.keys() == part["files"].keys()
