@@ -224,8 +224,8 @@ def test_no_torch_app_but_mnist_elastic_names_global_batches() -> None:
 
 
 def test_core_names_no_library_of_llm_finetune() -> None:
-    """Only the kit's adapter of Hugging Face's Trainer may mention transformers."""
+    """Only the kit's subclass of Hugging Face's Trainer may mention transformers."""
     for path in sorted((ROOT / "core" / "samestep").rglob("*.py")):
         text = path.read_text()
         assert not re.search(r"\b(llm_finetune|peft)\b", text), path
-        assert "transformers" not in text or path.name == "frameworks.py", path
+        assert "transformers" not in text or path.name == "trainer.py", path

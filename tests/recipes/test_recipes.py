@@ -29,11 +29,11 @@ SCRIPTS = {
     "trainer": "docs/recipes/with_trainer.py",
     "fsdp2": "docs/own_loop_exact.py",
 }
-MOST_ADDED = {"accelerate": 9, "lightning": 10, "trainer": 24, "fsdp2": 5}  # 13 of 24 lines are a subclass of Trainer
+MOST_ADDED = {"accelerate": 9, "lightning": 10, "trainer": 5, "fsdp2": 5}
 CHECKPOINTS = {
     "accelerate": "checkpoints/step-00000020",
     "lightning": "last.ckpt",
-    "trainer": "checkpoint-20/trainer_state.json",
+    "trainer": "checkpoints/step-00000020",
     "fsdp2": "checkpoints/step-00000020",
 }
 
@@ -87,7 +87,7 @@ def run(script: Path, world_size: int, folder: Path, out: str) -> str:
 def run_until_killed(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
     """Kill a job between its first and second save, and return its output.
 
-    A kill during a save damages a file of Lightning or Trainer, so a job that was killed too late is repeated.
+    A kill during a save damages a file of Lightning, so a job that was killed too late is repeated.
     """
     for _ in range(10):
         shutil.rmtree(folder / out, ignore_errors=True)

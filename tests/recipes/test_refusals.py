@@ -11,8 +11,6 @@ import torch
 from accelerate import Accelerator
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler
-from samestep.torch.frameworks import check_training_arguments
-from transformers import TrainingArguments
 
 
 @pytest.mark.parametrize("sampler", [GlobalBatchSampler(10, 4), EvalSampler(10, 4)])
@@ -53,24 +51,3 @@ def test_lightning_names_its_option_for_samplers(tmp_path: Path) -> None:
     loader = DataLoader(torch.arange(10.0), batch_sampler=GlobalBatchSampler(10, 4, 0, 2))
     with pytest.raises(TypeError, match=r"use_distributed_sampler=False"):
         trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=None)  # type: ignore[arg-type]
-
-
-GOOD: dict[str, Any] = {"ignore_data_skip": True, "use_cpu": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' would be ignored"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "set dispatch_batches=False"),
-        ({"accelerator_config": {"split_batches": True}}, "set split_batches=False"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2: .*: set it to 1"),
-        ({"ignore_data_skip": False}, "set ignore_data_skip=True"),
-    ],
-)
-def test_settings_of_trainer_that_do_not_go_with_the_sampler_are_refused(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    check_training_arguments(TrainingArguments(str(tmp_path), **GOOD))
-    with pytest.raises(ValueError, match=message):
-        check_training_arguments(TrainingArguments(str(tmp_path), **{**GOOD, **settings}))

@@ -8,8 +8,8 @@ The parts work with PyTorch's own models, optimizers and DataLoaders, and leave 
 * `global_mean`, `global_sum`: means and sums over all ranks.
 * `Checkpoints`, `StopRequests`: resume a killed or stopped program, so that it ends with the same weights.
 
-`frameworks` checks the settings of Hugging Face's Trainer. Apps use the modules `distributed`, `reduction`, `updates`,
-`virtual_ranks` and `weights`.
+`trainer.ExactTrainer` is a subclass of Hugging Face's Trainer with these parts. Apps use the modules `distributed`,
+`reduction`, `updates`, `virtual_ranks` and `weights`.
 
 This package works with torch 2.11 and 2.13. The rest of samestep does not import torch.
 """

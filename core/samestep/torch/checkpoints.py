@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import safetensors.numpy
 import torch.distributed as dist
@@ -81,6 +81,7 @@ class Checkpoints:
             ConfigError: the checkpoint has other parts, or another version of this package or another program wrote it.
             ValueError: a sharded tensor has another shape now. A part's ``load_state_dict`` may raise other errors.
         """
+        self.finish()  # an interrupted training of this process may still write, and `_newest` deletes unfinished files
         rank, _ = place()
         found, error = self._newest() if rank == 0 else (None, None)
         message = describe_checkpoint(found, error)
@@ -159,9 +160,17 @@ class Checkpoints:
         if signal or is_due:
             self.save()
         if signal:
-            self._stop(signal)
+            self.stop(signal)
 
-    def _stop(self, signal: int) -> None:
+    def stop(self, signal: int) -> NoReturn:
+        """End the program on all ranks, after the last save is on the disk. Call this method on all ranks.
+
+        Args:
+            signal: the signal that the ranks agreed on.
+
+        Raises:
+            SystemExit: always. The code is 128 + the signal.
+        """
         self.finish()
         rank, world_size = place()
         if rank == 0:

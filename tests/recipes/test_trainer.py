@@ -1,0 +1,192 @@
+"""Test that an ExactTrainer resumes its steps, logs and evaluations in one process, and refuses other settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samestep.torch.trainer import ExactTrainer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 120.0  # seconds; the process ends sooner
+EXAMPLES = 10
+BATCH = 4
+STEPS_PER_EPOCH = 3
+EPOCHS = 3
+LONG = 30  # epochs
+
+
+class Examples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Examples with a column that the model does not have, which Trainer removes."""
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        inputs = torch.randn(5, generator=torch.Generator().manual_seed(index))
+        return {"inputs": inputs, "labels": torch.tensor(index % 2), "name": f"example {index}"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 2)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.dropout(self.layer(inputs))
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = functional.cross_entropy(logits, labels)
+        return found
+
+
+def mean_loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    return functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+
+class Crash(TrainerCallback):  # type: ignore[misc]
+    """Raise an error after the save of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise InterruptedError("a crash after this step's save")
+
+
+class SendTerm(TrainerCallback):  # type: ignore[misc]
+    """Send TERM to this process at the start of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def settings(folder: Path, **others: Any) -> TrainingArguments:
+    chosen: dict[str, Any] = {
+        "num_train_epochs": EPOCHS,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "eval_strategy": "epoch",
+        "learning_rate": 0.1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(str(folder), **{**chosen, **others})
+
+
+def trainer(folder: Path, *callbacks: Any, **others: Any) -> ExactTrainer:
+    return ExactTrainer(
+        Model(),
+        settings(folder, **others),
+        train_dataset=Examples(),
+        eval_dataset=Examples(),
+        compute_loss_func=mean_loss,
+        callbacks=[*callbacks],
+        global_batch_size=BATCH,
+    )
+
+
+def logged(found: Trainer) -> list[dict[str, float]]:
+    """Return the logs of a training without times."""
+    timeless = []
+    for entry in found.state.log_history:
+        kept = {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
+        timeless.append(kept)
+    return timeless[:-1]  # the last log has this start's mean loss
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ExactTrainer:
+    found = trainer(tmp_path_factory.mktemp("undisturbed"))
+    found.train()
+    return found
+
+
+@pytest.mark.parametrize("step", [1, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
+def test_a_crash_changes_no_weight_no_log_and_no_evaluation(
+    tmp_path: Path, undisturbed: ExactTrainer, step: int
+) -> None:
+    """After the last step of an epoch, the evaluation is due: the resumed training makes up for it."""
+    with pytest.raises(InterruptedError):
+        trainer(tmp_path, Crash(step)).train()
+    resumed = trainer(tmp_path)
+    resumed.train()
+    assert resumed.state.global_step == EPOCHS * STEPS_PER_EPOCH
+    for name, value in undisturbed.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert logged(resumed) == logged(undisturbed)
+
+
+def test_a_finished_training_takes_no_further_step(tmp_path: Path, undisturbed: ExactTrainer) -> None:
+    trainer(tmp_path).train()
+    again = trainer(tmp_path)
+    again.train()
+    assert again.state.global_step == EPOCHS * STEPS_PER_EPOCH
+    assert torch.equal(again.model.layer.weight, undisturbed.model.layer.weight)
+
+
+def train_until_signal(folder: Path) -> None:
+    """Send TERM to this process at the start of its second step. Only a process of its own calls this function."""
+    trainer(folder, SendTerm(2), num_train_epochs=LONG, save_strategy="no", eval_strategy="no").train()
+
+
+def test_a_stop_signal_saves_a_step_that_is_not_due(tmp_path: Path) -> None:
+    """The ranks agree on a step after at most 64 steps."""
+    code = f"import pathlib, test_trainer; test_trainer.train_until_signal(pathlib.Path({str(tmp_path)!r}))"
+    folders = [str(ROOT / "core"), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    resumed = trainer(tmp_path, num_train_epochs=LONG, save_strategy="no", eval_strategy="no")
+    resumed.train()
+    steps = [entry["step"] for entry in resumed.state.log_history[:-1]]
+    assert steps == list(range(1, LONG * STEPS_PER_EPOCH + 1))
+    assert 2 <= int(folder.name[len("step-") :]) <= 2 + 64
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' would be ignored"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "set dispatch_batches=False"),
+        ({"accelerator_config": {"split_batches": True}}, "set split_batches=False"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2: .*: set it to 1"),
+        ({"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True .*: leave it out"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True .*: leave it out"),
+        ({"torch_compile": True}, "torch_compile=True .*: leave it out"),
+    ],
+)
+def test_settings_that_change_the_steps_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **given)
+
+
+def test_a_checkpoint_of_trainer_and_a_loss_over_local_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True, .* leave it out"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="Model computes its loss without num_items_in_batch: pass compute_loss_func"):
+        ExactTrainer(Model(), settings(tmp_path, eval_strategy="no"), train_dataset=Examples(), global_batch_size=BATCH)
