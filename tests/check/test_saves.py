@@ -45,6 +45,7 @@ FAULTS: dict[str, tuple[str, str, Replaced]] = {
         ((OPENED, "    for path in saves():\n        path.unlink()\n" + OPENED),),
     ),
     "no fsync": ("save-power-cut", "checkpoint-6.json is empty", ((FSYNC, ""), *ONE_KEPT)),
+    "only one is kept": ("checkpoint-damaged", "a byte of checkpoint-4.json: starts over at step 0", ONE_KEPT),
     "written in place": (
         "disk-full",
         "no space for checkpoint-0.json",
@@ -127,6 +128,38 @@ def test_a_thread_may_write_a_checkpoint_during_a_later_step(tmp_path: Path) -> 
     folder = program(tmp_path / "sound", SAVER, BY_THREAD)
     done, verdicts = check(folder, "--faults=resume-position,save-killed", "--", sys.executable, "saver.py")
     assert verdicts == {"resume-position": "passed", "save-killed": "passed"}, done.stdout + done.stderr
+
+
+BY_PROCESS: Replaced = (
+    ("import os\n", "import multiprocessing\nimport os\nimport time\n"),
+    (
+        "def load() -> int:\n",
+        "def write_later(steps: multiprocessing.Queue) -> None:\n"
+        "    for at in iter(steps.get, None):\n"
+        "        time.sleep(0.03)\n"
+        "        save(at)\n\n\n"
+        "def load() -> int:\n",
+    ),
+    (
+        "step = load()\n",
+        "step = load()\n"
+        "steps = multiprocessing.Queue()\n"
+        'writer = multiprocessing.get_context("fork").Process(target=write_later, args=[steps])\n'
+        "writer.start()\n",
+    ),
+    ("    step += 1\n", "    step += 1\n    time.sleep(0.02)\n"),
+    (
+        "        save(step)\n",
+        "        steps.put(step)\nsteps.put(None)\nwriter.join()\nraise SystemExit(writer.exitcode and 1)\n",
+    ),
+)
+
+
+def test_a_process_may_write_a_checkpoint_during_a_later_step(tmp_path: Path) -> None:
+    """Write all checkpoints in another process, which takes no steps."""
+    folder = program(tmp_path / "sound", SAVER, BY_PROCESS)
+    done, verdicts = check(folder, "--faults=save-killed", "--", sys.executable, "saver.py")
+    assert verdicts == {"save-killed": "passed"}, done.stdout + done.stderr
 
 
 def test_a_checkpoint_that_is_renamed_by_descriptors_of_folders_is_seen(tmp_path: Path) -> None:
