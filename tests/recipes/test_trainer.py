@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from samestep.torch.trainer import ExactTrainer
+from samestep.torch.trainer import ExactTrainer, check_training_arguments
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -177,15 +177,18 @@ def test_a_stop_signal_saves_a_step_that_is_not_due(tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2: .*: set it to 1"),
         ({"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True .*: leave it out"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True .*: leave it out"),
+        ({"fsdp": True}, "fsdp=.*: leave it out"),
         ({"torch_compile": True}, "torch_compile=True .*: leave it out"),
     ],
 )
 def test_settings_that_change_the_steps_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, **given)
+        check_training_arguments(settings(tmp_path, **given))
 
 
-def test_a_checkpoint_of_trainer_and_a_loss_over_local_rows_are_refused(tmp_path: Path) -> None:
+def test_other_settings_a_checkpoint_of_trainer_and_a_loss_over_local_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="torch_compile"):
+        trainer(tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=True, .* leave it out"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="Model computes its loss without num_items_in_batch: pass compute_loss_func"):

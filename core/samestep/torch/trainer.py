@@ -26,6 +26,7 @@ _PROGRESS = (  # attributes of Trainer's state that a resume continues
 _CONFLICTS = {  # settings that must be off, and the reasons
     "auto_find_batch_size": "cannot change global_batch_size",
     "deepspeed": "keeps weights where Checkpoints cannot see them",
+    "fsdp": "shards the model, and only DDP is tested",
     "group_by_length": "would be ignored, because GlobalBatchSampler decides the order",  # up to transformers 4
     "load_best_model_at_end": "needs checkpoints that Trainer itself writes",
     "torch_compile": "compiles the model before exact() changes it",
