@@ -69,3 +69,25 @@ def test_a_wrapper_that_forwards_the_attributes_of_a_subset_is_no_second_subset(
     assert [length for length, _ in plain] == [4, 10]
     assert wrapped == plain
     assert not [event for event in events if event["event"] == "unseen"]
+
+
+def test_a_script_may_close_the_recorders_file_and_fork(tmp_path: Path) -> None:
+    """After the script has closed all files, its own file has the number of the recorder's descriptor."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "import samestep_record\n"
+        "samestep_record.record('first')\n"
+        "os.closerange(3, 100)\n"
+        "with open('own.txt', 'w') as own:\n"
+        "    samestep_record.record('second')\n"
+        "    own.write('own')\n"
+        "if os.fork() == 0:\n"
+        "    samestep_record.record('third')\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    events = [event["event"] for event in recorded(tmp_path, script)]
+    assert events == ["start", "first", "second", "third"]
+    assert (tmp_path / "own.txt").read_text() == "own"
+    assert len([*tmp_path.glob("*.jsonl")]) == 2

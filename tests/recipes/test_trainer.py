@@ -176,6 +176,7 @@ def test_a_stop_signal_saves_a_step_that_is_not_due(tmp_path: Path) -> None:
         ({"accelerator_config": {"split_batches": True}}, "set split_batches=False"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2: .*: set it to 1"),
         ({"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True .*: leave it out"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False .* set it to True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True .*: leave it out"),
         ({"fsdp": True}, "fsdp=.*: leave it out"),
         ({"torch_compile": True}, "torch_compile=True .*: leave it out"),
@@ -186,10 +187,24 @@ def test_settings_that_change_the_steps_are_refused(tmp_path: Path, given: dict[
         check_training_arguments(settings(tmp_path, **given))
 
 
-def test_other_settings_a_checkpoint_of_trainer_and_a_loss_over_local_rows_are_refused(tmp_path: Path) -> None:
+def test_a_loss_over_the_rows_of_a_rank_is_refused(tmp_path: Path) -> None:
+    no_evaluation = settings(tmp_path, eval_strategy="no")
+    with pytest.raises(ValueError, match="Model computes its loss without num_items_in_batch: pass compute_loss_func"):
+        ExactTrainer(Model(), no_evaluation, train_dataset=Examples(), global_batch_size=BATCH)
+    other_names = [{"inputs": torch.zeros(5), "targets": torch.tensor(0)}] * EXAMPLES
+    renamed = ExactTrainer(
+        Model(),
+        settings(tmp_path, eval_strategy="no", remove_unused_columns=False),
+        train_dataset=other_names,
+        compute_loss_func=mean_loss,
+        global_batch_size=BATCH,
+    )
+    with pytest.raises(ValueError, match=r'cannot count the labels of a batch, .*: name them "labels"'):
+        renamed.train()
+
+
+def test_other_settings_and_a_checkpoint_of_trainer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="torch_compile"):
         trainer(tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=True, .* leave it out"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="Model computes its loss without num_items_in_batch: pass compute_loss_func"):
-        ExactTrainer(Model(), settings(tmp_path, eval_strategy="no"), train_dataset=Examples(), global_batch_size=BATCH)

@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
 
 config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_INSIDE") or "{}")
 _RANKS = (
@@ -42,6 +42,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
 _unseen: set[str] = set()
+_Identity = Optional[tuple[int, int]]  # device and inode of a file; None for a closed descriptor
+_opened: tuple[int, int, _Identity] = (0, -1, None)  # PID, and descriptor and identity of this process's file
 
 
 # --- what an adapter calls -------------------------------------------------------------------------------------------
@@ -91,14 +93,35 @@ def record(event: str, **values: Any) -> None:
         return
     place = {"rank": _rank(), "thread": threading.get_ident()}
     line = json.dumps({"event": event, "time": time.time(), **place, **values}) + "\n"
+    with _lock:
+        os.write(_descriptor(), line.encode())
+
+
+def _descriptor() -> int:
+    """Return the descriptor of this process's file. Open the file again after a fork, or if the script closed it."""
+    global _opened
+    process, descriptor, identity = _opened
+    if process == os.getpid() and identity == _identity(descriptor):
+        return descriptor
     path = os.path.join(config["records"], f"{os.getpid()}.jsonl")
-    with _lock, open(path, "a") as file:
-        file.write(line)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    _opened = os.getpid(), descriptor, _identity(descriptor)
+    return descriptor
+
+
+def _identity(descriptor: int) -> _Identity:
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def pause() -> None:
     """Sleep after a step, for the number of seconds that the check has configured."""
-    time.sleep(config.get("pause", 0))
+    seconds = config.get("pause", 0)
+    if seconds:
+        time.sleep(seconds)
 
 
 def line() -> str | None:

@@ -16,19 +16,20 @@ from typing import Any
 
 import torch
 from samestep_record import guarded, record, watch
-from samestep_record_torch import summary
+from samestep_record_torch import joint_norm
 from torch.overrides import TorchFunctionMode
 
 MOST_TENSORS = 64  # maximum number of items that are searched in one container or object
 MOST_DEPTH = 4  # maximum number of levels of nested containers that are searched
 _NAME = "samestep_batches"  # key of the batch numbers in a graph node's metadata
 _IN_PLACE = {"__setitem__", "set_"}
+_SCALARS = {type(None), bool, int, float, str, bytes}
 
 _numbers: dict[int, tuple[weakref.ref[Any], frozenset[int]]] = {}
 _counted: set[int] = set()  # numbers of the batches that a step has trained on
 _reached: list[int] = []  # batch numbers that backward passes reached, in order
 _first: dict[int, int] = {}  # by optimizer id: index in _reached of the current gradients' first batch
-_depth = 0  # number of nested module calls that are running
+_is_in_module = False  # whether a module call is running; in a forked process, always true
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called with gradients enabled
 _recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # module version at the newest record
 
@@ -38,7 +39,7 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if depth == MOST_DEPTH:
+    if type(value) in _SCALARS or depth == MOST_DEPTH:
         return
     for each in _content(value)[:MOST_TENSORS]:
         yield from tensors(each, depth + 1)
@@ -130,7 +131,7 @@ class _Follow(TorchFunctionMode):
 
 def _is_outside() -> bool:
     """Return whether no module call, compilation or backward pass is running."""
-    return not torch.compiler.is_compiling() and _depth == 0 and not _in_backward()
+    return not torch.compiler.is_compiling() and not _is_in_module and not _in_backward()
 
 
 def _in_backward() -> bool:
@@ -154,32 +155,47 @@ def follow() -> None:
 
 def _leave() -> None:
     """Stop following batches in a forked process, such as a loader's worker."""
-    global _depth
-    _depth = 1
+    global _is_in_module
+    _is_in_module = True
 
 
 def _watch_modules() -> None:
     call = torch.nn.Module.__call__
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _depth
+        global _is_in_module
         if _in_backward() or torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
-        is_outermost = _depth == 0
-        is_paused = is_outermost and _pause()
-        _depth += 1
+        if _is_in_module:
+            return call(self, *args, **kwargs)
+        is_paused = pause()
+        _is_in_module = True
         try:
             result = call(self, *args, **kwargs)
-        finally:
-            _depth -= 1
-            if is_paused:
-                torch.overrides._push_mode(_mode)
-        if is_outermost:
             _after_module(self, (args, kwargs), result)
+        finally:
+            _is_in_module = False
+            resume(is_paused)
         return result
 
     torch.nn.Module.__call__ = watched  # type: ignore[method-assign]
     watch(torch.nn.Module, "zero_grad", after=_forget_all)
+    optimizer = torch.optim.Optimizer
+    optimizer.zero_grad = _paused(optimizer.zero_grad)  # type: ignore[method-assign]  # it reads each gradient
+
+
+def _paused(function: Any) -> Any:
+    """Return a function that removes `_mode` while it runs."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_paused = pause()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resume(is_paused)
+
+    return call
 
 
 def watch_compiler(module: Any) -> None:
@@ -204,13 +220,27 @@ def watch_compiler(module: Any) -> None:
     module._TorchDynamoContext.__call__ = watched
 
 
-def _pause() -> bool:
-    """Remove `_mode` for a faster module call. Return False, without a change, if `_mode` is not the innermost mode."""
+def pause() -> bool:
+    """Remove `_mode`, because each torch function is slower with it. Then call `resume` with the result.
+
+    Returns:
+        Whether `_mode` was removed. It stays if it is not the innermost mode.
+    """
     count = torch._C._len_torch_function_stack()
     if count == 0 or torch._C._get_function_stack_at(count - 1) is not _mode:
         return False
     torch.overrides._pop_mode()
     return True
+
+
+def resume(is_paused: bool) -> None:
+    """Install `_mode` again.
+
+    Args:
+        is_paused: the result of `pause`.
+    """
+    if is_paused:
+        torch.overrides._push_mode(_mode)
 
 
 @guarded
@@ -235,7 +265,7 @@ def _record_call(module: Any) -> None:
     for part, values in parts.items():
         numbers = [each for each in values if each.is_floating_point()]  # integer counters would dominate the norm
         if numbers:
-            record("called", name=f"{part} of {type(module).__name__}", norm=summary(numbers)[1])
+            record("called", name=f"{part} of {type(module).__name__}", norm=joint_norm(numbers))
 
 
 def forget(optimizer: Any) -> None:

@@ -9,7 +9,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
 _batches = itertools.count(1)
 _stepping: FrameType | None = None  # frame of the outermost running step()
+_is_paused = False  # whether an optimizer's step has paused samestep_record_batches
 _is_initializing = False  # whether torch.distributed.checkpoint creates an optimizer's state by a step
 _before: dict[str, Any] = {}
 _newest_loader = 0
@@ -80,13 +81,22 @@ def _asked(indices: Any, iterator: Any) -> None:
     iterator._samestep[1].append(indices)
 
 
-def _follow(_: Any) -> None:
+def _follow(iterator: Any) -> None:
     import samestep_record_batches  # a late import, because samestep_record_batches imports torch
 
+    _resume()  # a step that raised an exception has not resumed
     samestep_record_batches.follow()
+    iterator._samestep_paused = samestep_record_batches.pause()
 
 
 def _returned(batch: Any, iterator: Any) -> None:
+    try:
+        _record_batch(batch, iterator)
+    finally:
+        sys.modules["samestep_record_batches"].resume(iterator._samestep_paused)
+
+
+def _record_batch(batch: Any, iterator: Any) -> None:
     loader, asked = iterator._samestep
     number = next(_batches)
     indices = None
@@ -100,6 +110,7 @@ def _returned(batch: Any, iterator: Any) -> None:
 
 
 def _ended(error: BaseException, iterator: Any) -> None:
+    sys.modules["samestep_record_batches"].resume(iterator._samestep_paused)
     if isinstance(error, StopIteration):
         record("end", loader=iterator._samestep[0])
 
@@ -153,7 +164,7 @@ def _key(value: Any) -> Any:
     Raises:
         TypeError: the key's text may differ between two runs.
     """
-    if value is None or isinstance(value, (bool, float, str)):
+    if type(value) is int or value is None or isinstance(value, (bool, float, str)):
         return value
     if hasattr(value, "__index__"):  # an int, a numpy integer, or a tensor of one integer
         return int(value)
@@ -213,8 +224,8 @@ def _zeroed(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
         batches.forget(optimizer)
 
 
-def _step_begins(optimizer: Any, *_: Any) -> None:
-    global _stepping
+def _step_begins(optimizer: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    global _is_paused, _stepping
     if _is_initializing:
         return
     caller = sys._getframe(1)  # frame of step(), which also calls _step_ends
@@ -226,7 +237,13 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
     if frame is None:
         _stepping = caller
         _before.clear()
+        batches = sys.modules.get("samestep_record_batches")
+        if batches is not None:
+            _is_paused |= batches.pause()
         _describe(optimizer)
+        has_closure = any(callable(each) for each in (*positional, *named.values()))
+        if has_closure:  # it computes a loss
+            _resume()
 
 
 def _step_ends(optimizer: Any, *_: Any) -> None:
@@ -235,21 +252,31 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
         return
     _stepping = None
     _record_step(optimizer)
+    _resume()
     pause()
+
+
+def _resume() -> None:
+    global _is_paused
+    if _is_paused:
+        sys.modules["samestep_record_batches"].resume(True)
+    _is_paused = False
 
 
 @guarded
 def _describe(optimizer: Any) -> None:
     _before["settings"] = _settings(optimizer)
     _before["random"] = generators()
-    _before["weights_before"] = _weights(optimizer)
-    _before["state"] = _state(optimizer)
+    _before["state"] = state = _state(optimizer)
+    is_whole = state is not None and not any(map(_is_sharded, _parameters(optimizer)))
+    _before["weights_before"] = state["weights"][1] if is_whole else None
 
 
 @guarded
 def _record_step(optimizer: Any) -> None:
     used = _used(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    weights, digest = _result(optimizer) or (None, None)
     record(
         "step",
         lr=rates,
@@ -258,8 +285,8 @@ def _record_step(optimizer: Any) -> None:
         kind=type(optimizer).__name__,
         scale=_scale,
         line=line(),
-        weights=_weights(optimizer),
-        digest=_digest(optimizer),
+        weights=weights,
+        digest=digest,
         **_before,
     )
 
@@ -300,7 +327,7 @@ def _state(optimizer: Any) -> dict[str, list[float]]:
             leaf = name.rpartition(".")[2]
             groups.setdefault(f"buffer {leaf}", []).append(value)
     groups["weights"] = _parameters(optimizer)
-    return {name: summary(values) for name, values in groups.items()}
+    return dict(zip(groups, map(_summary, _norms(*groups.values()))))
 
 
 def _modules() -> list[Any]:
@@ -317,23 +344,33 @@ def _parameters(optimizer: Any) -> list[Any]:
     return found
 
 
-def summary(values: Iterable[Any]) -> list[float]:
-    """Return ``[number of tensors, their joint norm, number of tensors that are zero]``."""
-    norms = _norms(values)
+def joint_norm(values: Sequence[Any]) -> float:
+    """Return the norm of all elements of the tensors, or of evenly spaced elements if the tensors are large."""
+    return _summary(*_norms(values))[1]
+
+
+def _summary(norms: list[float]) -> list[float]:
+    """Return ``[number of tensors, their joint norm, number of tensors that are zero]``, from the tensors' norms."""
     total = sum(norm * norm for norm in norms) ** 0.5
     return [len(norms), total, norms.count(0.0)]
 
 
-def _norms(values: Iterable[Any]) -> list[float]:
-    """Return the norm of each tensor, or of evenly spaced elements of each tensor if the tensors are large."""
+def _norms(*groups: Sequence[Any]) -> list[list[float]]:
+    """Return the norms of each group's tensors, or of evenly spaced elements if a group is large.
+
+    One call of torch computes all norms, because each call takes microseconds in each step of the script.
+    """
     torch = sys.modules["torch"]
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
-    flat = [each.detach().reshape(-1) for each in local]
-    stride = 1 + sum(each.numel() for each in flat) // MOST_ELEMENTS
-    if not flat:
-        return []
-    norms = torch._foreach_norm([each[::stride].double() for each in flat])
-    return [float(norm) for norm in norms]
+    parts = []
+    with torch.no_grad():
+        for values in groups:
+            local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
+            stride = 1 + sum(each.numel() for each in local) // MOST_ELEMENTS
+            if stride > 1:
+                local = [each.reshape(-1)[::stride] for each in local]
+            parts += [each if each.is_floating_point() else each.double() for each in local]
+        norms = iter(map(float, torch._foreach_norm(parts, dtype=torch.float64) if parts else ()))
+    return [[*itertools.islice(norms, len(values))] for values in groups]
 
 
 def _is_sharded(value: Any) -> bool:
@@ -341,24 +378,20 @@ def _is_sharded(value: Any) -> bool:
 
 
 @guarded
-def _weights(optimizer: Any) -> float | None:
-    """Return the norm of the weights; None if they are sharded, because shards depend on the world size."""
+def _result(optimizer: Any) -> tuple[float, int] | None:
+    """Return the norm of the weights, and a checksum of the norms of weights, state and buffers.
+
+    The result is None if the weights are sharded, because shards depend on the world size.
+    """
     weights = _parameters(optimizer)
-    if any(_is_sharded(each) for each in weights):
+    if any(map(_is_sharded, weights)):
         return None
-    return summary(weights)[1]
-
-
-@guarded
-def _digest(optimizer: Any) -> int | None:
-    """Return a checksum of the norms of weights, buffers and optimizer state; None if the weights are sharded."""
-    values = _parameters(optimizer)
-    if any(_is_sharded(each) for each in values):
-        return None
-    for state in optimizer.state.values():
-        values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
-    norms = [*_norms(values), *sorted(_norms(_own_buffers()))]  # sorted, because the order of _modules varies
-    return zlib.crc32(repr(norms).encode())
+    state = []
+    for values in optimizer.state.values():
+        state += [each for each in values.values() if sys.modules["torch"].is_tensor(each)]
+    of_weights, of_state, of_buffers = _norms(weights, state, _own_buffers())
+    norms = [*of_weights, *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
+    return _summary(of_weights)[1], zlib.crc32(repr(norms).encode())
 
 
 def _own_buffers() -> list[Any]:

@@ -101,6 +101,23 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Compute the loss and the gradients of this rank's rows, as in Trainer.
+
+        Args:
+            model: the model.
+            inputs: this rank's rows.
+            num_items_in_batch: number of labels of the global batch.
+
+        Raises:
+            ValueError: Trainer could not count the labels. The loss would be a mean over this rank's rows.
+        """
+        if num_items_in_batch is None:
+            raise ValueError(
+                'Trainer cannot count the labels of a batch, which the mean over all ranks needs: name them "labels"'
+            )
+        return super().training_step(model, inputs, num_items_in_batch)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._resume.save()
 
@@ -217,5 +234,7 @@ def check_training_arguments(args: TrainingArguments) -> None:
             f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: Trainer reads the batches of a step "
             "before it computes them, and dropout needs the rows of each: set it to 1"
         )
+    if not args.average_tokens_across_devices:
+        raise ValueError("average_tokens_across_devices=False makes each rank's loss a mean of its own: set it to True")
     if args.n_gpu > 1:
         raise ValueError(f"one process would use {args.n_gpu} GPUs by DataParallel: start a rank per GPU with torchrun")

@@ -1,5 +1,6 @@
 """Run training loops of many shapes over six batches, and record each loop's name and the batches of its steps."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -281,6 +282,18 @@ def closure() -> Batches:
 
         optimizer.step(loss)
     return ALL
+
+
+@case
+def steps_that_raise() -> Batches:
+    model, optimizer = parts()
+    update = optimizer.param_groups[0]
+    for k, (x, y) in enumerate(batches()):
+        x = (x.to(torch.float64).float() - 0.1) / 0.3
+        update["lr"] = None if k in SKIPPED else 0.1
+        with contextlib.suppress(TypeError):
+            step(optimizer, functional.cross_entropy(model(x), y.clone()))
+    return SOME
 
 
 @case
