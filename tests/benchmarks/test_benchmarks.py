@@ -87,6 +87,6 @@ def test_the_benchmarks_of_a_step_print_all_variants(
 
 @pytest.mark.core_only
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["start_up", "recovery_time", "checkpoint", "sharding"])
+@pytest.mark.parametrize("name", ["start_up", "recovery_time", "checkpoint", "sharding", "record_cost"])
 def test_a_quick_benchmark_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3
