@@ -5,10 +5,10 @@
     python3 benchmarks/finetune_trainer.py --table benchmarks/finetune_trainer.json     # print the file's table
 
 Each case trains the tiny model of apps/llm_finetune in float64 on global batches of 16 samples. The first rows use
-the Trainer's defaults. The first three columns have relative differences from the run on one rank. The columns *loss*
-and *gradient norm* have the largest difference of a step, in the mean loss per target token and in the norm of the
-gradient. The column *weights* has the difference of the final weights. The other columns have the relative errors of
-``eval_loss``, whose true value is the mean over all test target tokens.
+the Trainer's defaults, and the last rows use the kit's ExactTrainer. The first three columns have relative differences
+from the run on one rank. The columns *loss* and *gradient norm* have the largest difference of a step, in the mean loss
+per target token and in the norm of the gradient. The column *weights* has the difference of the final weights. The
+other columns have the relative errors of ``eval_loss``, whose true value is the mean over all test target tokens.
 
 The model's own loss and RMSNorm round to float32, which changes each number by about 1e-7. So the program replaces
 both functions.
@@ -54,6 +54,7 @@ class Case:
         dropout: LoRA's dropout, with LoRA of rank 4; None trains all weights.
         averages: value of the Trainer's setting ``average_tokens_across_devices``.
         takes_count: whether the model's loss accepts the number of targets of the global batch.
+        is_exact: whether the kit's ExactTrainer replaces the Trainer.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     dropout: float | None = None
     averages: bool = True
     takes_count: bool = True
+    is_exact: bool = False
 
     def alone(self) -> Case:
         """Return the reference case, in which one rank trains on each global batch in one micro-batch."""
@@ -78,6 +80,8 @@ CASES = [
     Case("4 ranks, defaults, LoRA with dropout 0.1", ranks=4, dropout=0.1),
     Case("4 ranks, `average_tokens_across_devices=False`", ranks=4, averages=False),
     Case("4 micro-batches, a model without `num_items_in_batch`", accumulate=4, takes_count=False),
+    Case("4 ranks, `ExactTrainer`, 100 training samples", ranks=4, samples=100, is_exact=True),
+    Case("4 ranks, `ExactTrainer`, LoRA with dropout 0.1", ranks=4, dropout=0.1, is_exact=True),
 ]
 
 
@@ -211,17 +215,19 @@ def true_evaluation(model: Any, test: list[Results]) -> float:
 def train(case: Case, steps: int, folder: Path) -> Results:
     """Train one rank of a case, and return its results."""
     import torch
+    from samestep.torch.trainer import ExactTrainer
     from transformers import Trainer
 
     model = build_model(case)
     training, test = features(case)
-    trainer = Trainer(
-        model=model,
-        args=settings(case, steps, folder),
-        train_dataset=training,
-        eval_dataset=test,
-        data_collator=collate,
-    )
+    parts = {
+        "model": model,
+        "args": settings(case, steps, folder),
+        "train_dataset": training,
+        "eval_dataset": test,
+        "data_collator": collate,
+    }
+    trainer = ExactTrainer(**parts, global_batch_size=BATCH) if case.is_exact else Trainer(**parts)
     if not case.takes_count:
         trainer.model_accepts_loss_kwargs = False  # as if the model's forward accepted no further keyword arguments
     losses = record_losses(trainer)

@@ -91,6 +91,23 @@ def test_the_bits_of_a_position_do_not_depend_on_the_number_of_positions(key: in
         assert torch.equal(few, many[first:stop])
 
 
+@pytest.mark.parametrize("shape", [(9, 6, 5), (9, 3, 6, 6)])
+def test_masks_of_padded_rows_do_not_depend_on_the_padding(shape: tuple[int, ...]) -> None:
+    """Pad the rows of one rank to 6 values and of another rank to 4 values, in each dimension of this size."""
+
+    def mask(first: int, count: int, length: int, padded: bool) -> Tensor:
+        torch.manual_seed(1)
+        model = exact(nn.Sequential(nn.Dropout(0.5)), rows(first, count, 9), padded=padded)
+        kept: Tensor = model(torch.ones(count, *(length if size == 6 else size for size in shape[1:])))
+        return kept
+
+    cut = tuple(slice(4 if size == 6 else size) for size in shape[1:])
+    for padded in (True, False):
+        whole = mask(0, 9, 6, padded)[(slice(5, 9), *cut)]
+        assert torch.equal(mask(5, 4, 4, padded), whole) == padded
+        assert 0.4 < whole.count_nonzero() / whole.numel() < 0.6
+
+
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_all_or_nothing_is_dropped(p: float) -> None:
     model = exact(nn.Sequential(nn.Dropout(p)), rows(0, 9, 9))

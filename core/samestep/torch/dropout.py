@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,14 @@ class ModelRows:
     """The rows of a model's current batch, which its dropouts share.
 
     Attributes:
+        is_padded: whether the ranks pad their rows to different lengths.
         number: key of this object for `keep_mask`, which torch.compile can call only with numbers and tensors.
         state: states of torch's generators after the last draw of a dropout, while `DrawWatch` is active; else None.
     """
 
-    def __init__(self, source: HasRows | None) -> None:
+    def __init__(self, source: HasRows | None, is_padded: bool = False) -> None:
         self._source = source
+        self.is_padded = is_padded
         self.number = max(_models, default=0) + 1
         self.state: list[Tensor] | None = None
         _models[self.number] = self
@@ -55,7 +58,7 @@ class ModelRows:
         return self  # a copy of the model, such as its moving average, computes the same batches
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelRows, (None,)  # an unpickled model has no source of rows yet
+        return ModelRows, (None, self.is_padded)  # an unpickled model has no source of rows yet
 
 
 def generator_states() -> list[Tensor]:
@@ -80,7 +83,34 @@ def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Te
     """
     if device.type == "cpu" and count <= MOST_BY_NUMPY:
         return torch.from_numpy(_bits_by_numpy(int(key), first, count))
-    z = torch.arange(first, first + count, device=device).mul_(_GAMMA).add_(key)
+    return _mix(torch.arange(first, first + count, device=device).mul_(_GAMMA).add_(key))
+
+
+def random_bits_by_index(key: Tensor, first: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return 64 random bits for each element of some rows, int64 of the given shape, flattened.
+
+    An element's bits depend only on its indices, with the row's index in the global batch. They do not depend on the
+    lengths to which the rows are padded.
+
+    Args:
+        key: offset of the counter, int64 [].
+        first: index of the first row.
+        shape: number of rows, and the size of each other dimension.
+        device: device of the result.
+    """
+    z = key.to(device)
+    start = first
+    factor = 1
+    for size in shape:
+        factor = factor * _GAMMA % 2**64  # an odd number of its own for each dimension
+        signed = factor - 2**64 if factor >= 2**63 else factor
+        z = z.unsqueeze(-1) + torch.arange(start, start + size, device=device).mul_(signed)
+        start = 0
+    return _mix(z.flatten())
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Replace counters by SplitMix64's output for them, in place."""
     z = z.bitwise_xor_((z >> 30).bitwise_and_(2**34 - 1)).mul_(_M1)
     return z.bitwise_xor_((z >> 27).bitwise_and_(2**37 - 1)).mul_(_M2)
 
@@ -125,9 +155,13 @@ def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
             "batch as the first dimension"
         )
     shape = mask_shape(x, by_channel)
-    count = math.prod(shape)
-    first = rows.first * (count // rows.local) if rows.local else 0
-    bits = random_bits(key, first, count, x.device)
+    if model_rows.is_padded:
+        entries = shape[0] // rows.local if rows.local else 1
+        bits = random_bits_by_index(key, rows.first, [rows.local, entries, *shape[1:]], x.device)
+    else:
+        count = math.prod(shape)
+        first = rows.first * (count // rows.local) if rows.local else 0
+        bits = random_bits(key, first, count, x.device)
     threshold = int((2 * p - 1) * 2**63) if p < 1 else 2**63 - 1
     return (bits >= threshold).view(shape)
 

@@ -40,7 +40,7 @@ _GLOO_SECONDS = 0.01  # time in which gloo's thread frees the tensors of a colle
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = None) -> Model:
+def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = None, padded: bool = False) -> Model:
     """Make a model's batch norms and dropouts independent of the world size, and return the model.
 
     This function changes the model in place. Batch norms compute statistics over all ranks' rows, or over each
@@ -56,6 +56,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
         rows: the sampler, or a `FixedRows`. Pass None only for a model without dropouts.
         timer: timer that counts waits for other ranks as communication, or None.
+        padded: whether each rank pads its rows to its own longest row. The masks of dropouts then depend on the indices
+            of a value, and not on the padding. Pass the same value on all ranks and at each resume.
 
     Raises:
         ValueError: a module cannot be made exact (the message has its name), or a sub-shard is too small for a batch
@@ -64,7 +66,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():
         check_module(name or "the model", module, rows)
-    model_rows = ModelRows(rows)
+    model_rows = ModelRows(rows, padded)
     norms = []
     for module in root.modules():
         if type(module) in _NORMS:

@@ -140,7 +140,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         sampler = kwargs["train_dataloader"].batch_sampler
         self.steps_per_epoch = len(sampler)
-        exact(trainer.model_wrapped, sampler)
+        exact(trainer.model_wrapped, sampler, padded=True)  # collators pad to the longest row of the rank
         parts = {"model": trainer.model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             parts["scaler"] = trainer.accelerator.scaler
