@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import sys
@@ -21,7 +22,6 @@ _numbers_of_optimizers = itertools.count(1)
 _loaders = itertools.count(1)
 _batches = itertools.count(1)
 _stepping: FrameType | None = None  # frame of the outermost running step()
-_is_paused = False  # whether an optimizer's step has paused samestep_record_batches
 _is_initializing = False  # whether torch.distributed.checkpoint creates an optimizer's state by a step
 _before: dict[str, Any] = {}
 _newest_loader = 0
@@ -84,9 +84,10 @@ def _asked(indices: Any, iterator: Any) -> None:
 def _follow(iterator: Any) -> None:
     import samestep_record_batches  # a late import, because samestep_record_batches imports torch
 
-    _resume()  # a step that raised an exception has not resumed
     samestep_record_batches.follow()
-    iterator._samestep_paused = samestep_record_batches.pause()
+    # An IterableDataset may compute its examples from the batches of another loader.
+    is_stream = isinstance(iterator._dataset, sys.modules["torch.utils.data"].IterableDataset)
+    iterator._samestep_paused = not is_stream and samestep_record_batches.pause()
 
 
 def _returned(batch: Any, iterator: Any) -> None:
@@ -186,6 +187,8 @@ def _key(value: Any) -> Any:
 def _watch_optimizers(module: ModuleType) -> None:
     watch(module.Optimizer, "__init__", after=_created)
     watch(module.Optimizer, "zero_grad", after=_zeroed)
+    wrap = module.Optimizer.profile_hook_step  # torch calls this function once for each class of optimizers
+    module.Optimizer.profile_hook_step = staticmethod(lambda step: _without_following(wrap(step)))
     module.register_optimizer_step_pre_hook(_step_begins)
     module.register_optimizer_step_post_hook(_step_ends)
 
@@ -224,8 +227,26 @@ def _zeroed(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
         batches.forget(optimizer)
 
 
-def _step_begins(optimizer: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-    global _is_paused, _stepping
+def _without_following(step: Any) -> Any:
+    """Return a step() that follows no batches, because an optimizer calls many torch functions."""
+
+    @functools.wraps(step)
+    def call(*arguments: Any, **named: Any) -> Any:
+        batches = sys.modules.get("samestep_record_batches")
+        has_closure = any(callable(each) for each in (*arguments[1:], *named.values()))  # it computes a loss
+        if batches is None or has_closure or sys.modules["torch"].compiler.is_compiling():
+            return step(*arguments, **named)
+        is_paused = batches.pause()
+        try:
+            return step(*arguments, **named)
+        finally:
+            batches.resume(is_paused)
+
+    return call
+
+
+def _step_begins(optimizer: Any, *_: Any) -> None:
+    global _stepping
     if _is_initializing:
         return
     caller = sys._getframe(1)  # frame of step(), which also calls _step_ends
@@ -237,13 +258,7 @@ def _step_begins(optimizer: Any, positional: tuple[Any, ...], named: dict[str, A
     if frame is None:
         _stepping = caller
         _before.clear()
-        batches = sys.modules.get("samestep_record_batches")
-        if batches is not None:
-            _is_paused |= batches.pause()
         _describe(optimizer)
-        has_closure = any(callable(each) for each in (*positional, *named.values()))
-        if has_closure:  # it computes a loss
-            _resume()
 
 
 def _step_ends(optimizer: Any, *_: Any) -> None:
@@ -252,31 +267,26 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
         return
     _stepping = None
     _record_step(optimizer)
-    _resume()
     pause()
-
-
-def _resume() -> None:
-    global _is_paused
-    if _is_paused:
-        sys.modules["samestep_record_batches"].resume(True)
-    _is_paused = False
 
 
 @guarded
 def _describe(optimizer: Any) -> None:
+    weights = _weights(optimizer)
+    state = _state(optimizer)
     _before["settings"] = _settings(optimizer)
     _before["random"] = generators()
-    _before["state"] = state = _state(optimizer)
-    is_whole = state is not None and not any(map(_is_sharded, _parameters(optimizer)))
-    _before["weights_before"] = state["weights"][1] if is_whole else None
+    _before["weights_before"] = _whole_norm(optimizer, weights)
+    _before["state"] = state
+    if state is not None and weights is not None:
+        state["weights"] = _summary(weights)
 
 
 @guarded
 def _record_step(optimizer: Any) -> None:
     used = _used(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    weights, digest = _result(optimizer) or (None, None)
+    weights = _weights(optimizer)
     record(
         "step",
         lr=rates,
@@ -285,8 +295,8 @@ def _record_step(optimizer: Any) -> None:
         kind=type(optimizer).__name__,
         scale=_scale,
         line=line(),
-        weights=weights,
-        digest=digest,
+        weights=_whole_norm(optimizer, weights),
+        digest=_digest(optimizer, weights),
         **_before,
     )
 
@@ -315,7 +325,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 @guarded
 def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return `summary` of the weights, of the state tensors of each name, and of the buffers of each name, by name."""
+    """Return `_summary` of the state tensors of each name, and of the buffers of each name, by name."""
     torch = sys.modules["torch"]
     groups: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
@@ -326,7 +336,6 @@ def _state(optimizer: Any) -> dict[str, list[float]]:
         for name, value in module.named_buffers():
             leaf = name.rpartition(".")[2]
             groups.setdefault(f"buffer {leaf}", []).append(value)
-    groups["weights"] = _parameters(optimizer)
     return dict(zip(groups, map(_summary, _norms(*groups.values()))))
 
 
@@ -361,14 +370,16 @@ def _norms(*groups: Sequence[Any]) -> list[list[float]]:
     One call of torch computes all norms, because each call takes microseconds in each step of the script.
     """
     torch = sys.modules["torch"]
+    summable = torch.float16, torch.bfloat16, torch.float32, torch.float64
     parts = []
     with torch.no_grad():
         for values in groups:
             local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
             stride = 1 + sum(each.numel() for each in local) // MOST_ELEMENTS
-            if stride > 1:
-                local = [each.reshape(-1)[::stride] for each in local]
-            parts += [each if each.is_floating_point() else each.double() for each in local]
+            for each in local:
+                if stride > 1 or not each.is_contiguous():  # the order of a sum depends on the layout
+                    each = each.reshape(-1)[::stride]
+                parts.append(each if each.dtype in summable else each.double())
         norms = iter(map(float, torch._foreach_norm(parts, dtype=torch.float64) if parts else ()))
     return [[*itertools.islice(norms, len(values))] for values in groups]
 
@@ -378,20 +389,34 @@ def _is_sharded(value: Any) -> bool:
 
 
 @guarded
-def _result(optimizer: Any) -> tuple[float, int] | None:
-    """Return the norm of the weights, and a checksum of the norms of weights, state and buffers.
+def _weights(optimizer: Any) -> list[float]:
+    """Return the norms of the weights."""
+    return _norms(_parameters(optimizer))[0]
 
-    The result is None if the weights are sharded, because shards depend on the world size.
+
+def _whole_norm(optimizer: Any, weights: list[float] | None) -> float | None:
+    """Return the joint norm of the weights; None if they are sharded, because shards depend on the world size."""
+    if weights is None or any(map(_is_sharded, _parameters(optimizer))):
+        return None
+    return _summary(weights)[1]
+
+
+@guarded
+def _digest(optimizer: Any, weights: list[float] | None) -> int | None:
+    """Return a checksum of the norms of weights, state and buffers; None if the weights are sharded or have no norm.
+
+    Args:
+        optimizer: the optimizer.
+        weights: the norms of its weights.
     """
-    weights = _parameters(optimizer)
-    if any(map(_is_sharded, weights)):
+    if _whole_norm(optimizer, weights) is None:
         return None
     state = []
     for values in optimizer.state.values():
         state += [each for each in values.values() if sys.modules["torch"].is_tensor(each)]
-    of_weights, of_state, of_buffers = _norms(weights, state, _own_buffers())
-    norms = [*of_weights, *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
-    return _summary(of_weights)[1], zlib.crc32(repr(norms).encode())
+    of_state, of_buffers = _norms(state, _own_buffers())
+    norms = [*(weights or ()), *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
+    return zlib.crc32(repr(norms).encode())
 
 
 def _own_buffers() -> list[Any]:

@@ -1,6 +1,8 @@
 """Run training loops of many shapes over six batches, and record each loop's name and the batches of its steps."""
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 Batches = list[list[int]]
 ALL: Batches = [[0], [1], [2], [3], [4], [5]]
@@ -282,6 +284,40 @@ def closure() -> Batches:
 
         optimizer.step(loss)
     return ALL
+
+
+@case
+def filled_by_a_thread() -> Batches:
+    model, optimizer = parts()
+    loaded = queue.Queue[Any](maxsize=1)
+    inputs = batches()
+    loaded.put(next(inputs))
+
+    def fill() -> None:
+        for batch in inputs:
+            loaded.put(batch)
+        loaded.put(None)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for x, y in iter(loaded.get, None):
+        step(optimizer, functional.cross_entropy(model(x * 2 - 1), y))
+    thread.join()
+    return ALL
+
+
+class Doubled(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in batches():
+            yield x * 2, y
+
+
+@case
+def loader_of_another_loaders_batches() -> Batches:
+    model, optimizer = parts()
+    for x, y in DataLoader(Doubled(), batch_size=None):
+        step(optimizer, functional.cross_entropy(model(x), y))
+    return [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 @case
