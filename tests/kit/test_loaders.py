@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from processes import marked
 from samestep.sharding import sample_bits
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded
 from samestep.torch.loaders import equal
+from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 
@@ -189,3 +191,30 @@ def test_a_program_restored_at_the_end_of_an_epoch_gets_an_iteration_without_bat
     loader = DataLoader(torch.arange(10), batch_sampler=sampler, num_workers=workers)
     assert [len(list(loader)) for _ in range(2)] == [0, 3]
     assert sampler.epoch == 3
+
+
+def test_a_collate_function_that_draws_is_refused() -> None:
+    def draw(examples: list[Tensor]) -> Tensor:
+        return torch.rand(len(examples))
+
+    sampler = GlobalBatchSampler(8, 4, 0, 1)
+    with pytest.raises(
+        RuntimeError, match=r"collate_fn draws from torch, .*: draw in the dataset, or pass seeded=False"
+    ):
+        next(iter(DataLoader(torch.arange(8.0), batch_sampler=sampler, collate_fn=draw)))
+    assert len(next(iter(DataLoader(torch.arange(8.0), batch_sampler=sampler, collate_fn=draw, seeded=False)))) == 4
+
+
+def test_an_empty_shard_has_the_batchs_own_type() -> None:
+    """The class of the batches of Hugging Face's tokenizers is a UserDict, too."""
+
+    class Batch(UserDict[str, Tensor]):
+        pass
+
+    def collate(examples: list[Tensor]) -> Batch:
+        return Batch(x=torch.stack(examples))
+
+    sampler = GlobalBatchSampler(4, 1, rank=1, world_size=2)
+    (batch, *_) = DataLoader(torch.arange(4.0), batch_sampler=sampler, collate_fn=collate)
+    assert isinstance(batch, Batch)
+    assert batch["x"].shape == (0,)

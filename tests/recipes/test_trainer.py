@@ -14,7 +14,7 @@ import torch
 from samestep.torch.trainer import ExactTrainer, check_training_arguments
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0  # seconds; the process ends sooner
@@ -142,6 +142,48 @@ def test_a_finished_training_takes_no_further_step(tmp_path: Path, undisturbed: 
     assert torch.equal(again.model.layer.weight, undisturbed.model.layer.weight)
 
 
+@pytest.mark.parametrize("max_steps", [2, 4])
+def test_a_finished_training_in_the_middle_of_an_epoch_takes_no_further_step(tmp_path: Path, max_steps: int) -> None:
+    weights = []
+    for _ in range(3):
+        again = trainer(tmp_path, max_steps=max_steps, lr_scheduler_type="constant")
+        again.train()
+        assert again.state.global_step == max_steps
+        weights.append(again.model.layer.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_what_evaluations_change_is_restored(tmp_path: Path) -> None:
+    """Save after each epoch's evaluation, which changes the learning rate and a count of EarlyStoppingCallback."""
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0}}
+    each = {**plateau, "save_strategy": "epoch", "num_train_epochs": 6, "metric_for_best_model": "loss"}
+
+    def run(folder: Path, *callbacks: Any) -> ExactTrainer:
+        made = trainer(folder, EarlyStoppingCallback(3, 1.0), *callbacks, **each)
+        made.train()
+        return made
+
+    whole = run(tmp_path / "whole")
+    for step in (STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH):
+        with pytest.raises(InterruptedError):
+            run(tmp_path / "crashed", Crash(step))
+    resumed = run(tmp_path / "crashed")
+    assert resumed.state.global_step == whole.state.global_step == 4 * STEPS_PER_EPOCH
+    assert logged(resumed) == logged(whole)
+    assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight)
+
+
+def test_a_second_call_of_train_starts_at_the_newest_checkpoint(tmp_path: Path) -> None:
+    twice = trainer(tmp_path, max_steps=STEPS_PER_EPOCH, lr_scheduler_type="constant")
+    twice.train()
+    twice.args.max_steps = 3 * STEPS_PER_EPOCH
+    twice.train()
+    once = trainer(tmp_path / "once", max_steps=3 * STEPS_PER_EPOCH, lr_scheduler_type="constant")
+    once.train()
+    assert torch.equal(twice.model.layer.weight, once.model.layer.weight)
+
+
 def train_until_signal(folder: Path) -> None:
     """Send TERM to this process at the start of its second step. Only a process of its own calls this function."""
     trainer(folder, SendTerm(2), num_train_epochs=LONG, save_strategy="no", eval_strategy="no").train()
@@ -178,7 +220,6 @@ def test_a_stop_signal_saves_a_step_that_is_not_due(tmp_path: Path) -> None:
         ({"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True .*: leave it out"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False .* set it to True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True .*: leave it out"),
-        ({"fsdp": True}, "fsdp=.*: leave it out"),
         ({"torch_compile": True}, "torch_compile=True .*: leave it out"),
     ],
 )
@@ -191,6 +232,17 @@ def test_a_loss_over_the_rows_of_a_rank_is_refused(tmp_path: Path) -> None:
     no_evaluation = settings(tmp_path, eval_strategy="no")
     with pytest.raises(ValueError, match="Model computes its loss without num_items_in_batch: pass compute_loss_func"):
         ExactTrainer(Model(), no_evaluation, train_dataset=Examples(), global_batch_size=BATCH)
+    ignored = ExactTrainer(
+        Model(),
+        no_evaluation,
+        train_dataset=Examples(),
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: functional.cross_entropy(
+            outputs["logits"], labels
+        ),
+        global_batch_size=BATCH,
+    )
+    with pytest.raises(ValueError, match="the loss of Model is not divided by num_items_in_batch"):
+        ignored.train()
     other_names = [{"inputs": torch.zeros(5), "targets": torch.tensor(0)}] * EXAMPLES
     renamed = ExactTrainer(
         Model(),
@@ -208,3 +260,5 @@ def test_other_settings_and_a_checkpoint_of_trainer_are_refused(tmp_path: Path) 
         trainer(tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=True, .* leave it out"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="hyperparameter search would resume each trial"):
+        trainer(tmp_path).train(trial={})

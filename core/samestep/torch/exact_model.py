@@ -56,8 +56,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
         rows: the sampler, or a `FixedRows`. Pass None only for a model without dropouts.
         timer: timer that counts waits for other ranks as communication, or None.
-        padded: whether each rank pads its rows to its own longest row. The masks of dropouts then depend on the indices
-            of a value, and not on the padding. Pass the same value on all ranks and at each resume.
+        padded: whether each rank pads its rows at their end, to its own longest row. The masks of dropouts then depend
+            on the indices of a value, and not on the padding. Pass the same value on all ranks and at each resume.
 
     Raises:
         ValueError: a module cannot be made exact (the message has its name), or a sub-shard is too small for a batch

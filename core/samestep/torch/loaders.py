@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,18 +120,49 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Collate:
-    """Collate examples by ``collate_fn``. For an empty shard, return a batch of the usual shapes with 0 rows."""
+    """Collate examples by ``collate_fn``. For an empty shard, return a batch of the usual shapes with 0 rows.
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+    Args:
+        dataset: the dataset, from which an empty shard's first example is read.
+        collate_fn: function that collates a list of examples.
+        must_draw_nothing: whether the first batch of each process raises RuntimeError if ``collate_fn`` draws from a
+            global generator. Its random numbers would depend on the shard.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], must_draw_nothing: bool = False) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
+        self._must_check = must_draw_nothing
 
     def __call__(self, examples: Any) -> Any:
         """Return a batch. ``examples`` is a list of examples, or a batch that the dataset has created."""
         if not isinstance(examples, list) or examples:
+            return self._collate(examples)
+        return empty_batch(self._collate(read_first(self._dataset)))
+
+    def _collate(self, examples: Any) -> Any:
+        if not self._must_check:
             return self._collate_fn(examples)
-        batch = self._collate_fn(read_first(self._dataset))
-        return tree_map(without_rows, batch)
+        self._must_check = False
+        before = generator_states()
+        batch = self._collate_fn(examples)
+        name = drawn_since(before)
+        if name:
+            raise RuntimeError(
+                f"collate_fn draws from {name}, so a row's random numbers depend on its shard: draw in the dataset, "
+                "or pass seeded=False"
+            )
+        return batch
+
+
+def empty_batch(batch: Any) -> Any:
+    """Return a batch of the same type with 0 rows."""
+    if isinstance(batch, MutableMapping) and not isinstance(batch, dict):  # tree_map does not know its type
+        emptied = copy.copy(batch)
+        for name, value in batch.items():
+            emptied[name] = tree_map(without_rows, value)
+        return emptied
+    return tree_map(without_rows, batch)
 
 
 def collate_examples(examples: Any) -> Any:
@@ -168,22 +200,32 @@ def check_draws_nothing(dataset: Any) -> None:
     """
     before = generator_states()
     read_first(dataset)
+    name = drawn_since(before)
+    if name:
+        raise RuntimeError(
+            f"{type(dataset).__name__}.__getitems__ draws from {name}, which depends on the batches before: draw "
+            "by samestep.sharding.sample_bits(seed, indices.epoch, indices), or pass seeded=False"
+        )
+
+
+def drawn_since(before: tuple[Any, Any, Tensor]) -> str:
+    """Restore the generators, and return the name of one whose state has changed; "" if none has.
+
+    Args:
+        before: an earlier result of `generator_states`.
+    """
     after = generator_states()
     restore_generators(before)
     names = ("random", "numpy.random", "torch")
-    for name, one, other in zip(names, before, after):
-        if not equal(one, other):
-            raise RuntimeError(
-                f"{type(dataset).__name__}.__getitems__ draws from {name}, which depends on the batches before: draw "
-                "by samestep.sharding.sample_bits(seed, indices.epoch, indices), or pass seeded=False"
-            )
+    return next((name for name, one, other in zip(names, before, after) if not equal(one, other)), "")
 
 
 class DataLoader(TorchDataLoader[Any]):
     """torch's DataLoader, for a `GlobalBatchSampler` or an `EvalSampler` as ``batch_sampler``.
 
     This class wraps the dataset in `Seeded`, and counts the batches that the loop receives. For an empty shard, the
-    loader returns tensors with 0 rows. The loader's workers survive a stop signal.
+    loader returns tensors with 0 rows. The loader's workers survive a stop signal. ``collate_fn`` must draw no random
+    numbers, because they would depend on the shard.
 
     A dataset with a method ``__getitems__`` is not wrapped. The method gets the indices of a batch, an int64 array with
     an attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of
@@ -215,7 +257,9 @@ class DataLoader(TorchDataLoader[Any]):
         if sampler is not None:
             check_length(dataset, sampler)
             sampler.yields_arrays = is_whole
-            kwargs["collate_fn"] = Collate(dataset, kwargs.get("collate_fn") or collate_examples)
+            collate_fn = kwargs.get("collate_fn") or collate_examples
+            must_check = seeded and isinstance(sampler, GlobalBatchSampler)
+            kwargs["collate_fn"] = Collate(dataset, collate_fn, must_check)
         if kwargs.get("num_workers"):
             method = start_method(kwargs.get("multiprocessing_context"))
             kwargs["worker_init_fn"] = WorkerInit(method, kwargs.get("worker_init_fn"))

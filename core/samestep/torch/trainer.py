@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from samestep.torch.checkpoints import Checkpoints
 from samestep.torch.exact_model import exact
-from samestep.torch.loaders import DataLoader
+from samestep.torch.loaders import DataLoader, empty_batch
 from samestep.torch.samplers import GlobalBatchSampler
 from samestep.torch.stops import StopRequests
 
@@ -25,8 +28,6 @@ _PROGRESS = (  # attributes of Trainer's state that a resume continues
 
 _CONFLICTS = {  # settings that must be off, and the reasons
     "auto_find_batch_size": "cannot change global_batch_size",
-    "deepspeed": "keeps weights where Checkpoints cannot see them",
-    "fsdp": "shards the model, and only DDP is tested",
     "group_by_length": "would be ignored, because GlobalBatchSampler decides the order",  # up to transformers 4
     "load_best_model_at_end": "needs checkpoints that Trainer itself writes",
     "torch_compile": "compiles the model before exact() changes it",
@@ -41,18 +42,20 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     the exit code 128 + the signal.
 
     The loss must be a sum over examples or tokens, divided by Trainer's ``num_items_in_batch``. Causal language models
-    of transformers have such a loss. For other models, pass ``compute_loss_func``.
+    of transformers have such a loss. For other models, pass ``compute_loss_func``. A collate function must pad at the
+    end of a row, and must draw no random numbers.
 
     Args:
         *args: as in Trainer.
-        global_batch_size: number of examples per step, over all ranks. ``per_device_train_batch_size`` has no effect.
+        global_batch_size: number of examples per step, over all ranks. It replaces ``per_device_train_batch_size``.
+        grace: maximum seconds from a stop signal to the exit; see `StopRequests`.
         **kwargs: as in Trainer.
 
     Raises:
         ValueError: a setting changes the batches, the order of examples or a resume; the message has its name.
     """
 
-    def __init__(self, *args: Any, global_batch_size: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, global_batch_size: int, grace: float = 20.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_training_arguments(self.args)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
@@ -60,40 +63,53 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 f"{type(self.model).__name__} computes its loss without num_items_in_batch: pass compute_loss_func, "
                 "and divide a sum by num_items_in_batch there"
             )
+        if not self._is_replicated():
+            raise ValueError("the model is sharded by FSDP, DeepSpeed or a parallelism config: ExactTrainer needs DDP")
         self.global_batch_size = global_batch_size
+        self.grace = grace
+        self._sampler: GlobalBatchSampler | None = None
+        self._is_checked = False  # whether `_check_loss` has passed
         self._resume = _Resume(self)
-        self.add_callback(self._resume)
+        self.callback_handler.callbacks.insert(0, self._resume)  # the other callbacks read the state that it restores
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def _is_replicated(self) -> bool:
+        """Return whether each rank has the whole model, and rows of its own."""
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
+        return not is_sharded and self.get_tp_size() * self.get_cp_size() * self.get_sp_size() == 1
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **kwargs: Any) -> Any:
         """Restore the newest checkpoint in ``output_dir/checkpoints``, and train to the end.
 
         Args:
             resume_from_checkpoint: None or False.
-            *args: as in Trainer.
+            trial: None.
             **kwargs: as in Trainer.
 
         Raises:
-            ValueError: ``resume_from_checkpoint`` is given.
+            ValueError: ``resume_from_checkpoint`` or ``trial`` is given.
         """
         if resume_from_checkpoint:
             raise ValueError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r}, but ExactTrainer finds its own checkpoints in "
                 f"{self.args.output_dir}: leave it out"
             )
-        return super().train(None, *args, **kwargs)
+        if trial is not None:
+            raise ValueError("a hyperparameter search would resume each trial from the trial before: use Trainer")
+        return super().train(None, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's shards of the global batches."""
         args = self.args
-        sampler = GlobalBatchSampler(
-            len(self.train_dataset),
-            self.global_batch_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            drop_last=args.dataloader_drop_last,
-        )
+        if self._sampler is None:
+            self._sampler = GlobalBatchSampler(
+                len(self.train_dataset),
+                self.global_batch_size,
+                seed=args.seed if args.data_seed is None else args.data_seed,
+                drop_last=args.dataloader_drop_last,
+            )
         return DataLoader(
             self.train_dataset,
-            batch_sampler=sampler,
+            batch_sampler=self._sampler,
             collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -110,13 +126,54 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             num_items_in_batch: number of labels of the global batch.
 
         Raises:
-            ValueError: Trainer could not count the labels. The loss would be a mean over this rank's rows.
+            ValueError: the mean over the global batch cannot be computed; see `_check_loss`.
         """
-        if num_items_in_batch is None:
+        if not self._is_checked:
+            self._check_loss(inputs, num_items_in_batch)
+            self._is_checked = True
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _check_loss(self, inputs: Any, num_items: Any) -> None:
+        """Check that the loss is divided by the number of items, and that the model accepts an empty shard.
+
+        Args:
+            inputs: this rank's rows.
+            num_items: number of labels of the global batch.
+
+        Raises:
+            ValueError: a check has failed, or Trainer could not count the labels.
+        """
+        if num_items is None:
             raise ValueError(
                 'Trainer cannot count the labels of a batch, which the mean over all ranks needs: name them "labels"'
             )
-        return super().training_step(model, inputs, num_items_in_batch)
+        one = self._loss_without_gradients(inputs, num_items)
+        half = self._loss_without_gradients(inputs, 2 * num_items)
+        if abs(one) > 0 and abs(one - 2 * half) > 0.01 * abs(one):
+            raise ValueError(
+                f"the loss of {type(self.model).__name__} is not divided by num_items_in_batch, so it is a mean over "
+                "the rows of one rank: pass compute_loss_func, and divide a sum by num_items_in_batch there"
+            )
+        sampler = self.callback_handler.train_dataloader.batch_sampler
+        smallest = min(self.global_batch_size, sampler.batches.size(len(sampler) - 1))
+        if smallest >= self.args.world_size:
+            return
+        try:
+            self._loss_without_gradients(empty_batch(inputs), num_items)
+        except Exception as error:
+            raise ValueError(
+                f"the last batch of an epoch has {smallest} examples for {self.args.world_size} ranks, and "
+                f"{type(self.model).__name__} accepts no empty batch ({error}): set dataloader_drop_last=True, or "
+                "another global_batch_size"
+            ) from error
+
+    def _loss_without_gradients(self, inputs: Any, num_items: Any) -> float:
+        """Return the loss of a batch in evaluation mode, which draws no random numbers."""
+        self.model.eval()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(self.model, dict(self._prepare_inputs(inputs)), num_items_in_batch=num_items)
+        self.model.train()
+        return float(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._resume.save()
@@ -133,14 +190,18 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: ExactTrainer) -> None:
         self.trainer = trainer
-        self.steps_per_epoch = 0
-        self.is_empty = False  # whether the epoch has had no step since this start
+        self.exact_model: Any = None
+        self.sampler: Any = None
+        self.restored = 0  # number of steps at the start
+        self.is_empty = False  # whether the epoch has had no step since the start
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        sampler = kwargs["train_dataloader"].batch_sampler
-        self.steps_per_epoch = len(sampler)
-        exact(trainer.model_wrapped, sampler, padded=True)  # collators pad to the longest row of the rank
+        self.sampler = kwargs["train_dataloader"].batch_sampler
+        self.sampler.seek(0)  # after an earlier call of train
+        if trainer.model_wrapped is not self.exact_model:
+            # Collate functions pad to the longest row of the rank.
+            self.exact_model = exact(trainer.model_wrapped, self.sampler, padded=True)
         parts = {"model": trainer.model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             parts["scaler"] = trainer.accelerator.scaler
@@ -148,63 +209,86 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
             args.output_dir,
             keep=args.save_total_limit or 3,
             grace=None,
-            sampler=sampler,
-            progress=_Progress(state),
+            sampler=self.sampler,
+            progress=_Progress(trainer),
             **parts,
         )
-        _stop_requests()  # installs the signal handlers
-        self.checkpoints.restore()  # collective
-        # Trainer copied the step from its state before it called this method.
+        _stop_requests(trainer.grace)  # installs the signal handlers
+        self.restored = self.checkpoints.restore()  # collective
+        # Trainer copied these values from its state before it called this method.
         trainer._initial_global_step = state.global_step
         trainer._globalstep_last_logged = state.global_step
+        trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+        if state.global_step >= state.max_steps:
+            # Trainer takes a step before it compares the number of steps, unless the loader is at its end.
+            position = self.sampler.state_dict()
+            end = (position["epoch"] + 1) * len(self.sampler)
+            self.sampler.load_state_dict({**position, "step": end})
 
     def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_empty = True
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_empty = False
-        state.epoch = state.global_step / self.steps_per_epoch  # Trainer's own value begins at 0 at each start
+        state.epoch = state.global_step / len(self.sampler)  # Trainer's own value begins at 0 at each start
+
+    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_empty and state.global_step < state.max_steps:
+            # After a save at the end of an epoch, a resume first repeats the epoch's evaluation, without a step.
+            # Trainer would stop after an epoch without a step.
+            control.should_training_stop = False
+        if state.global_step % len(self.sampler) == 0:
+            self.sampler.seek(state.global_step)  # a save after this epoch's evaluation resumes at the next epoch
 
     def save(self) -> None:
         """Save the training after ``trainer.state.global_step`` steps."""
-        self.checkpoints.steps = self.trainer.state.global_step
+        step = self.trainer.state.global_step
+        if step == self.restored:  # nothing has changed, and the end of a finished training may have another position
+            return
+        self.trainer.store_flos()  # collective
+        self.checkpoints.steps = step
         self.checkpoints.save()  # collective
 
     def stop_if_requested(self) -> None:
         """Save and end the program if the ranks agree on a stop signal."""
-        signal = _stop_requests().step()  # collective, at some steps
+        signal = _stop_requests(self.trainer.grace).step()  # collective, at some steps
         if signal:
             self.save()
             self.checkpoints.stop(signal)
-
-    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        # After a save at the end of an epoch, a resume first repeats the epoch's evaluation, without a step. Trainer
-        # would stop after an epoch without a step.
-        if self.is_empty and state.global_step < state.max_steps:
-            control.should_training_stop = False
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoints.finish()
 
 
 @cache
-def _stop_requests() -> StopRequests:
+def _stop_requests(grace: float) -> StopRequests:
     """Return the StopRequests of all trainings in this process, because signal handlers belong to the process."""
-    return StopRequests()
+    return StopRequests(grace)
 
 
 class _Progress:
-    """The attributes of Trainer's state that a resume continues, as a part of `Checkpoints`."""
+    """The values of Trainer's state and of its callbacks that a resume continues, as a part of `Checkpoints`."""
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
+    def __init__(self, trainer: ExactTrainer) -> None:
+        self.trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self.state, name) for name in _PROGRESS}
+        values = {name: getattr(self.trainer.state, name) for name in _PROGRESS}
+        callbacks = {name: callback.state()["attributes"] for name, callback in self._callbacks()}
+        return {"state": values, "callbacks": callbacks}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self.state, name, value)
+        for name, value in values["state"].items():
+            setattr(self.trainer.state, name, value)
+        for name, callback in self._callbacks():
+            for attribute, value in values["callbacks"].get(name, {}).items():
+                setattr(callback, attribute, value)
+
+    def _callbacks(self) -> Iterator[tuple[str, Any]]:
+        """Yield the callbacks with a state, such as a count of evaluations without improvement, and their names."""
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                yield type(callback).__name__, callback
 
 
 def check_training_arguments(args: TrainingArguments) -> None:
