@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from start_up import shown
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +36,7 @@ WARM_UP = 100  # steps that are not timed
 def train(steps: int) -> float:
     """Return the median duration of a step, in milliseconds."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     count = BATCH * (WARM_UP + steps)
     examples = TensorDataset(torch.randn(count, 20), torch.randint(0, 5, (count,)))
     layers = torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5)
@@ -69,13 +70,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     parser.add_argument("--steps", type=int, default=1000, help="number of timed steps per process (default: 1000)")
     parser.add_argument("--quick", action="store_true", help="one round of 100 steps")
-    parser.add_argument("--train", action="store_true", help="train in this process, and print the median duration")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         print(train(args.steps))
         return
     rounds, steps = (1, 100) if args.quick else (args.rounds, args.steps)
-    plain, recorded = [], []
+    plain = []
+    recorded = []
     for _ in range(rounds):
         plain.append(measure(steps, False))
         recorded.append(measure(steps, True))
@@ -83,7 +85,7 @@ def main() -> None:
     print("| step | median, in ms |\n|---|---|")
     print(f"| without the recorder | {statistics.median(plain):.2f} |")
     print(f"| with the recorder | {statistics.median(recorded):.2f} |")
-    print(f"| difference | {statistics.median(more):.2f} ({min(more):.2f} to {max(more):.2f}) |")
+    print(f"| difference | {shown(more)} |")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ for app in apps/*/; do
   fi
 done
 check apps/resnet50_mindspore:benchmarks/loops . benchmarks/resnet50_step.py
-check apps/mnist_ddp:benchmarks . benchmarks/[!fr]*.py
+check apps/mnist_ddp:benchmarks . benchmarks/[!fr]*.py benchmarks/rec*.py
 check apps/gpt_fsdp . benchmarks/fsdp_*.py
 check benchmarks/loops:benchmarks/elsewhere . benchmarks/elsewhere
 check . benchmarks/loops accelerate_loop.py lightning_loop.py textbook_ddp.py

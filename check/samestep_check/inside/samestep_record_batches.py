@@ -164,38 +164,20 @@ def _watch_modules() -> None:
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _is_in_module
-        if _in_backward() or torch.compiler.is_compiling():
+        if not _is_outside():
             return call(self, *args, **kwargs)
-        if _is_in_module:
-            return call(self, *args, **kwargs)
-        is_paused = pause()
+        is_suspended = suspend()
         _is_in_module = True
         try:
             result = call(self, *args, **kwargs)
             _after_module(self, (args, kwargs), result)
         finally:
             _is_in_module = False
-            resume(is_paused)
+            resume(is_suspended)
         return result
 
     torch.nn.Module.__call__ = watched  # type: ignore[method-assign]
     watch(torch.nn.Module, "zero_grad", after=_forget_all)
-    optimizer = torch.optim.Optimizer
-    optimizer.zero_grad = _paused(optimizer.zero_grad)  # type: ignore[method-assign]  # it reads each gradient
-
-
-def _paused(function: Any) -> Any:
-    """Return a function that removes `_mode` while it runs."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_paused = pause()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            resume(is_paused)
-
-    return call
 
 
 def watch_compiler(module: Any) -> None:
@@ -220,7 +202,7 @@ def watch_compiler(module: Any) -> None:
     module._TorchDynamoContext.__call__ = watched
 
 
-def pause() -> bool:
+def suspend() -> bool:
     """Remove `_mode`, because each torch function is slower with it. Then call `resume` with the result.
 
     Returns:
@@ -233,13 +215,13 @@ def pause() -> bool:
     return True
 
 
-def resume(is_paused: bool) -> None:
+def resume(is_suspended: bool) -> None:
     """Install `_mode` again.
 
     Args:
-        is_paused: the result of `pause`.
+        is_suspended: the result of `suspend`.
     """
-    if is_paused:
+    if is_suspended:
         torch.overrides._push_mode(_mode)
 
 

@@ -87,14 +87,14 @@ def _follow(iterator: Any) -> None:
     samestep_record_batches.follow()
     # An IterableDataset may compute its examples from the batches of another loader.
     is_stream = isinstance(iterator._dataset, sys.modules["torch.utils.data"].IterableDataset)
-    iterator._samestep_paused = not is_stream and samestep_record_batches.pause()
+    iterator._samestep_suspended = not is_stream and samestep_record_batches.suspend()
 
 
 def _returned(batch: Any, iterator: Any) -> None:
     try:
         _record_batch(batch, iterator)
     finally:
-        sys.modules["samestep_record_batches"].resume(iterator._samestep_paused)
+        sys.modules["samestep_record_batches"].resume(iterator._samestep_suspended)
 
 
 def _record_batch(batch: Any, iterator: Any) -> None:
@@ -111,7 +111,7 @@ def _record_batch(batch: Any, iterator: Any) -> None:
 
 
 def _ended(error: BaseException, iterator: Any) -> None:
-    sys.modules["samestep_record_batches"].resume(iterator._samestep_paused)
+    sys.modules["samestep_record_batches"].resume(iterator._samestep_suspended)
     if isinstance(error, StopIteration):
         record("end", loader=iterator._samestep[0])
 
@@ -187,6 +187,7 @@ def _key(value: Any) -> Any:
 def _watch_optimizers(module: ModuleType) -> None:
     watch(module.Optimizer, "__init__", after=_created)
     watch(module.Optimizer, "zero_grad", after=_zeroed)
+    module.Optimizer.zero_grad = _without_following(module.Optimizer.zero_grad)
     wrap = module.Optimizer.profile_hook_step  # torch calls this function once for each class of optimizers
     module.Optimizer.profile_hook_step = staticmethod(lambda step: _without_following(wrap(step)))
     module.register_optimizer_step_pre_hook(_step_begins)
@@ -227,20 +228,20 @@ def _zeroed(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
         batches.forget(optimizer)
 
 
-def _without_following(step: Any) -> Any:
-    """Return a step() that follows no batches, because an optimizer calls many torch functions."""
+def _without_following(method: Any) -> Any:
+    """Return an optimizer's method that follows no batches, because it calls torch functions for each parameter."""
 
-    @functools.wraps(step)
+    @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
         batches = sys.modules.get("samestep_record_batches")
         has_closure = any(callable(each) for each in (*arguments[1:], *named.values()))  # it computes a loss
         if batches is None or has_closure or sys.modules["torch"].compiler.is_compiling():
-            return step(*arguments, **named)
-        is_paused = batches.pause()
+            return method(*arguments, **named)
+        is_suspended = batches.suspend()
         try:
-            return step(*arguments, **named)
+            return method(*arguments, **named)
         finally:
-            batches.resume(is_paused)
+            batches.resume(is_suspended)
 
     return call
 
@@ -287,6 +288,7 @@ def _record_step(optimizer: Any) -> None:
     used = _used(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     weights = _weights(optimizer)
+    norm = _whole_norm(optimizer, weights)
     record(
         "step",
         lr=rates,
@@ -295,8 +297,8 @@ def _record_step(optimizer: Any) -> None:
         kind=type(optimizer).__name__,
         scale=_scale,
         line=line(),
-        weights=_whole_norm(optimizer, weights),
-        digest=_digest(optimizer, weights),
+        weights=norm,
+        digest=None if norm is None else _digest(optimizer, weights),
         **_before,
     )
 
@@ -402,20 +404,18 @@ def _whole_norm(optimizer: Any, weights: list[float] | None) -> float | None:
 
 
 @guarded
-def _digest(optimizer: Any, weights: list[float] | None) -> int | None:
-    """Return a checksum of the norms of weights, state and buffers; None if the weights are sharded or have no norm.
+def _digest(optimizer: Any, weights: list[float]) -> int:
+    """Return a checksum of the norms of weights, state and buffers.
 
     Args:
         optimizer: the optimizer.
         weights: the norms of its weights.
     """
-    if _whole_norm(optimizer, weights) is None:
-        return None
     state = []
     for values in optimizer.state.values():
         state += [each for each in values.values() if sys.modules["torch"].is_tensor(each)]
     of_state, of_buffers = _norms(state, _own_buffers())
-    norms = [*(weights or ()), *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
+    norms = [*weights, *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
     return zlib.crc32(repr(norms).encode())
 
 

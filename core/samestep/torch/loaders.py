@@ -129,7 +129,7 @@ class Collate:
             global generator. Its random numbers would depend on the shard.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], must_draw_nothing: bool = False) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], must_draw_nothing: bool) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._must_check = must_draw_nothing

@@ -154,7 +154,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 f"the loss of {type(self.model).__name__} is not divided by num_items_in_batch, so it is a mean over "
                 "the rows of one rank: pass compute_loss_func, and divide a sum by num_items_in_batch there"
             )
-        sampler = self.callback_handler.train_dataloader.batch_sampler
+        sampler = self._resume.sampler
         smallest = min(self.global_batch_size, sampler.batches.size(len(sampler) - 1))
         if smallest >= self.args.world_size:
             return
