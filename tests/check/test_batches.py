@@ -91,3 +91,25 @@ def test_a_script_may_close_the_recorders_file_and_fork(tmp_path: Path) -> None:
     assert events == ["start", "first", "second", "third"]
     assert (tmp_path / "own.txt").read_text() == "own"
     assert len([*tmp_path.glob("*.jsonl")]) == 2
+
+
+def test_the_recorder_notices_each_draw_from_numpys_global_generator(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy\n"
+        "from samestep_record import generators, record\n"
+        "for source in (numpy.random.get_bit_generator(), numpy.random.PCG64(1)):\n"
+        "    numpy.random.set_bit_generator(source)\n"
+        "    begin = numpy.random.get_state(legacy=False)\n"
+        "    states = [generators()['numpy'], generators()['numpy']]\n"
+        "    numpy.random.rand()\n"
+        "    states.append(generators()['numpy'])\n"
+        "    numpy.random.set_state(begin)\n"
+        "    states.append(generators()['numpy'])\n"
+        "    record('states', states=states)\n"
+    )
+    found = [event["states"] for event in recorded(tmp_path, script) if event["event"] == "states"]
+    assert len(found) == 2
+    for first, again, drawn, restored in found:
+        assert first == again == restored
+        assert first != drawn

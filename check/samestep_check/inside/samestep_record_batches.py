@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -34,15 +33,19 @@ _modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called with gradie
 _recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # module version at the newest record
 
 
-def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the tensors in a value, in nested containers and in attributes of objects, down to level `MOST_DEPTH`."""
+def tensors(value: Any) -> list[Any]:
+    """Return the tensors in a value, in nested containers and in attributes of objects, down to level `MOST_DEPTH`."""
+    found: list[Any] = []
+    _collect(value, found, 0)
+    return found
+
+
+def _collect(value: Any, found: list[Any], depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if type(value) in _SCALARS or depth == MOST_DEPTH:
-        return
-    for each in _content(value)[:MOST_TENSORS]:
-        yield from tensors(each, depth + 1)
+        found.append(value)
+    elif type(value) not in _SCALARS and depth < MOST_DEPTH:
+        for each in _content(value)[:MOST_TENSORS]:
+            _collect(each, found, depth + 1)
 
 
 def _content(value: Any) -> list[Any]:

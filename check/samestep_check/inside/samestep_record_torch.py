@@ -153,6 +153,8 @@ def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
     subsets, _ = _open(dataset)
     for each in subsets:
         keys = [each.indices[key] for key in keys]
+    if set(map(type, keys)) == {int}:  # most scripts; the general way takes microseconds per example
+        return keys, ""
     try:
         return [_key(key) for key in keys], ""
     except TypeError as error:
@@ -273,34 +275,49 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
 
 @guarded
 def _describe(optimizer: Any) -> None:
-    weights = _weights(optimizer)
-    state = _state(optimizer)
+    """Note the settings, the generators, and the norms of weights, state and buffers before a step."""
     _before["settings"] = _settings(optimizer)
     _before["random"] = generators()
-    _before["weights_before"] = _whole_norm(optimizer, weights)
-    _before["state"] = state
-    if state is not None and weights is not None:
-        state["weights"] = _summary(weights)
+    weights = _parameters(optimizer)
+    groups = {**_state(optimizer), **_buffers()}
+    of_weights, *others = _norms(weights, *groups.values())
+    _before["weights_before"] = _whole_norm(weights, of_weights)
+    _before["state"] = {name: _summary(norms) for name, norms in zip(groups, others)}
+    _before["state"]["weights"] = _summary(of_weights)
 
 
 @guarded
 def _record_step(optimizer: Any) -> None:
-    used = _used(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    weights = _weights(optimizer)
-    norm = _whole_norm(optimizer, weights)
+    weights, digest = _result(optimizer) or (None, None)
     record(
         "step",
         lr=rates,
-        used=used,
+        used=_used(optimizer),
         optimizer=_number(optimizer),
         kind=type(optimizer).__name__,
         scale=_scale,
         line=line(),
-        weights=norm,
-        digest=None if norm is None else _digest(optimizer, weights),
+        weights=weights,
+        digest=digest,
         **_before,
     )
+
+
+@guarded
+def _result(optimizer: Any) -> tuple[float | None, int | None] | None:
+    """Return the norm of the weights after a step, and a checksum of the norms of weights, state and buffers.
+
+    Both are None if the weights are sharded, because shards depend on the world size.
+    """
+    weights = _parameters(optimizer)
+    state = itertools.chain.from_iterable(_state(optimizer).values())
+    of_weights, of_state, of_buffers = _norms(weights, [*state], _own_buffers())
+    norm = _whole_norm(weights, of_weights)
+    if norm is None:
+        return None, None
+    norms = [*of_weights, *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
+    return norm, zlib.crc32(repr(norms).encode())
 
 
 @guarded
@@ -325,20 +342,26 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
     return found
 
 
-@guarded
-def _state(optimizer: Any) -> dict[str, list[float]]:
-    """Return `_summary` of the state tensors of each name, and of the buffers of each name, by name."""
-    torch = sys.modules["torch"]
-    groups: dict[str, list[Any]] = {}
+def _state(optimizer: Any) -> dict[str, list[Any]]:
+    """Return the tensors of an optimizer's state, by name."""
+    is_tensor = sys.modules["torch"].is_tensor
+    found: dict[str, list[Any]] = {}
     for state in optimizer.state.values():
         for name, value in state.items():
-            if torch.is_tensor(value):
-                groups.setdefault(str(name), []).append(value)
-    for module in _modules():
-        for name, value in module.named_buffers():
-            leaf = name.rpartition(".")[2]
-            groups.setdefault(f"buffer {leaf}", []).append(value)
-    return dict(zip(groups, map(_summary, _norms(*groups.values()))))
+            if is_tensor(value):
+                found.setdefault(str(name), []).append(value)
+    return found
+
+
+def _buffers() -> dict[str, list[Any]]:
+    """Return the buffers of all trained modules, by name."""
+    found: dict[str, list[Any]] = {}
+    for root in _modules():
+        for part in root.modules():
+            for name, value in part._buffers.items():
+                if value is not None:
+                    found.setdefault(f"buffer {name}", []).append(value)
+    return found
 
 
 def _modules() -> list[Any]:
@@ -390,44 +413,22 @@ def _is_sharded(value: Any) -> bool:
     return hasattr(value, "to_local") or type(value).__name__ == "FlatParameter"
 
 
-@guarded
-def _weights(optimizer: Any) -> list[float]:
-    """Return the norms of the weights."""
-    return _norms(_parameters(optimizer))[0]
-
-
-def _whole_norm(optimizer: Any, weights: list[float] | None) -> float | None:
+def _whole_norm(weights: list[Any], norms: list[float]) -> float | None:
     """Return the joint norm of the weights; None if they are sharded, because shards depend on the world size."""
-    if weights is None or any(map(_is_sharded, _parameters(optimizer))):
+    if any(map(_is_sharded, weights)):
         return None
-    return _summary(weights)[1]
-
-
-@guarded
-def _digest(optimizer: Any, weights: list[float]) -> int:
-    """Return a checksum of the norms of weights, state and buffers.
-
-    Args:
-        optimizer: the optimizer.
-        weights: the norms of its weights.
-    """
-    state = []
-    for values in optimizer.state.values():
-        state += [each for each in values.values() if sys.modules["torch"].is_tensor(each)]
-    of_state, of_buffers = _norms(state, _own_buffers())
-    norms = [*weights, *of_state, *sorted(of_buffers)]  # sorted, because the order of _modules varies
-    return zlib.crc32(repr(norms).encode())
+    return _summary(norms)[1]
 
 
 def _own_buffers() -> list[Any]:
     """Return the persistent buffers, except the buffers that DistributedDataParallel broadcasts in each step."""
     found = []
-    for module in _modules():
-        if getattr(module, "broadcast_buffers", False):
+    for root in _modules():
+        if getattr(root, "broadcast_buffers", False):
             continue
-        for part in module.modules():
-            buffers = part.named_buffers(recurse=False)
-            found += [value for name, value in buffers if name not in part._non_persistent_buffers_set]
+        for part in root.modules():
+            hidden = part._non_persistent_buffers_set
+            found += [each for name, each in part._buffers.items() if each is not None and name not in hidden]
     return found
 
 
