@@ -104,8 +104,8 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode))
 
 
-def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> bool:
-    """Write a JSON file atomically. Return False if this raises an OSError.
+def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> OSError | None:
+    """Write a JSON file atomically. Return the OSError if the write fails, else None.
 
     Args:
         folder: a folder directly below the run dir.
@@ -119,11 +119,11 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
         root.rename(temporary, f"{folder.name}/{name}")
-    except OSError:  # a full disk must not stop the training; the next save raises the error
+    except OSError as error:  # a full disk must not stop the training; the next save raises the error
         with contextlib.suppress(OSError):
             root.touch(f"{folder.name}/{name}")  # the launch script treats a rank with an old heartbeat as hung
-        return False
-    return True
+        return error
+    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:

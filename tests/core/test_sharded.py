@@ -248,6 +248,7 @@ def test_a_rank_that_cannot_write_reports_why_and_no_checkpoint_is_lost(tmp_path
     assert [type(each) for each in ends] == [RemoteRankError, NonRetryableError, RemoteRankError]
     assert f"cannot write checkpoint {folder}" in str(ends[1])
     assert name.removeprefix(".").removesuffix(".1.tmp") in str(ends[1])
+    assert "Is a directory" in str(ends[1])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
     assert storage.read(folder.with_name("step-00000004")).step == 4
 

@@ -184,6 +184,13 @@ def test_a_second_call_of_train_starts_at_the_newest_checkpoint(tmp_path: Path) 
     assert torch.equal(twice.model.layer.weight, once.model.layer.weight)
 
 
+def test_the_trainings_of_a_process_have_one_grace(tmp_path: Path, undisturbed: ExactTrainer) -> None:
+    other = trainer(tmp_path)
+    other.grace = undisturbed.grace + 1
+    with pytest.raises(ValueError, match=r"grace is 21.0, but an earlier ExactTrainer of this process has grace=20.0"):
+        other.train()
+
+
 def train_until_signal(folder: Path) -> None:
     """Send TERM to this process at the start of its second step. Only a process of its own calls this function."""
     trainer(folder, SendTerm(2), num_train_epochs=LONG, save_strategy="no", eval_strategy="no").train()

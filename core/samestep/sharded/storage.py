@@ -244,10 +244,11 @@ class _Part:
         """
         temporary = checkpoint.temporary_of(self._folder)
         name = _report_name(self._rank)
-        if not untrusted.write_json(temporary, name, outcome, self._rank):
+        error = untrusted.write_json(temporary, name, outcome, self._rank)
+        if error is not None:
             with contextlib.suppress(OSError):
                 Root(self._folder.parents[1]).unlink(f"{checkpoint.temporary_name(self._folder)}/{name}")
-            reason = f"cannot write checkpoint {self._folder}: cannot write {name}: free some space on the disk"
+            reason = f"cannot write checkpoint {self._folder}: {name}: {checkpoint.os_error_message(error)}"
             self.failure = self.failure or NonRetryableError(reason)
 
 

@@ -43,7 +43,7 @@ class StopRequests:
             raise RuntimeError("this process has StopRequests already: pass grace=None to the second Checkpoints")
         _is_installed = True
         self.signal = 0  # the signal that the ranks agreed on, or 0
-        self._grace = grace
+        self.grace = grace
         self._request = StopRequest(grace, _exit_now)
         self._request.install()
         self._steps_left = 1  # steps until the next all-reduce
@@ -72,7 +72,7 @@ class StopRequests:
             dist.all_reduce(row, op=dist.ReduceOp.MAX)  # collective
         *votes, slowest = row.tolist()
         self.signal, _ = decode(votes)
-        self._interval = max(1, min(MAX_STEPS, int(self._grace * GRACE_PART / max(slowest, 1e-6))))
+        self._interval = max(1, min(MAX_STEPS, int(self.grace * GRACE_PART / max(slowest, 1e-6))))
         self._steps_left = self._interval
         return self.signal
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from samestep.torch.loaders import DataLoader, empty_batch
 from samestep.torch.samplers import GlobalBatchSampler
 from samestep.torch.stops import StopRequests
 
+_requests: StopRequests | None = None  # of all trainings in this process, because handlers belong to the process
 _PROGRESS = (  # attributes of Trainer's state that a resume continues
     "global_step",
     "epoch",
@@ -213,7 +213,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
             progress=_Progress(trainer),
             **parts,
         )
-        _stop_requests(trainer.grace)  # installs the signal handlers
+        _stop_requests(trainer.grace)  # installs the handlers
         self.restored = self.checkpoints.restore()  # collective
         # Trainer copied these values from its state before it called this method.
         trainer._initial_global_step = state.global_step
@@ -260,10 +260,18 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         self.checkpoints.finish()
 
 
-@cache
 def _stop_requests(grace: float) -> StopRequests:
-    """Return the StopRequests of all trainings in this process, because signal handlers belong to the process."""
-    return StopRequests(grace)
+    """Return the StopRequests of this process. The first call installs its signal handlers.
+
+    Raises:
+        ValueError: an earlier training of this process has another ``grace``.
+    """
+    global _requests
+    if _requests is None:
+        _requests = StopRequests(grace)
+    if _requests.grace != grace:
+        raise ValueError(f"grace is {grace}, but an earlier ExactTrainer of this process has grace={_requests.grace}")
+    return _requests
 
 
 class _Progress:
