@@ -178,8 +178,10 @@ def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> Non
                     assert listed < {*entry.hashes}, lock
 
 
-def test_each_device_path_is_listed_with_its_evidence() -> None:
-    command = [sys.executable, "docs/device_paths.py", "--check"]
+@pytest.mark.parametrize("program", ["device_paths.py", "app_tables.py"])
+def test_the_tables_of_a_page_are_those_that_its_program_makes(program: str) -> None:
+    """docs/devices.md has each device path with its evidence, and README.md has the scoreboard's newest verdicts."""
+    command = [sys.executable, f"docs/{program}", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -21,9 +21,10 @@ class Mending(NamedTuple):
 
 
 _ALL_STATE = """\
-state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-torch.save({**state, "scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}, "new.tmp")
-os.replace("new.tmp", "checkpoint.pt")"""
+if rank == 0:
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}, "new.tmp")
+    os.replace("new.tmp", "checkpoint.pt")"""
 _STOP = """\
 signal.signal(signal.SIGTERM, lambda *_: stopping.fill_(1))  # stopping = torch.zeros(1)
 dist.all_reduce(stopping, op=dist.ReduceOp.MAX)  # after each step, on all ranks
@@ -46,7 +47,7 @@ parent = os.getppid()  # before the loop
 if os.getppid() != parent:  # in each step
     os._exit(1)"""
 _FSYNC = """\
-torch.save(state, "new.tmp")
+torch.save(state, "new.tmp")  # on rank 0 only
 with open("new.tmp", "rb") as file:
     os.fsync(file.fileno())
 os.replace("new.tmp", f"checkpoint-{step:06}.pt")  # delete older ones after it"""
@@ -79,7 +80,10 @@ MENDING: dict[str, Mending] = {
     "lost-work": Mending("if step % 100 == 0 and rank == 0:\n    save(step)", _CHECKPOINTS),
     "launcher-killed": Mending(_PARENT),
     "stalled": Mending(_TIMEOUT),
-    "save-killed": Mending('torch.save(state, "new.tmp")\nos.replace("new.tmp", "checkpoint.pt")', _CHECKPOINTS),
+    "save-killed": Mending(
+        'if rank == 0:\n    torch.save(state, "new.tmp")\n    os.replace("new.tmp", "checkpoint.pt")',
+        _CHECKPOINTS,
+    ),
     "checkpoint-damaged": Mending(
         "content = path.read_bytes()  # of a file that begins with the SHA-256 of the rest\n"
         "if hashlib.sha256(content[32:]).digest() != content[:32]:\n"
@@ -99,8 +103,7 @@ MENDING: dict[str, Mending] = {
         "bad = (~torch.isfinite(loss.detach())).float()\n"
         "dist.all_reduce(bad)  # all ranks skip the step, or none\n"
         "if not bad:\n"
-        "    optimizer.step()",
-        'checkpoints = Checkpoints("out", every=100, model=model, optimizer=optimizer)  # refuses unequal replicas',
+        "    optimizer.step()"
     ),
     "workers": Mending(
         "ignore = lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -108,7 +111,7 @@ MENDING: dict[str, Mending] = {
         "loader = DataLoader(train_set, batch_sampler=sampler, num_workers=2)  # of samestep.torch",
     ),
     "save-every-write": Mending(
-        'torch.save(state, "new.tmp")  # everything in one file, also the step\n'
+        'torch.save(state, "new.tmp")  # on rank 0; everything in one file, also the step\n'
         'os.replace("new.tmp", f"checkpoint-{step:06}.pt")\n'
         "for old in older_checkpoints:\n"
         "    old.unlink()  # only now",
@@ -116,8 +119,9 @@ MENDING: dict[str, Mending] = {
     ),
     "save-power-cut": Mending(_FSYNC, _CHECKPOINTS),
     "disk-full": Mending(
-        'torch.save(state, "new.tmp")  # it may fail; the checkpoint before it stays\n'
-        'os.replace("new.tmp", "checkpoint.pt")',
+        "if rank == 0:\n"
+        '    torch.save(state, "new.tmp")  # it may fail; the checkpoint before it stays\n'
+        '    os.replace("new.tmp", "checkpoint.pt")',
         _CHECKPOINTS,
     ),
 }
