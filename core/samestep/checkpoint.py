@@ -19,8 +19,10 @@ import contextlib
 import errno
 import hashlib
 import json
+import multiprocessing.util
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -215,6 +217,8 @@ class _WriterThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        # A process of multiprocessing calls no exit functions of atexit.
+        multiprocessing.util.Finalize(None, _finish_at_exit, exitpriority=100)
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def submit(self, write: Callable[[], None]) -> Future[None]:
@@ -226,13 +230,19 @@ class _WriterThread:
     def _run(self) -> None:
         while True:
             write, future = self._jobs.get()
+            problem: BaseException | None = None
             try:
                 write()
             except BaseException as error:
-                future.set_exception(error)
-            else:
+                problem = error
+            # Free the arrays that the function refers to, while the program still waits for the future. At Python's
+            # end, this thread could not free a framework's memory.
+            del write
+            if problem is None:
                 future.set_result(None)
-            del write  # frees the arrays that the function refers to
+            else:
+                future.set_exception(problem)
+            del problem
 
 
 def finish(writer: int | None = None) -> None:
@@ -253,10 +263,15 @@ def finish(writer: int | None = None) -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Finish the last checkpoint at exit, without a long wait for ranks that may have ended."""
+    """Finish the last checkpoint at exit, without a long wait for ranks that have ended. Exit with 1 if it fails."""
     process_fails.set()
-    with contextlib.suppress(Exception):
+    try:
         finish()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exception of an exit function does not change the exit code
 
 
 def _forget_threads() -> None:
@@ -420,6 +435,20 @@ def clear(run_dir: Path) -> None:
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
             Root(run_dir).delete(f"checkpoints/{entry}")
+
+
+def check_writable(run_dir: Path) -> None:
+    """Create the folder of the checkpoints, and create and delete a file in it.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    root = Root(run_dir)
+    root.make_folder("checkpoints")
+    name = "checkpoints/.is-writable"
+    with root.create(name):
+        pass
+    root.unlink(name)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Snapshot:
             self.sizes[name] = len(header) + sum(array.nbytes for array in arrays.values())
 
     def copy(self) -> None:
-        """Copy the arrays, so that they may change afterwards."""
+        """Copy the arrays, so that they may change afterwards. Call this method once."""
         self._memory = _take(sum(size + _ALIGNMENT for size in self.sizes.values()))
         begin = 0
         for name, size in self.sizes.items():
@@ -52,6 +52,7 @@ class Snapshot:
             self.arrays[name] = self._fill(name, content)
             self.contents[name] = content.data
             begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._files = {}  # the thread that writes the copy must not be the last owner of a framework's memory
 
     def _fill(self, name: str, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """Write the header and the arrays of a file to ``content``, and return the copied arrays by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from samestep import ConfigError, NonRetryableError, checkpoint
 from samestep.stop import StopRequest
 from samestep.torch import Checkpoints, GlobalBatchSampler, StopRequests, ranks, stops, weights
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
 def made(folder: Path, **parts: Any) -> Checkpoints:
@@ -108,6 +112,48 @@ def test_a_step_can_be_saved_twice(tmp_path: Path) -> None:
     assert numbers == {"a": 2}
 
 
+def test_containers_and_tensors_in_a_part_are_filled_in_place(tmp_path: Path) -> None:
+    """The program holds references to them."""
+    history = [1, 2]
+    weight = torch.ones(2, requires_grad=True)
+    kept = {"logs": {"history": history}, "weights": [weight]}
+    checkpoints = made(tmp_path, numbers=kept)
+    save(checkpoints, 3)
+    history.append(3)
+    with torch.no_grad():
+        weight.zero_()
+    checkpoints.restore()
+    assert history == [1, 2]
+    assert kept["logs"]["history"] is history  # type: ignore[index]
+    assert kept["weights"] == [weight]
+    assert weight.tolist() == [1.0, 1.0]
+    assert weight.requires_grad
+
+
+def test_a_run_that_has_not_restored_deletes_no_checkpoint_of_an_earlier_run(tmp_path: Path) -> None:
+    save(made(tmp_path, numbers={"a": 1}), 100)
+    with pytest.raises(ConfigError, match=r"has checkpoints of an earlier run: call restore\(\) before the first save"):
+        made(tmp_path, numbers={"a": 2}).save()
+    assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-00000100"]
+
+
+def test_a_folder_is_the_same_after_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints = made(Path("saved"), numbers={"a": 1})
+    monkeypatch.chdir("/")
+    assert save(checkpoints, 3).parents[2] == tmp_path
+
+
+def test_a_folder_without_write_permission_is_warned_about_before_the_first_step(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Linux lets nobody create a folder in /proc."""
+    assert made(Path("/proc/saved"), numbers={}).restore() == 0
+    assert capfd.readouterr().err.startswith("warning: no checkpoint can be saved in /proc/saved: No such file")
+
+
 def damage(folder: Path) -> None:
     path = folder / "manifest.json"
     content = bytearray(path.read_bytes())
@@ -150,6 +196,9 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path: Path) -> None:
         ({"rng": os}, TypeError, "rng is a module: it needs state_dict and load_state_dict, or must be a dict"),
         ({"metrics": {"best": {"when": os.environ}}}, TypeError, r"metrics\['best'\]\['when'\] is a os._Environ"),
         ({"netG": {}}, ValueError, "the part's name 'netG' is not made of lower-case letters"),
+        ({"model": nn.Linear(1, 1).state_dict()}, TypeError, "model is a state_dict, .* pass the object itself"),
+        ({"optimizer": SGD.state_dict()}, TypeError, "optimizer is a state_dict"),
+        ({"schedule": StepLR(SGD, 1).state_dict()}, TypeError, "schedule is a state_dict"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -169,6 +218,44 @@ def test_a_restart_that_shares_the_store_is_warned_about(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     made(tmp_path, numbers={}).restore()
     assert capfd.readouterr().err == ""
+
+
+LAST_SAVE = """
+import multiprocessing, resource, sys
+import torch
+from samestep.torch import Checkpoints
+
+def main():
+    model = torch.nn.Sequential(*[torch.nn.Linear(700, 700) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(sys.argv[1], every=2, grace=None, model=model, optimizer=optimizer)
+    checkpoints.restore()
+    if sys.argv[2] == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 700)).sum().backward()
+        optimizer.step()
+        checkpoints.step()
+
+if sys.argv[2] == "fork":
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+main()
+"""
+
+
+@pytest.mark.parametrize(("where", "code"), [("main", 0), ("fork", 0), ("full disk", 1)])
+def test_a_program_that_ends_after_its_last_save_completes_it_or_fails(tmp_path: Path, where: str, code: int) -> None:
+    """The program does not call finish, and frees its tensors while the thread writes."""
+    command = [sys.executable, "-c", LAST_SAVE, str(tmp_path), where]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert re.fullmatch(r"error: cannot write checkpoint \S+step-00000002: File too large\n", done.stderr)
+    assert len(checkpoint.folders(tmp_path)) == 1 - code
 
 
 STOPPED = """

@@ -9,6 +9,7 @@ from kit_programs import run_ranks
 PROGRAM = """
 from pathlib import Path
 from samestep import checkpoint
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 def refused(call):
     try:
@@ -39,6 +40,7 @@ dist.barrier()
 refused(lambda: made(seed=1).restore())
 refused(lambda: made(numbers={}).restore())
 refused(lambda: made(numbers={"a": os.environ}))
+refused(lambda: made(model=FullyShardedDataParallel(nn.Linear(3, 3), device_id=torch.device("cpu"))))
 dist.barrier()
 if rank == 0:
     (folder,) = checkpoint.folders(Path("FOLDER"))
@@ -53,7 +55,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     program = PROGRAM.replace('"FOLDER"', repr(str(tmp_path / "saved")))
     outputs = run_ranks(program, 2, tmp_path)
     assert outputs[0] == outputs[1]
-    one_value, drawing, seed, parts, value, damaged = outputs[0].splitlines()
+    one_value, drawing, seed, parts, value, sharded, damaged = outputs[0].splitlines()
     assert one_value == (
         "ValueError: batch norm needs more than 1 value per channel in the global batch: use drop_last=True, or "
         "another batch size"
@@ -63,5 +65,6 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     assert parts.startswith("ConfigError: the checkpoint in ")
     assert parts.endswith(": pass these parts, or move the folder away, or pass another one")
     assert value.startswith("TypeError: numbers['a'] is a os._Environ")
+    assert sharded.startswith("TypeError: model has a FullyShardedDataParallel, whose state depends on the rank: use")
     assert damaged.startswith("NonRetryableError: ")
     assert damaged.endswith("or move the folder away, or pass another one")

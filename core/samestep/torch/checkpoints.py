@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import safetensors.numpy
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
@@ -28,6 +29,7 @@ from samestep.torch.worker_signals import stop_workers
 
 _PART_NAME = re.compile("[a-z_]+")  # a part's name is also a file name
 _APP = "samestep.torch"  # name of the app in manifests
+_FSDP1 = "FullyShardedDataParallel"
 _REMEDY = "move the folder away, or pass another one"
 _SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -36,8 +38,9 @@ class Checkpoints:
     """Save and restore the parts of a program, keep the newest checkpoints in a folder, and handle stop signals.
 
     A part is an object with ``state_dict`` and ``load_state_dict``, or a dict of Python values. A restore changes the
-    dict in place. Models are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files,
-    and broadcasts their content. Every checkpoint in the folder is complete, even after a kill.
+    dict in place, with its dicts, lists and tensors. Models are saved without the wrappers of DDP and torch.compile.
+    Rank 0 reads and writes the files, and broadcasts their content. Every checkpoint in the folder is complete, even
+    after a kill.
 
     If a part has DTensors, such as a model with FSDP2 or tensor parallelism, each rank writes its shard of each tensor.
     In this case, all ranks must share the folder. The mesh may change before a restore.
@@ -62,11 +65,12 @@ class Checkpoints:
             raise ValueError(f"keep must be at least 1 and every at least 0, got {keep} and {every}")
         if not parts:
             raise ValueError("no parts: pass model=model, optimizer=optimizer, ...")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the program may change its working directory
         self.keep = keep
         self.every = every
         self.parts = {name: checked_part(name, part) for name, part in parts.items()}
         self.steps = 0  # number of steps done, over all starts
+        self._owns_folder = False  # whether the checkpoints in the folder belong to this run
         self._encode(with_values=False)  # raises TypeError now, on all ranks, if a later save would raise it
         self.stops = None if grace is None else StopRequests(grace)
 
@@ -89,6 +93,7 @@ class Checkpoints:
         if received["error"]:
             kind = ConfigError if received["is_config_error"] else NonRetryableError
             raise kind(received["error"])
+        self._owns_folder = True
         if received["step"] is None:
             return 0
         structures = received["parts"]
@@ -138,15 +143,22 @@ class Checkpoints:
     def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
         """Return (newest valid checkpoint or None, error for all ranks or None). Only rank 0 calls this method."""
         warn_shared_store()
-        with contextlib.suppress(OSError):  # the next save raises the error
-            checkpoint.clear(self.folder)
         try:
+            self._warn_if_read_only()
             found = checkpoint.newest(self.folder, print_warning, reader=read_any, remedy=_REMEDY)
         except (ConfigError, NonRetryableError) as error:
             return None, error
         if found is not None and "parts" not in found.state:
             return None, ConfigError(f"{found.folder} is not a checkpoint of samestep.torch.Checkpoints: {_REMEDY}")
         return found, None
+
+    def _warn_if_read_only(self) -> None:
+        """Delete unfinished checkpoints. Print a warning if the folder cannot be written to, as saves will fail."""
+        try:
+            checkpoint.clear(self.folder)
+            checkpoint.check_writable(self.folder)
+        except OSError as error:  # a program may read a checkpoint without saving
+            print_warning(f"no checkpoint can be saved in {self.folder}: {checkpoint.os_error_message(error)}")
 
     def step(self) -> None:
         """Count a step, and save if a checkpoint is due. Call this method on all ranks after each optimizer step.
@@ -187,15 +199,29 @@ class Checkpoints:
         Raises:
             TypeError: a part has a value that a restore would change.
             NonRetryableError: the previous checkpoint could not be written.
-            ConfigError: raised on rank 0 if a part has DTensors, and the ranks do not share the folder.
+            ConfigError: raised on rank 0 if the folder has checkpoints that this run has not restored, or if a part has
+                DTensors and the ranks do not share the folder.
         """
         rank, _ = place()
+        if rank == 0:
+            self._check_folder()
         structures, groups = self._encode(with_values=rank == 0)
         state = {"parts": structures}
         if any(is_sharded(value) for arrays in groups.values() for value in arrays.values()):
             self._save_shards(groups, state)  # collective
         elif rank == 0:
             checkpoint.save(self.folder, _APP, self.steps, groups, state, {}, keep=self.keep, report=print_warning)
+
+    def _check_folder(self) -> None:
+        """Raise ConfigError if the folder has checkpoints of an earlier run, which may have more steps than this run.
+
+        `checkpoint.commit` keeps the checkpoints with the most steps, so it would delete the checkpoints of this run.
+        """
+        if not self._owns_folder and checkpoint.folders(self.folder):
+            raise ConfigError(
+                f"{self.folder} has checkpoints of an earlier run: call restore() before the first save, or {_REMEDY}"
+            )
+        self._owns_folder = True
 
     def _save_shards(self, groups: dict[str, Arrays], state: dict[str, Any]) -> None:
         """Save each rank's shards of the parts. This call is a collective."""
@@ -256,7 +282,19 @@ def checked_part(name: str, part: Any) -> Any:
         raise TypeError(
             f"{name} is a {type(part).__name__}: it needs state_dict and load_state_dict, or must be a dict"
         )
+    if is_state_dict(part):
+        raise TypeError(f"{name} is a state_dict, which a restore cannot load: pass the object itself")
+    if isinstance(part, nn.Module) and any(type(each).__name__ == _FSDP1 for each in part.modules()):
+        raise TypeError(f"{name} has a {_FSDP1}, whose state depends on the rank: use fully_shard of FSDP2")
     return part
+
+
+def is_state_dict(part: Any) -> bool:
+    """Return whether a part is the state_dict of a module, an optimizer or a learning rate scheduler of torch."""
+    if not isinstance(part, dict):
+        return False
+    of_module = hasattr(part, "_metadata")
+    return of_module or part.keys() >= {"state", "param_groups"} or part.keys() >= {"last_epoch", "_step_count"}
 
 
 def unwrapped(part: Any) -> Any:
@@ -302,12 +340,37 @@ def parse_arrays(content: bytes) -> Arrays:
 
 
 def load_part(part: Any, state: Mapping[str, Any]) -> None:
-    """Load a state into a part. A dict is changed in place."""
+    """Load a state into a part. A dict is changed in place, with its dicts, lists and tensors."""
     if isinstance(part, dict):
-        part.clear()
-        part.update(state)
+        filled(part, state)
     else:
         part.load_state_dict(state)
+
+
+def filled(old: Any, new: Any) -> Any:
+    """Return ``old`` with the content of ``new`` if its type permits this, else ``new``.
+
+    The program may hold references to the containers and tensors in a part.
+    """
+    if isinstance(old, dict) and type(old) is type(new):
+        content = {key: filled(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(content)
+        return old
+    if type(old) is list and type(new) is list:
+        known = [*old, *[None] * len(new)]
+        old[:] = [filled(before, value) for before, value in zip(known, new)]
+        return old
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and _can_hold(old, new):
+        with torch.no_grad():
+            old.copy_(new)
+        return old
+    return new
+
+
+def _can_hold(old: Tensor, new: Tensor) -> bool:
+    """Return whether a copy into ``old`` gives the values of ``new``. Elements of an expanded tensor share memory."""
+    return old.shape == new.shape and old.dtype == new.dtype and old.is_contiguous()
 
 
 def warn_shared_store() -> None:
