@@ -25,6 +25,10 @@ from torch.optim.lr_scheduler import StepLR
 SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
 def made(folder: Path, **parts: Any) -> Checkpoints:
     return Checkpoints(folder, grace=None, **parts)
 
@@ -199,6 +203,8 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path: Path) -> None:
         ({"model": nn.Linear(1, 1).state_dict()}, TypeError, "model is a state_dict, .* pass the object itself"),
         ({"optimizer": SGD.state_dict()}, TypeError, "optimizer is a state_dict"),
         ({"schedule": StepLR(SGD, 1).state_dict()}, TypeError, "schedule is a state_dict"),
+        ({"numbers": nested(40)}, NonRetryableError, "is nested too deeply"),
+        ({"numbers": {"name": "\ud83d\ude00"}}, NonRetryableError, "cannot save"),  # JSON reads one character
     ],
 )
 def test_bad_arguments_are_refused(

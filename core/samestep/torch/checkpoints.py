@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, manifest
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
 from samestep.sharded import storage
 from samestep.sharded.tensors import StoredGroups
@@ -55,6 +55,7 @@ class Checkpoints:
     Raises:
         TypeError: a part has a value that a restore would change (the message has the value's path), or is neither a
             dict nor an object with ``state_dict`` and ``load_state_dict``.
+        NonRetryableError: a part's values are nested too deeply, or a string is not valid Unicode.
         ValueError: an argument is out of range, no parts are given, or a part's name is invalid.
     """
 
@@ -71,7 +72,8 @@ class Checkpoints:
         self.parts = {name: checked_part(name, part) for name, part in parts.items()}
         self.steps = 0  # number of steps done, over all starts
         self._owns_folder = False  # whether the checkpoints in the folder belong to this run
-        self._encode(with_values=False)  # raises TypeError now, on all ranks, if a later save would raise it
+        structures, _ = self._encode(with_values=False)  # raises TypeError now, on all ranks, not at a save
+        manifest.seal({"app": _APP, "step": 0, "state": {"parts": structures}, "arithmetic": {}, "files": {}})
         self.stops = None if grace is None else StopRequests(grace)
 
     def restore(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from typing import NoReturn
 
@@ -41,6 +42,8 @@ class StopRequests:
             raise ValueError(f"grace must be above 0, got {grace}")
         if _is_installed:
             raise RuntimeError("this process has StopRequests already: pass grace=None to the second Checkpoints")
+        if threading.current_thread() is not threading.main_thread():
+            print("warning: stop signals save no checkpoint, as this is not the main thread", file=sys.stderr)
         _is_installed = True
         self.signal = 0  # the signal that the ranks agreed on, or 0
         self.grace = grace
