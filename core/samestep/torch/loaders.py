@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from samestep.sharding import sample_bits
+from samestep.torch.batch_rows import empty_batch as empty_batch
 from samestep.torch.samplers import EvalSampler, GlobalBatchSampler, index_array, seed_generators
 from samestep.torch.worker_signals import WorkerInit, blocked_stop_signals, remember_workers
 from samestep.torch.worker_signals import stop_workers as stop_workers
@@ -155,16 +154,6 @@ class Collate:
         return batch
 
 
-def empty_batch(batch: Any) -> Any:
-    """Return a batch of the same type with 0 rows."""
-    if isinstance(batch, MutableMapping) and not isinstance(batch, dict):  # tree_map does not know its type
-        emptied = copy.copy(batch)
-        for name, value in batch.items():
-            emptied[name] = tree_map(without_rows, value)
-        return emptied
-    return tree_map(without_rows, batch)
-
-
 def collate_examples(examples: Any) -> Any:
     """Collate a list of examples as torch does. Return unchanged a batch that the dataset has created."""
     return default_collate(examples) if isinstance(examples, list) else examples
@@ -175,12 +164,6 @@ def read_first(dataset: Any) -> Any:
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(index_array(np.zeros(1, np.int64), 0))
     return [dataset[0]]
-
-
-def without_rows(value: Any) -> Any:
-    """Return a tensor or an array without its rows, and other values unchanged."""
-    has_rows = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-    return value[:0] if has_rows else value
 
 
 def reads_batches(dataset: Any) -> bool:
