@@ -92,6 +92,21 @@ def test_a_break_continues_in_the_same_epoch() -> None:
     assert sorted(torch.cat([first, *rest]).tolist()) == list(range(10))
 
 
+def test_an_evaluation_over_training_batches_is_refused() -> None:
+    sampler = GlobalBatchSampler(10, 4)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would count as training: evaluate with an EvalSampler"):
+        next(batches(sampler))
+    assert sampler.step == 0
+
+
+def test_a_batch_can_be_inspected_before_the_loop() -> None:
+    sampler = GlobalBatchSampler(10, 4)
+    inspected = next(batches(sampler))
+    sampler.seek(0)
+    assert next(batches(sampler)).tolist() == inspected.tolist()
+    assert sampler.step == 1
+
+
 def test_set_epoch_stays_at_a_position_in_the_epoch() -> None:
     sampler = GlobalBatchSampler(10, 4)
     next(batches(sampler))

@@ -278,12 +278,20 @@ class GlobalBatchSampler(Sampler[Indices]):
 
         Args:
             loader: a loader that uses this sampler, or a new iteration of such a loader.
+
+        Raises:
+            RuntimeError: raised by the first batch if gradients are disabled, as in an evaluation.
         """
         batches = iter(loader)
         self._is_counted = True
         return self._count(batches)
 
     def _count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients are disabled, and this iteration would count as training: evaluate with an EvalSampler, or "
+                "enable gradients to train"
+            )
         epoch: int | None = None
         for batch in batches:
             epoch = self._epoch if epoch is None else epoch  # known at the first batch; see `_indices`
