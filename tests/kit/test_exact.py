@@ -216,6 +216,10 @@ class OwnDropout(nn.Dropout):
         (nn.RReLU(), r"0 \(RReLU\) draws random numbers"),
         (nn.FractionalMaxPool2d(2, output_size=1), r"0 \(FractionalMaxPool2d\) draws"),
         (nn.BatchNorm1d(3, track_running_stats=False), "0 keeps no running statistics"),
+        (
+            nn.InstanceNorm1d(3, track_running_stats=True),
+            "0 keeps running statistics of one rank's rows: use track_runn",
+        ),
         (OwnNorm(3), "0 is a .*OwnNorm, which exact"),
         (OwnDropout(), "0 is a .*OwnDropout, which exact"),
         (nn.LazyBatchNorm1d(), "0 is a .*LazyBatchNorm1d, which exact"),
@@ -273,6 +277,51 @@ def test_bad_means_are_refused(loss: Tensor, weights: Any, message: str) -> None
         global_mean(loss, **weights)
     with pytest.raises(ValueError, match="has shape"):
         global_sum(torch.ones(2))
+
+
+BUFFERS = """
+class Centered(nn.Module):
+    def __init__(self, is_reduced, persistent=True):
+        super().__init__()
+        self.is_reduced = is_reduced
+        self.register_buffer("mean", torch.zeros(3), persistent)
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        if self.is_reduced:
+            dist.all_reduce(mean)
+        self.mean.lerp_(mean, 0.1)
+        return x - self.mean
+
+def first_pass(module, rows=None):
+    torch.manual_seed(0)
+    model = exact(DDP(nn.Sequential(module, nn.BatchNorm1d(3), nn.Linear(3, 1))), rows)
+    try:
+        for step in range(2):
+            model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+        return "equal"
+    except ValueError as error:
+        return error
+
+print(first_pass(Centered(False)))
+print(first_pass(Centered(True)))
+fixed = FixedRows(virtual_ranks=2)
+fixed.set(0, 2 * rank, 2, 4)
+print(first_pass(Centered(True), fixed))
+print(first_pass(Centered(False, persistent=False)))  # a cache
+print(first_pass(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))))
+end()
+"""
+
+
+def test_buffers_that_differ_between_ranks_are_found_in_the_first_forward_pass(tmp_path: Path) -> None:
+    outputs = run_ranks(BUFFERS, 2, tmp_path)
+    refused = (
+        "the forward pass computes the buffer 0.mean from the batches of one rank: reduce its update over all ranks"
+    )
+    assert outputs[0] == outputs[1]
+    lines = outputs[0].splitlines()
+    assert [line.startswith(refused) for line in lines] == [True, False, True, False, False]
+    assert [line for line in lines if not line.startswith(refused)] == ["equal"] * 3
 
 
 STEPS = """

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules import batchnorm, dropout
+from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.step_timer import StepTimer
 from samestep.torch import batch_norm
 from samestep.torch import dropout as row_dropout
+from samestep.torch.buffer_watch import BufferWatch
 from samestep.torch.dropout import ModelRows, generator_states
 from samestep.torch.ranks import place
 from samestep.torch.reduction import register_ordered_hook
@@ -49,8 +50,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     not change. DDP stops broadcasting buffers, because the buffers are equal on all ranks. Call this function after
     wrapping the model in DDP, and before torch.compile.
 
-    The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
-    check.
+    The first forward pass in training checks that no other module draws random numbers, and that it leaves the buffers
+    of a DDP model equal on all ranks. A compiled model skips these checks.
 
     Args:
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
@@ -61,7 +62,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
     Raises:
         ValueError: a module cannot be made exact (the message has its name), or a sub-shard is too small for a batch
-            norm; see `separate`. If any other module draws random numbers, the first forward pass raises ValueError.
+            norm; see `separate`. The first forward pass raises ValueError if one of its checks fails.
     """
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():
@@ -86,6 +87,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model.broadcast_buffers = False
         if place().world_size > 1:
             register_ordered_hook(model, timer)
+            BufferWatch(model, _NORMS.values(), getattr(rows, "virtual_ranks", None) is not None)
             # Freeing a DDP model waits for gloo's thread, and holds the GIL. If this thread has not yet freed the
             # tensors of its last collective, it waits for the GIL: a deadlock. The sleep releases the GIL before.
             weakref.finalize(model, time.sleep, _GLOO_SECONDS)
@@ -108,6 +110,8 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
             f"{name} keeps no running statistics, so an evaluation depends on the number of ranks: use "
             "track_running_stats=True"
         )
+    if isinstance(module, instancenorm._InstanceNorm) and module.track_running_stats and module.training:
+        raise ValueError(f"{name} keeps running statistics of one rank's rows: use track_running_stats=False")
     if isinstance(module, dropout._DropoutNd) and kind in _DROPOUTS and module.p > 0 and rows is None:
         raise ValueError(f"{name} is a dropout, which needs the rows of the batch: pass the sampler, or FixedRows")
     if is_sharded_itself(module):
