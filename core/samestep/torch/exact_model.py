@@ -7,6 +7,7 @@ import weakref
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,7 @@ from samestep.torch import batch_norm
 from samestep.torch import dropout as row_dropout
 from samestep.torch.buffer_watch import BufferWatch
 from samestep.torch.dropout import ModelRows, generator_states
-from samestep.torch.ranks import place
+from samestep.torch.ranks import Group, place
 from samestep.torch.reduction import register_ordered_hook
 from samestep.torch.samplers import GlobalBatchSampler, HasRows
 
@@ -68,13 +69,14 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     for name, module in root.named_modules():
         check_module(name or "the model", module, rows)
     model_rows = ModelRows(rows, padded)
+    group = group_of(model, rows)
     norms = []
     for module in root.modules():
         if type(module) in _NORMS:
             norms.append(module)
             module.rows = rows
             module.timer = timer
-            module.group = getattr(rows, "group", None)
+            module.group = group
         elif type(module) in _DROPOUTS:
             module.rows = model_rows
         module.__class__ = _REPLACED.get(type(module), type(module))
@@ -92,6 +94,19 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
             # tensors of its last collective, it waits for the GIL: a deadlock. The sleep releases the GIL before.
             weakref.finalize(model, time.sleep, _GLOO_SECONDS)
     return model
+
+
+def group_of(model: nn.Module, rows: HasRows | None) -> Group:
+    """Return the ranks over which batch norms compute statistics; None means all ranks.
+
+    Without ``rows``, these are the ranks over which a DDP model reduces its gradients.
+    """
+    if rows is not None:
+        return getattr(rows, "group", None)
+    if isinstance(model, DistributedDataParallel) and model.process_group is not dist.group.WORLD:
+        group: Group = model.process_group
+        return group
+    return None
 
 
 def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
