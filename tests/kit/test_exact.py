@@ -156,6 +156,25 @@ def test_on_one_rank_batch_norm_is_torchs(kind: Any, options: dict[str, Any]) ->
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
+def test_second_derivatives_of_batch_norm_are_refused() -> None:
+    model = exact(nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()))
+    x = torch.randn(4, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"has no second derivatives: leave out create_graph=True, or use GroupNorm"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(model.eval()(x).sum(), x, create_graph=True)
+    gradient.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_has_the_gradients_of_batch_norm(use_reentrant: bool) -> None:
+    model = exact(nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()))
+    x = torch.randn(4, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
 def test_a_copy_sees_the_same_batches_and_a_saved_model_loads(tmp_path: Path) -> None:
     fixed = rows(0, 9, 9)
     model = exact(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), fixed)
@@ -277,6 +296,42 @@ def test_bad_means_are_refused(loss: Tensor, weights: Any, message: str) -> None
         global_mean(loss, **weights)
     with pytest.raises(ValueError, match="has shape"):
         global_sum(torch.ones(2))
+
+
+GROUPS = """
+from samestep.torch import ranks
+
+groups = [dist.new_group([each]) for each in range(world_size)]
+
+def gradients(limit, use_exact, model, x, **options):
+    ranks.GATHER_MAX_BYTES = limit
+    torch.manual_seed(rank if options else 0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    ddp = DDP(model, **options)
+    if use_exact:
+        exact(ddp)
+    ddp(x).square().sum().backward()
+    return [parameter.grad.to_dense().tolist() for parameter in model.parameters()]
+
+def same(make, *arguments, **options):
+    expected = gradients(0, False, make(), *arguments, **options)
+    return [gradients(limit, True, make(), *arguments, **options) == expected for limit in (2**22, 0)]
+
+own = torch.arange(6.0).view(2, 3) + rank
+print(same(lambda: nn.Linear(3, 1), own, process_group=groups[rank]))
+tokens = torch.tensor([rank, 3])
+print(same(lambda: nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)), tokens))
+norm = exact(DDP(nn.BatchNorm1d(3), process_group=groups[rank]))
+norm(own)
+print(torch.allclose(norm.module.running_mean, own.mean(0) / 10))
+end()
+"""
+
+
+def test_ddp_reduces_the_gradients_of_its_process_group_and_sparse_gradients(tmp_path: Path) -> None:
+    outputs = run_ranks(GROUPS, 2, tmp_path)
+    assert outputs == ["[True, True]\n[True, True]\nTrue\n"] * 2
 
 
 BUFFERS = """
