@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,6 +218,32 @@ def test_modules_that_draw_are_found_in_the_first_forward_pass(module: nn.Module
     model.eval()(torch.ones(x))  # an earlier evaluation does not count as the first pass
     with pytest.raises(ValueError, match=rf"^0 \({type(module).__name__}\) draws random numbers in its forward pass"):
         model.train()(torch.ones(x))
+
+
+class NumpyDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(np.random.rand(len(x), 1) > 0.5)
+
+
+def test_a_module_that_draws_from_numpy_causes_one_warning() -> None:
+    model = exact(nn.Sequential(nn.Sequential(NumpyDropout()), nn.Dropout(0.1)), rows(0, 3, 3))
+    with pytest.warns(UserWarning, match=r"0.0 \(NumpyDropout\) draws from random or numpy.random") as caught:
+        [model(torch.ones(3, 2)) for _ in range(2)]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.1), nn.BatchNorm1d(2)])
+def test_a_module_that_is_added_later_is_found_in_the_first_forward_pass(module: nn.Module) -> None:
+    model = exact(nn.Sequential(nn.Linear(2, 2)), rows(0, 3, 3))
+    model.append(module)
+    with pytest.raises(ValueError, match=rf"^1 \({type(module).__name__}\) was added to the model after exact\(\)"):
+        model(torch.ones(3, 2))
+
+
+def test_modules_that_change_nothing_can_be_added_later() -> None:
+    model = exact(nn.Sequential(nn.Linear(2, 2)), rows(0, 3, 3))
+    model.extend([nn.Dropout(0.0), nn.BatchNorm1d(2).eval(), nn.Tanh()])
+    model(torch.ones(3, 2))
 
 
 class OwnNorm(nn.BatchNorm1d):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
+import warnings
 import weakref
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -180,14 +183,18 @@ def separate(norms: list[Any], rows: Any) -> None:
 
 
 class DrawWatch:
-    """Check in the first training forward pass that no module draws random numbers which `exact` cannot replace."""
+    """Check in the first training forward pass that `exact` has replaced all modules that draw random numbers.
+
+    A module that draws from ``random`` or ``numpy.random`` causes only a warning. Its numbers are correct if all ranks
+    draw the same number of values, as in stochastic depth by batch.
+    """
 
     def __init__(self, model: nn.Module, model_rows: ModelRows) -> None:
         self._model = model
         self._model_rows = model_rows
-        self._names = {module: name or "the model itself" for name, module in model.named_modules()}
         self._hooks: list[Any] = []
         self._is_done = False
+        self._python_state: Any = None
         model.register_forward_pre_hook(self.begin)  # never removed, because torch.compile would then compile again
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
@@ -197,6 +204,7 @@ class DrawWatch:
         if not self._hooks:
             self._hooks = [each.register_forward_hook(self.end) for each in self._model.modules()]
         self._model_rows.state = generator_states()
+        self._python_state = python_state()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Compare the states of the generators after a module's forward pass.
@@ -209,14 +217,23 @@ class DrawWatch:
             output: ignored.
 
         Raises:
-            ValueError: the module has drawn random numbers.
+            ValueError: the module has drawn random numbers from torch, or `exact` has not seen the module.
         """
         if torch.compiler.is_compiling() or self._model_rows.state is None:
             return
+        if is_late(module):
+            raise ValueError(f"{self._name(module)} was added to the model after exact(): call exact() later")
         if not all(map(torch.equal, self._model_rows.state, generator_states())):
             raise ValueError(
-                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which "
-                "differ with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+                f"{self._name(module)} draws random numbers in its forward pass, which differ with the number of "
+                "ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+            )
+        if python_state() != self._python_state:
+            self._python_state = python_state()
+            warnings.warn(
+                f"{self._name(module)} draws from random or numpy.random in its forward pass: if it draws a value for "
+                "each row, the values differ with the number of ranks",
+                stacklevel=2,
             )
         if module is self._model:
             self._is_done = True
@@ -224,5 +241,21 @@ class DrawWatch:
             for hook in self._hooks:
                 hook.remove()
 
+    def _name(self, module: nn.Module) -> str:
+        """Return the name and the class of a module of the model."""
+        names = {each: name for name, each in self._model.named_modules()}
+        return f"{names.get(module) or 'the model itself'} ({type(module).__name__})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DrawWatch:
         return self
+
+
+def is_late(module: nn.Module) -> bool:
+    """Return whether `exact` would replace a module, because the module is in training and not a dropout with p=0."""
+    return type(module) in _REPLACED and module.training and getattr(module, "p", 1.0) != 0
+
+
+def python_state() -> tuple[Any, ...]:
+    """Return the states of ``random`` and ``numpy.random``."""
+    _, keys, *others = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), others
