@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,25 @@ def test_on_one_rank_batch_norm_is_torchs(kind: Any, options: dict[str, Any]) ->
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
+def test_second_derivatives_of_batch_norm_are_refused() -> None:
+    model = exact(nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()))
+    x = torch.randn(4, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"has no second derivatives: leave out create_graph=True, or use GroupNorm"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(model.eval()(x).sum(), x, create_graph=True)
+    gradient.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_has_the_gradients_of_batch_norm(use_reentrant: bool) -> None:
+    model = exact(nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()))
+    x = torch.randn(4, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
 def test_a_copy_sees_the_same_batches_and_a_saved_model_loads(tmp_path: Path) -> None:
     fixed = rows(0, 9, 9)
     model = exact(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), fixed)
@@ -200,6 +220,32 @@ def test_modules_that_draw_are_found_in_the_first_forward_pass(module: nn.Module
         model.train()(torch.ones(x))
 
 
+class NumpyDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(np.random.rand(len(x), 1) > 0.5)
+
+
+def test_a_module_that_draws_from_numpy_causes_one_warning() -> None:
+    model = exact(nn.Sequential(nn.Sequential(NumpyDropout()), nn.Dropout(0.1)), rows(0, 3, 3))
+    with pytest.warns(UserWarning, match=r"0.0 \(NumpyDropout\) draws from random or numpy.random") as caught:
+        [model(torch.ones(3, 2)) for _ in range(2)]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.1), nn.BatchNorm1d(2)])
+def test_a_module_that_is_added_later_is_found_in_the_first_forward_pass(module: nn.Module) -> None:
+    model = exact(nn.Sequential(nn.Linear(2, 2)), rows(0, 3, 3))
+    model.append(module)
+    with pytest.raises(ValueError, match=rf"^1 \({type(module).__name__}\) was added to the model after exact\(\)"):
+        model(torch.ones(3, 2))
+
+
+def test_modules_that_change_nothing_can_be_added_later() -> None:
+    model = exact(nn.Sequential(nn.Linear(2, 2)), rows(0, 3, 3))
+    model.extend([nn.Dropout(0.0), nn.BatchNorm1d(2).eval(), nn.Tanh()])
+    model(torch.ones(3, 2))
+
+
 class OwnNorm(nn.BatchNorm1d):
     pass
 
@@ -216,6 +262,10 @@ class OwnDropout(nn.Dropout):
         (nn.RReLU(), r"0 \(RReLU\) draws random numbers"),
         (nn.FractionalMaxPool2d(2, output_size=1), r"0 \(FractionalMaxPool2d\) draws"),
         (nn.BatchNorm1d(3, track_running_stats=False), "0 keeps no running statistics"),
+        (
+            nn.InstanceNorm1d(3, track_running_stats=True),
+            "0 keeps running statistics of one rank's rows: use track_runn",
+        ),
         (OwnNorm(3), "0 is a .*OwnNorm, which exact"),
         (OwnDropout(), "0 is a .*OwnDropout, which exact"),
         (nn.LazyBatchNorm1d(), "0 is a .*LazyBatchNorm1d, which exact"),
@@ -273,6 +323,87 @@ def test_bad_means_are_refused(loss: Tensor, weights: Any, message: str) -> None
         global_mean(loss, **weights)
     with pytest.raises(ValueError, match="has shape"):
         global_sum(torch.ones(2))
+
+
+GROUPS = """
+from samestep.torch import ranks
+
+groups = [dist.new_group([each]) for each in range(world_size)]
+
+def gradients(limit, use_exact, model, x, **options):
+    ranks.GATHER_MAX_BYTES = limit
+    torch.manual_seed(rank if options else 0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    ddp = DDP(model, **options)
+    if use_exact:
+        exact(ddp)
+    ddp(x).square().sum().backward()
+    return [parameter.grad.to_dense().tolist() for parameter in model.parameters()]
+
+def same(make, *arguments, **options):
+    expected = gradients(0, False, make(), *arguments, **options)
+    return [gradients(limit, True, make(), *arguments, **options) == expected for limit in (2**22, 0)]
+
+own = torch.arange(6.0).view(2, 3) + rank
+print(same(lambda: nn.Linear(3, 1), own, process_group=groups[rank]))
+tokens = torch.tensor([rank, 3])
+print(same(lambda: nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)), tokens))
+norm = exact(DDP(nn.BatchNorm1d(3), process_group=groups[rank]))
+norm(own)
+print(torch.allclose(norm.module.running_mean, own.mean(0) / 10))
+end()
+"""
+
+
+def test_ddp_reduces_the_gradients_of_its_process_group_and_sparse_gradients(tmp_path: Path) -> None:
+    outputs = run_ranks(GROUPS, 2, tmp_path)
+    assert outputs == ["[True, True]\n[True, True]\nTrue\n"] * 2
+
+
+BUFFERS = """
+class Centered(nn.Module):
+    def __init__(self, is_reduced, persistent=True):
+        super().__init__()
+        self.is_reduced = is_reduced
+        self.register_buffer("mean", torch.zeros(3), persistent)
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        if self.is_reduced:
+            dist.all_reduce(mean)
+        self.mean.lerp_(mean, 0.1)
+        return x - self.mean
+
+def first_pass(module, rows=None):
+    torch.manual_seed(0)
+    model = exact(DDP(nn.Sequential(module, nn.BatchNorm1d(3), nn.Linear(3, 1))), rows)
+    try:
+        for step in range(2):
+            model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+        return "equal"
+    except ValueError as error:
+        return error
+
+print(first_pass(Centered(False)))
+print(first_pass(Centered(True)))
+fixed = FixedRows(virtual_ranks=2)
+fixed.set(0, 2 * rank, 2, 4)
+print(first_pass(Centered(True), fixed))
+print(first_pass(Centered(False, persistent=False)))  # a cache
+print(first_pass(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))))
+end()
+"""
+
+
+def test_buffers_that_differ_between_ranks_are_found_in_the_first_forward_pass(tmp_path: Path) -> None:
+    outputs = run_ranks(BUFFERS, 2, tmp_path)
+    refused = (
+        "the forward pass computes the buffer 0.mean from the batches of one rank: reduce its update over all ranks"
+    )
+    assert outputs[0] == outputs[1]
+    lines = outputs[0].splitlines()
+    assert [line.startswith(refused) for line in lines] == [True, False, True, False, False]
+    assert [line for line in lines if not line.startswith(refused)] == ["equal"] * 3
 
 
 STEPS = """

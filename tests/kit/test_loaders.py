@@ -16,7 +16,7 @@ import torch
 from kit_programs import LIMIT, environment
 from processes import marked
 from samestep.sharding import sample_bits
-from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded, loaders
 from samestep.torch.loaders import equal
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
@@ -142,6 +142,35 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused() -> None:
     Seeded(OwnGenerator(), verify=False)[0]
 
 
+class Counting(Drawing):
+    """A dataset that draws from its own generator only in its last example, and counts its reads."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.generator.random() if index == 9 else index
+
+
+def test_the_first_8_examples_of_a_process_are_compared() -> None:
+    dataset = Seeded(Counting())
+    dataset.__getitems__([0, 1, 2, 3])
+    dataset.__getitems__([4, 5])
+    with pytest.raises(RuntimeError, match=r"Counting\[9\] differs between two reads"):
+        dataset.__getitems__([6, 9])
+    dataset.__getitems__([9, 8])
+    assert dataset.dataset.reads == 18
+
+
+def test_slow_examples_are_not_compared_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "VERIFY_SECONDS", 0)
+    dataset = Seeded(Counting())
+    dataset.__getitems__([0, 1, 9])
+    assert dataset.dataset.reads == 4
+
+
 class DrawingBatches(Batches):
     def __getitems__(self, indices: Any) -> Any:
         return torch.rand(len(indices))
@@ -160,6 +189,16 @@ def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
     next(iter(DataLoader(DrawingBatches(), **options, seeded=False)))
 
 
+def test_batches_of_examples_by_number_are_advised_to_be_seeded() -> None:
+    class Whole(DrawingBatches, Drawing):
+        pass
+
+    loader = DataLoader(Whole(), batch_sampler=GlobalBatchSampler(10, 4, 0, 1))
+    with pytest.raises(RuntimeError, match=r"Whole.__getitems__ draws from torch, .*: pass Seeded\(dataset\)"):
+        next(iter(loader))
+    assert len(list(DataLoader(Seeded(Whole()), batch_sampler=GlobalBatchSampler(10, 4, 0, 1)))) == 3
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter([1])
@@ -173,6 +212,10 @@ def test_bad_arguments_are_refused() -> None:
     for sampler in (GlobalBatchSampler(9, 2), EvalSampler(9, 2)):
         with pytest.raises(ValueError, match="the dataset has 1 examples, but its sampler has 9"):
             DataLoader([1], batch_sampler=sampler)
+        with pytest.raises(TypeError, match=r"yields batches of examples: pass batch_sampler=.*instead of sampler"):
+            DataLoader([1], sampler=sampler)
+        with pytest.raises(ValueError, match="in_order=False returns batches in another order than their sampler"):
+            DataLoader([1], batch_sampler=sampler, num_workers=1, in_order=False)
 
 
 def test_seeded_passes_attributes_on() -> None:

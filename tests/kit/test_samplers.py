@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,21 @@ def test_a_break_continues_in_the_same_epoch() -> None:
     assert sorted(torch.cat([first, *rest]).tolist()) == list(range(10))
 
 
+def test_an_evaluation_over_training_batches_is_refused() -> None:
+    sampler = GlobalBatchSampler(10, 4)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would count as training: evaluate with an EvalSampler"):
+        next(batches(sampler))
+    assert sampler.step == 0
+
+
+def test_a_batch_can_be_inspected_before_the_loop() -> None:
+    sampler = GlobalBatchSampler(10, 4)
+    inspected = next(batches(sampler))
+    sampler.seek(0)
+    assert next(batches(sampler)).tolist() == inspected.tolist()
+    assert sampler.step == 1
+
+
 def test_set_epoch_stays_at_a_position_in_the_epoch() -> None:
     sampler = GlobalBatchSampler(10, 4)
     next(batches(sampler))
@@ -128,6 +144,34 @@ def test_micro_batches_cut_a_batch_as_the_core_does(options: dict[str, Any]) -> 
                 assert [part[1] for part in parts] == [core.rows(step, each).first for each in core.micro_batches(step)]
                 assert {part[3] for part in parts} <= {core.size(step)}
                 assert len({part[4] for part in parts}) <= 1  # micro-batches share the step's dropout key
+
+
+def test_micro_batches_cut_arrays_strings_and_other_mappings() -> None:
+    """The class of the batches of Hugging Face's tokenizers is a UserDict, too."""
+    sampler = GlobalBatchSampler(4, 4, 0, 1, accumulate=2)
+    (indices,) = next(batches(sampler)).split(4)
+    names = [f"name {index}" for index in indices]
+    batch = UserDict(tensor=indices, inner={"array": indices.numpy(), "names": names}, sizes=(28, 28), task="digits")
+    parts: list[Any] = list(sampler.micro_batches(batch))
+    assert [type(part) for part in parts] == [UserDict, UserDict]
+    assert [part["tensor"].tolist() for part in parts] == [indices[:2].tolist(), indices[2:].tolist()]
+    assert [part["inner"]["array"].tolist() for part in parts] == [indices[:2].tolist(), indices[2:].tolist()]
+    assert [part["inner"]["names"] for part in parts] == [names[:2], names[2:]]
+    assert [(part["sizes"], part["task"]) for part in parts] == [((28, 28), "digits")] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind", "message"),
+    [
+        ({"x": range(4)}, TypeError, "micro_batches cannot cut a range: return tensors in dicts, lists or tuples"),
+        (torch.ones(5, 2), ValueError, r"a Tensor of shape \[5, 2\] in a batch of 4 rows: make the batch its first"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(batch: Any, kind: type[Exception], message: str) -> None:
+    sampler = GlobalBatchSampler(4, 4, 0, 1, accumulate=2)
+    next(batches(sampler))
+    with pytest.raises(kind, match=message):
+        next(sampler.micro_batches(batch))
 
 
 def test_scale_has_the_gradient_of_the_mean_and_the_value_of_this_ranks_part() -> None:

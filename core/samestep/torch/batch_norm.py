@@ -84,7 +84,15 @@ class Normalize(torch.autograd.Function):
             ctx: autograd's context.
             gradient: the gradient of the normalized x, [m, c, ...].
             *of_statistics: ignored, because the statistics are not differentiable.
+
+        Raises:
+            RuntimeError: autograd records this pass, to differentiate it again.
         """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
+            raise RuntimeError(
+                "the batch norm of exact() has no second derivatives: leave out create_graph=True, or use GroupNorm, "
+                "or freeze the batch norm by eval()"
+            )
         x, mean, rsqrt, scale, total = ctx.saved_tensors
         wide = x.to(mean.dtype)
         dims = dims_of_channel(x)

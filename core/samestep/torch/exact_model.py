@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import time
+import warnings
 import weakref
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.modules import batchnorm, dropout
+from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.step_timer import StepTimer
 from samestep.torch import batch_norm
 from samestep.torch import dropout as row_dropout
+from samestep.torch.buffer_watch import BufferWatch
 from samestep.torch.dropout import ModelRows, generator_states
-from samestep.torch.ranks import place
+from samestep.torch.ranks import Group, place
 from samestep.torch.reduction import register_ordered_hook
 from samestep.torch.samplers import GlobalBatchSampler, HasRows
 
@@ -49,8 +54,8 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     not change. DDP stops broadcasting buffers, because the buffers are equal on all ranks. Call this function after
     wrapping the model in DDP, and before torch.compile.
 
-    The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
-    check.
+    The first forward pass in training checks that no other module draws random numbers, and that it leaves the buffers
+    of a DDP model equal on all ranks. A compiled model skips these checks.
 
     Args:
         model: a module, or a DDP model. The first dimension of a dropout's input must be the batch.
@@ -61,19 +66,20 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
     Raises:
         ValueError: a module cannot be made exact (the message has its name), or a sub-shard is too small for a batch
-            norm; see `separate`. If any other module draws random numbers, the first forward pass raises ValueError.
+            norm; see `separate`. The first forward pass raises ValueError if one of its checks fails.
     """
     root = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in root.named_modules():
         check_module(name or "the model", module, rows)
     model_rows = ModelRows(rows, padded)
+    group = group_of(model, rows)
     norms = []
     for module in root.modules():
         if type(module) in _NORMS:
             norms.append(module)
             module.rows = rows
             module.timer = timer
-            module.group = getattr(rows, "group", None)
+            module.group = group
         elif type(module) in _DROPOUTS:
             module.rows = model_rows
         module.__class__ = _REPLACED.get(type(module), type(module))
@@ -86,10 +92,24 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         model.broadcast_buffers = False
         if place().world_size > 1:
             register_ordered_hook(model, timer)
+            BufferWatch(model, _NORMS.values(), getattr(rows, "virtual_ranks", None) is not None)
             # Freeing a DDP model waits for gloo's thread, and holds the GIL. If this thread has not yet freed the
             # tensors of its last collective, it waits for the GIL: a deadlock. The sleep releases the GIL before.
             weakref.finalize(model, time.sleep, _GLOO_SECONDS)
     return model
+
+
+def group_of(model: nn.Module, rows: HasRows | None) -> Group:
+    """Return the ranks over which batch norms compute statistics; None means all ranks.
+
+    Without ``rows``, these are the ranks over which a DDP model reduces its gradients.
+    """
+    if rows is not None:
+        return getattr(rows, "group", None)
+    if isinstance(model, DistributedDataParallel) and model.process_group is not dist.group.WORLD:
+        group: Group = model.process_group
+        return group
+    return None
 
 
 def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
@@ -108,6 +128,8 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
             f"{name} keeps no running statistics, so an evaluation depends on the number of ranks: use "
             "track_running_stats=True"
         )
+    if isinstance(module, instancenorm._InstanceNorm) and module.track_running_stats and module.training:
+        raise ValueError(f"{name} keeps running statistics of one rank's rows: use track_running_stats=False")
     if isinstance(module, dropout._DropoutNd) and kind in _DROPOUTS and module.p > 0 and rows is None:
         raise ValueError(f"{name} is a dropout, which needs the rows of the batch: pass the sampler, or FixedRows")
     if is_sharded_itself(module):
@@ -161,14 +183,18 @@ def separate(norms: list[Any], rows: Any) -> None:
 
 
 class DrawWatch:
-    """Check in the first training forward pass that no module draws random numbers which `exact` cannot replace."""
+    """Check in the first training forward pass that `exact` has replaced all modules that draw random numbers.
+
+    A module that draws from ``random`` or ``numpy.random`` causes only a warning. Its numbers are correct if all ranks
+    draw the same number of values, as in stochastic depth by batch.
+    """
 
     def __init__(self, model: nn.Module, model_rows: ModelRows) -> None:
         self._model = model
         self._model_rows = model_rows
-        self._names = {module: name or "the model itself" for name, module in model.named_modules()}
         self._hooks: list[Any] = []
         self._is_done = False
+        self._python_state: Any = None
         model.register_forward_pre_hook(self.begin)  # never removed, because torch.compile would then compile again
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
@@ -178,6 +204,7 @@ class DrawWatch:
         if not self._hooks:
             self._hooks = [each.register_forward_hook(self.end) for each in self._model.modules()]
         self._model_rows.state = generator_states()
+        self._python_state = python_state()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Compare the states of the generators after a module's forward pass.
@@ -190,14 +217,23 @@ class DrawWatch:
             output: ignored.
 
         Raises:
-            ValueError: the module has drawn random numbers.
+            ValueError: the module has drawn random numbers from torch, or `exact` has not seen the module.
         """
         if torch.compiler.is_compiling() or self._model_rows.state is None:
             return
+        if is_late(module):
+            raise ValueError(f"{self._name(module)} was added to the model after exact(): call exact() later")
         if not all(map(torch.equal, self._model_rows.state, generator_states())):
             raise ValueError(
-                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which "
-                "differ with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+                f"{self._name(module)} draws random numbers in its forward pass, which differ with the number of "
+                "ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+            )
+        if python_state() != self._python_state:
+            self._python_state = python_state()
+            warnings.warn(
+                f"{self._name(module)} draws from random or numpy.random in its forward pass: if it draws a value for "
+                "each row, the values differ with the number of ranks",
+                stacklevel=2,
             )
         if module is self._model:
             self._is_done = True
@@ -205,5 +241,21 @@ class DrawWatch:
             for hook in self._hooks:
                 hook.remove()
 
+    def _name(self, module: nn.Module) -> str:
+        """Return the name and the class of a module of the model."""
+        names = {each: name for name, each in self._model.named_modules()}
+        return f"{names.get(module) or 'the model itself'} ({type(module).__name__})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DrawWatch:
         return self
+
+
+def is_late(module: nn.Module) -> bool:
+    """Return whether `exact` would replace a module, because the module is in training and not a dropout with p=0."""
+    return type(module) in _REPLACED and module.training and getattr(module, "p", 1.0) != 0
+
+
+def python_state() -> tuple[Any, ...]:
+    """Return the states of ``random`` and ``numpy.random``."""
+    _, keys, *others = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), others

@@ -122,20 +122,22 @@ def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
     return tensor
 
 
-def all_gather(row: NDArray[Any]) -> NDArray[Any]:
+def all_gather(row: NDArray[Any], group: Group = None) -> NDArray[Any]:
     """Gather the rows of all ranks on every rank. This call is a collective.
 
     Args:
         row: this rank's row [k], of any dtype that torch supports.
+        group: process group of the ranks.
 
     Returns:
         The rows [world_size, k], in the order of ranks and with the same bits.
     """
-    if place().world_size == 1:
+    world_size = place(group).world_size
+    if world_size == 1:
         return row[None]
-    local = torch.from_numpy(row.copy()).to("cuda" if dist.get_backend() == "nccl" else "cpu")
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)  # collective
+    local = torch.from_numpy(row.copy()).to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    gathered = [torch.empty_like(local) for _ in range(world_size)]
+    dist.all_gather(gathered, local, group=group)  # collective
     return np.stack([tensor.cpu().numpy() for tensor in gathered])
 
 

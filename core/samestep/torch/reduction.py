@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
+from samestep.torch.ranks import Group
 from samestep.torch.ranks import ordered_all_reduce as ordered_all_reduce
 from samestep.torch.ranks import use_gather as use_gather
 
@@ -35,34 +36,39 @@ def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None 
         ddp: the model, before its first forward pass. Call this function on all ranks.
         timer: timer that counts the hook as communication, although a GPU may compute other gradients meanwhile.
     """
-    gathers = use_gather(sum(parameter.nbytes for parameter in ddp.parameters()))
+    group = ddp.process_group
+    gathers = use_gather(sum(parameter.nbytes for parameter in ddp.parameters()), group)
     reduce = _add_on_rank_0 if gathers else _reduce_by_parameter
     # DDP rejects a hook whose annotations are strings, and a lambda has no annotations.
-    ddp.register_comm_hook(timer, lambda timer, bucket: _reduce_bucket(timer, bucket, reduce))
+    ddp.register_comm_hook(timer, lambda timer, bucket: _reduce_bucket(timer, bucket, reduce, group))
 
 
 def _reduce_bucket(
     timer: StepTimer | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
-    reduce: Callable[[dist.GradBucket], None],  # type: ignore[name-defined]
+    reduce: Callable[[dist.GradBucket, Group], None],  # type: ignore[name-defined]
+    group: Group,
 ) -> Future[Tensor]:
     """Return a future with the mean over ranks of one bucket's gradients, as DDP requires."""
     if timer:
         timer.mark(COMPUTE)
-    reduce(bucket)  # collective
+    if bucket.buffer().is_sparse:  # one parameter's gradient, which gloo adds in rank order
+        dist.all_reduce(bucket.buffer(), group=group)  # collective
+    else:
+        reduce(bucket, group)  # collective
     if timer:
         timer.mark(COMMUNICATION)
     mean: Future[Tensor] = Future()
-    mean.set_result(bucket.buffer().div_(dist.get_world_size()))
+    mean.set_result(bucket.buffer().div_(dist.get_world_size(group)))
     return mean
 
 
-def _add_on_rank_0(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-    ordered_all_reduce(bucket.buffer())  # collective
+def _add_on_rank_0(bucket: dist.GradBucket, group: Group) -> None:  # type: ignore[name-defined]
+    ordered_all_reduce(bucket.buffer(), group)  # collective
 
 
-def _reduce_by_parameter(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]  # collective
+def _reduce_by_parameter(bucket: dist.GradBucket, group: Group) -> None:  # type: ignore[name-defined]
+    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in bucket.gradients()]  # collective
     for work in works:
         work.wait()
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import Sampler
 
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
+from samestep.torch.batch_rows import rows_of
 from samestep.torch.losses import with_gradient
 from samestep.torch.ranks import Group, GroupOrAxis, Place, has_group, place, process_group
 
@@ -278,12 +278,20 @@ class GlobalBatchSampler(Sampler[Indices]):
 
         Args:
             loader: a loader that uses this sampler, or a new iteration of such a loader.
+
+        Raises:
+            RuntimeError: raised by the first batch if gradients are disabled, as in an evaluation.
         """
         batches = iter(loader)
         self._is_counted = True
         return self._count(batches)
 
     def _count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients are disabled, and this iteration would count as training: evaluate with an EvalSampler, or "
+                "enable gradients to train"
+            )
         epoch: int | None = None
         for batch in batches:
             epoch = self._epoch if epoch is None else epoch  # known at the first batch; see `_indices`
@@ -310,17 +318,24 @@ class GlobalBatchSampler(Sampler[Indices]):
         generators again before each micro-batch, so that dropout masks do not depend on the number of micro-batches.
 
         Args:
-            batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, ...].
+            batch: tensors, arrays and lists of strings or numbers, [rows of this rank, ...], in dicts, lists and
+                tuples. See `batch_rows.rows_of`.
+
+        Raises:
+            TypeError: the batch has an object of another type.
+            ValueError: a tensor or an array has another number of rows.
         """
         step = self._current_step()
+        micro_batches = self.batches.micro_batches(step)
+        rows = sum(self._rows_of(step, micro_batch).local for micro_batch in micro_batches)
         begin = 0
-        for micro_batch in self.batches.micro_batches(step):
+        for micro_batch in micro_batches:
             self.micro_batch = micro_batch
             self._micro_rows = self._rows_of(step, micro_batch)
             end = begin + self._micro_rows.local
             self._seed_generators()
             try:
-                yield tree_map(_slicer(begin, end), batch)
+                yield rows_of(batch, rows, begin, end)
             finally:
                 self.micro_batch = None
                 self._micro_rows = None
@@ -519,16 +534,6 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
     given = Place(whole_number("rank", rank), whole_number("world_size", world_size))
     shard(0, *given)
     return given
-
-
-def _slicer(begin: int, end: int) -> Any:
-    """Return a function that returns the rows [begin, end) of a tensor, and other values unchanged."""
-
-    def rows_of(value: Any) -> Any:
-        has_rows = isinstance(value, Tensor) and value.ndim > 0
-        return value[begin:end] if has_rows else value
-
-    return rows_of
 
 
 def seed_generators(seed: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from samestep.data.token_batches import TokenBatches
 from samestep.sharding import step_seed
+from samestep.torch.batch_rows import map_values
 from samestep.torch.samplers import Batch, GlobalBatchSampler, seed_generators, whole_number
 
 
@@ -86,14 +86,14 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
         DDP requires a backward pass on each rank.
 
         Args:
-            batch: tensors, or lists, tuples and dicts of tensors, [rows of this rank, tokens, ...] or [rows].
+            batch: as in `GlobalBatchSampler`, but [rows of this rank, tokens, ...] or [rows].
         """
         step = self._current_step()
         micro_batches = self.batches.micro_batches(step)
         if not micro_batches and self.virtual_ranks is None:
             yield batch
         for rows, micro_batch in zip(super().micro_batches(batch), micro_batches):
-            yield tree_map(_column_slicer(self.batches.longest(step, micro_batch)), rows)
+            yield map_values(_column_slicer(self.batches.longest(step, micro_batch)), rows)
 
     def _seed_generators(self) -> None:
         if self.seed_steps:
@@ -111,10 +111,10 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
 
 
 def _column_slicer(stop: int) -> Any:
-    """Return a function that returns the first ``stop`` columns of a tensor, and other values unchanged."""
+    """Return a function that returns the first ``stop`` columns of a tensor or an array, and other values unchanged."""
 
     def columns_of(value: Any) -> Any:
-        has_columns = isinstance(value, Tensor) and value.ndim > 1
+        has_columns = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 1
         return value[:, :stop] if has_columns else value
 
     return columns_of
