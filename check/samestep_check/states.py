@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep_check.calls import Call
+from samestep_check.series import without_digits
 
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
@@ -290,7 +290,7 @@ def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:
 
 def _names_of(call: Recorded) -> set[str]:
     """Return a call's path and target, in which ``#`` replaces digits."""
-    return {_without_digits(path) for path in (call.path, call.target) if path}
+    return {without_digits(path) for path in (call.path, call.target) if path}
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
@@ -351,10 +351,6 @@ def _weight(calls: Sequence[Recorded]) -> int:
     written = {call.path for call in calls if call.kind in CHANGES}
     renamed = [call for call in calls if call.kind in RENAMES]
     return len(written) + len(renamed)
-
-
-def _without_digits(path: str) -> str:
-    return re.sub(r"\d+", "#", path)
 
 
 def chosen(found: Sequence[Save], total: int) -> Save | None:
@@ -531,8 +527,8 @@ class FullDisk:
         self._first_step = save.done
         self._left = sum(calls[number].kind == "write" for number in save.calls) // 2  # writes that succeed
         # The names of temporary files may be random, so a file with an unknown name belongs to the save.
-        self._others = {_without_digits(path) for is_own, path in writes if not is_own}
-        self._others -= {_without_digits(path) for is_own, path in writes if is_own}
+        self._others = {without_digits(path) for is_own, path in writes if not is_own}
+        self._others -= {without_digits(path) for is_own, path in writes if is_own}
 
     def __call__(self, call: Call) -> int:
         """Return ENOSPC for a write after the middle of the save, and 0 for any other call."""
@@ -541,7 +537,7 @@ class FullDisk:
         path = os.path.relpath(call.path, self._folder)
         if self.path:
             return errno.ENOSPC
-        if _without_digits(path) in self._others or self._done() < self._first_step:
+        if without_digits(path) in self._others or self._done() < self._first_step:
             return 0
         self._left -= 1
         if self._left >= 0:
