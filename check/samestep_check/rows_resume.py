@@ -220,7 +220,7 @@ def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bo
 
 
 def is_same_order(wanted: Sequence[Step], found: Sequence[Step]) -> bool:
-    """Return whether the optimizers of a resumed run correspond to those of the undisturbed run, in the same order.
+    """Return whether a resumed run has the optimizers of the undisturbed run, in the same order.
 
     The numbers may differ: a restart in a later phase of the training may create only the later optimizers.
 

@@ -36,7 +36,9 @@ def save_killed(runner: ScriptRunner) -> str:
         read = read_by_restart(runner.killed)
     number, planned = second_save(writes, read)
     run = runner.faulted(None, kill_at=planned.kind, kill_save=number)
-    fatal = fatal_write(run.records, planned.kind, number) or planned
+    fatal = fatal_write(run.records, planned.kind, number)
+    if fatal is None:
+        raise CannotTell(f"no rank came to {planned.kind} number {number} of a checkpoint, as in the undisturbed run")
     steps: list[int] = []
     saves = run.records.saves()
     for save in reversed(saves):
@@ -182,7 +184,7 @@ def newest_files(saves: Iterable[Save], pattern: str, read: Collection[str] = ()
 
 
 def _files_of(path: Path, pattern: str) -> list[Path]:
-    """Return the files of a checkpoint, without links: they lead to files of which other writes are recorded."""
+    """Return the files of a checkpoint. Links are left out, because each write to a linked file is recorded itself."""
     if path.is_symlink():
         return []
     if path.is_dir():

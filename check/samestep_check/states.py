@@ -239,9 +239,10 @@ class Save(NamedTuple):
 def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """Return the saves of checkpoints among a run's calls.
 
-    The calls between two steps are a save if they write the largest file of the run. A save excludes calls on
-    logs, and on files that the job also writes between two steps without writing the largest file. File names are
-    compared without digits.
+    The calls between two steps are a save if they write a large file: one of at least half the largest file's size. A
+    script may write several large files at different steps, such as numbered checkpoints and ``best.pt``. A save
+    excludes calls on logs, and on files that the job also writes between two steps without writing a large file. File
+    names are compared without digits.
 
     Args:
         calls: recorded calls of a run, in order.
@@ -250,14 +251,14 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """
     groups = _groups(calls, times)
     middle = [group for group in groups if group.done < len(times)] or groups
-    largest = _largest(calls, middle)
+    large = _large(calls, middle)
     between: set[str] = set()
     for group in middle:
         names = _names_in(calls, group)
-        if largest not in names:
+        if large.isdisjoint(names):
             between |= names
-    with_largest = [group for group in groups if largest in _names_in(calls, group)]
-    return [_without(between, group, calls) for group in with_largest]
+    with_large = [group for group in groups if not large.isdisjoint(_names_in(calls, group))]
+    return [_without(between, group, calls) for group in with_large]
 
 
 def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
@@ -266,8 +267,11 @@ def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
     return Save(group.done, own, _weight([calls[number] for number in own]))
 
 
-def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
-    """Return the name in the largest number of groups, among files at least half as large as the largest file."""
+def _large(calls: Sequence[Recorded], groups: Sequence[Save]) -> set[str]:
+    """Return the names of the files at least half as large as the largest file.
+
+    If several groups write any of the files, only these files count. A large file that is written once may be a cache.
+    """
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for group in groups:
@@ -276,9 +280,9 @@ def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
         for number in group.calls:
             for name in _names_of(calls[number]):
                 sizes[name] = max(sizes.get(name, 0), calls[number].size)
-    most = max(sizes.values(), default=0)
-    large = [name for name, size in sizes.items() if 2 * size >= most]
-    return max(large, key=lambda name: counts[name], default="")
+    repeated = [name for name in sizes if counts[name] > 1] or [*sizes]
+    most = max((sizes[name] for name in repeated), default=0)
+    return {name for name in repeated if 2 * sizes[name] >= most}
 
 
 def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samestep_check import states
 from samestep_check.records import Records, Save, Step
 from samestep_check.rows_resume import is_same_order, possible_steps, saved_at
 from samestep_check.rows_saves import fatal_write, is_first, is_same, newest_files, second_save
 from samestep_check.runner import CHECKPOINT, CLOSE, Faulted
+from samestep_check.states import Recorded
 from samestep_check.verdicts import NotSeen
 from test_source import records, step
 
@@ -155,3 +157,23 @@ def test_a_later_phase_may_create_only_its_own_optimizer(tmp_path: Path) -> None
     assert is_same_order(steps(2, 2, 3), steps(1, 1, 2))
     assert not is_same_order(steps(1, 2, 1), steps(2, 1, 2))
     assert not is_same_order(steps(1, 2), steps(1, 1))
+
+
+def test_the_saves_of_several_series_are_recorded() -> None:
+    """Write the best weights more often than numbered checkpoints, and a large cache once."""
+
+    def written(time: float, name: str) -> list[Recorded]:
+        return [Recorded("open", f"{name}.tmp", None, time, 0), Recorded("rename", f"{name}.tmp", name, time, 100)]
+
+    calls = [
+        Recorded("write", "cache", None, 1.2, 1000),
+        *written(1.5, "best.pt"),
+        *written(2.5, "2.pt"),
+        *written(3.5, "best.pt"),
+        *written(4.5, "4.pt"),
+        Recorded("unlink", "2.pt", None, 4.6, 100),
+        *written(5.5, "best.pt"),
+    ]
+    found = states.saves(calls, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert [save.done for save in found] == [1, 2, 3, 4, 5]
+    assert states.chosen(found, total=6) == found[3]
