@@ -510,11 +510,8 @@ class Records:
         return None
 
     def opens(self) -> list[Save]:
-        """Return the writes of the first process that wrote checkpoints."""
-        for each in self.processes:
-            if each.saves:
-                return each.saves
-        return []
+        """Return the writes of the process with the most writes to checkpoints; of the first among equals."""
+        return max((each.saves for each in self.processes), key=len, default=[])
 
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations whose examples have keys, each merged over all ranks.

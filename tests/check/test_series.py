@@ -177,3 +177,10 @@ def test_the_saves_of_several_series_are_recorded() -> None:
     found = states.saves(calls, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert [save.done for save in found] == [1, 2, 3, 4, 5]
     assert states.chosen(found, total=6) == found[3]
+
+
+def test_a_launcher_may_write_the_initial_weights(tmp_path: Path) -> None:
+    """Write one file in the launcher, and two checkpoints in a rank."""
+    ranks = [step(), event("rename", "1.pt"), step(), event("rename", "2.pt")]
+    read = records(tmp_path, [event("rename", "init.pt")], ranks)
+    assert [save.path for save in read.opens()] == ["1.pt", "2.pt"]

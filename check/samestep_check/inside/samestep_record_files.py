@@ -17,7 +17,7 @@ from samestep_record import config, generators, guarded, line, on_import, record
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _checkpoint_folders: set[str] = set()
 _read_files: set[str] = set()
-_saves = 0
+_saves: dict[int, int] = {}  # number of writes to checkpoints, by PID, because a fork inherits this variable
 
 
 def start() -> None:
@@ -160,10 +160,10 @@ def _announce(name: str, path: str | None, target: str | None = None) -> None:
 
 def _kill_in_save(path: str, kind: str, flags: int) -> None:
     """Kill this process if this open or rename of a checkpoint has the number that the check has chosen."""
-    global _saves
-    _saves += 1
+    number = _saves.get(os.getpid(), 0) + 1
+    _saves[os.getpid()] = number
     marker = os.path.join(config["records"], "killed")
-    if _saves != config.get("kill_save") or os.path.exists(marker):
+    if number != config.get("kill_save") or os.path.exists(marker):
         return
     os.close(os.open(marker, os.O_CREAT))
     if kind == "open":  # create or empty the file first, as the open would
