@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from samestep_check import states
+from samestep_check.job import INSIDE
 from samestep_check.records import Records, Save, Step
-from samestep_check.rows_resume import is_same_order, possible_steps, saved_at
+from samestep_check.rows_resume import is_same_order, possible_steps, resume_optimizer, saved_at
 from samestep_check.rows_saves import fatal_write, is_first, is_same, newest_files, second_save
-from samestep_check.runner import CHECKPOINT, CLOSE, Faulted
+from samestep_check.runner import CHECKPOINT, CLOSE, Faulted, Restart
 from samestep_check.states import Recorded
-from samestep_check.verdicts import NotSeen
+from samestep_check.verdicts import CannotTell, NotSeen
 from test_source import records, step
 
 
@@ -184,3 +189,49 @@ def test_a_launcher_may_write_the_initial_weights(tmp_path: Path) -> None:
     ranks = [step(), event("rename", "1.pt"), step(), event("rename", "2.pt")]
     read = records(tmp_path, [event("rename", "init.pt")], ranks)
     assert [save.path for save in read.opens()] == ["1.pt", "2.pt"]
+
+
+LINKS = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from samestep_record import record_step
+Path("1.pt").write_text("one")
+os.symlink("1.pt", "latest.pt")
+record_step()
+Path("2.pt").write_text("two")
+os.symlink("2.pt", "link")
+os.replace("link", "latest.pt")
+"""
+
+
+def recorded(work: Path, program: str, name: str) -> Records:
+    """Run a Python program in a folder, as the check would, and return the records of its process."""
+    folder = work.with_name(name)
+    folder.mkdir()
+    config = {"source": str(work), "work": str(work), "records": str(folder), "allowed": [], "checkpoint": CHECKPOINT}
+    environ = {"PYTHONPATH": str(INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
+    subprocess.run([sys.executable, "-c", program], cwd=work, env=environ, timeout=20, check=True)
+    return Records(folder)
+
+
+def test_a_rename_over_a_link_replaces_the_link(tmp_path: Path) -> None:
+    """Record a script that renames a new link over the link to the newest checkpoint, and reads it after a restart."""
+    work = tmp_path / "work"
+    work.mkdir()
+    read = recorded(work, LINKS, "first")
+    assert [(Path(save.path).name, save.step) for save in read.saves()] == [("1.pt", 0), ("2.pt", 1), ("latest.pt", 1)]
+    again = recorded(work, 'assert open("latest.pt").read() == "two"', "again")
+    assert again.reads() == {str(work / "2.pt")}
+    assert newest_files(read.saves(), CHECKPOINT, again.reads()) == [work / "2.pt"]
+
+
+def test_a_repetition_with_fewer_steps_differs(tmp_path: Path) -> None:
+    """Compare the optimizers of a script that ends by time, and whose repetition takes fewer steps."""
+    steps = records(tmp_path, [step(state={}), step(state={}), step(state={})]).steps()
+    run = killed(Records(tmp_path), 9.0, tmp_path)
+    run.restart = Restart(0, "", steps[1:], None)
+    twin = SimpleNamespace(steps=steps[:1])
+    runner: Any = SimpleNamespace(killed=run, twin=twin, steps=steps, bound=lambda: CLOSE)
+    with pytest.raises(CannotTell, match="differs from itself: 3 steps, then 1"):
+        resume_optimizer(runner)
