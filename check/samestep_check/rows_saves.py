@@ -42,11 +42,12 @@ def save_killed(runner: ScriptRunner) -> str:
     steps: list[int] = []
     saves = run.records.saves()
     for save in reversed(saves):
-        if save.step < fatal.step:
+        is_earlier = save.in_background and save.time < fatal.time  # a thread may save twice after the same step
+        if 0 < save.step < fatal.step or is_earlier:
             steps += possible_steps(save, saves)
     words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
     try:
-        at = resumed_at(runner, run, steps or [0])
+        at = resumed_at(runner, run, steps)
     except Failed as failed:
         raise Failed(f"{words}: {failed}") from None
     return f"{words}; resumes at step {at}"
@@ -80,8 +81,9 @@ def fatal_write(records: Records, kind: str, number: int) -> Save | None:
 def second_save(writes: Sequence[Save], read: Iterable[str] = ()) -> tuple[int, Save]:
     """Return the number, from 1, of the first write to a second checkpoint, and this write.
 
-    If the script writes several series of checkpoints, the write belongs to the series that restarts read. Among
-    these, it belongs to the series whose second checkpoint is the latest, because all have a first checkpoint then.
+    Checkpoints before the first step do not count, because a restart from them starts over at step 0. If the script
+    writes several series of checkpoints, the write belongs to the series that restarts read. Among these, it belongs
+    to the series whose second checkpoint is the latest, because all have a first checkpoint then.
 
     Args:
         writes: all writes of a process to checkpoints, in order. The number counts the writes of the same kind.
@@ -94,7 +96,8 @@ def second_save(writes: Sequence[Save], read: Iterable[str] = ()) -> tuple[int, 
         raise NotSeen("no checkpoint is written where Python sees it")
     known = moves(writes)
     names = {without_digits(path) for path in read}
-    used = [save for save in writes if may_be_read(series_of(save, known), names)] or writes
+    later = [save for save in writes if save.step > 0] or writes
+    used = [save for save in later if may_be_read(series_of(save, known), names)] or later
     second = [_second(series) for series in in_series(used)]
     found = [save for save in second if save is not None]
     latest = max((save.step for save in found), default=0)
@@ -152,11 +155,11 @@ def checkpoint_damaged(runner: ScriptRunner) -> str:
 
 
 def is_first(path: Path, saves: Sequence[Save]) -> bool:
-    """Return whether a file belongs to the only checkpoint of its series so far."""
+    """Return whether a file belongs to the only checkpoint of its series so far, except those before the first step."""
     steps: set[int] = set()
     for series in in_series(saves):
         if any(path.is_relative_to(save.path) for save in series):
-            steps.update(save.step for save in series)
+            steps.update(save.step for save in series if save.step > 0)
     return len(steps) == 1
 
 

@@ -90,6 +90,12 @@ def test_files_without_digits_may_be_one_series() -> None:
         second_save(writes(("best.pt", 4), ("5.pt", 5)), {"5.pt"})
 
 
+def test_a_checkpoint_before_the_first_step_is_not_the_first_of_two() -> None:
+    """Save numbered checkpoints from step 0 on."""
+    number, save = second_save(writes(("0.pt", 0), ("5.pt", 5), ("10.pt", 10)))
+    assert (number, save.path) == (3, "10.pt")
+
+
 def test_a_kill_hits_the_open_of_the_temporary_file(tmp_path: Path) -> None:
     """Write numbered checkpoints by temporary files, and the best weights in place."""
     events = []
@@ -145,6 +151,7 @@ def test_the_only_checkpoint_of_a_series_is_known() -> None:
     saves = writes(*BEST[:3])
     assert is_first(Path("5.pt"), saves)
     assert not is_first(Path("best.pt"), saves)
+    assert is_first(Path("5.pt"), writes(("0.pt", 0), ("5.pt", 5)))
     assert is_first(Path("step-3/model.pt"), writes(("step-3", 3)))
     assert not is_first(Path("step-6/model.pt"), writes(("step-3", 3), ("step-6", 6)))
 
