@@ -21,7 +21,7 @@ from training import (
     write,
 )
 
-STEPS = 24
+STEPS = 20
 EVERY = 5  # steps between checkpoints
 LAST = Path("last.pt")
 
