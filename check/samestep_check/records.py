@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from samestep_check.series import is_temporary, moves
 
 RECORDED_BEFORE = 0.5  # maximum number of seconds from the record of a write to the write itself
 Event = Mapping[str, Any]
@@ -56,6 +59,7 @@ class Save(NamedTuple):
     path: str
     line: str | None = None
     in_background: bool = False  # whether another thread or process than the training's writes the file
+    source: str | None = None  # old path of a renamed file
 
 
 class Evaluation(NamedTuple):
@@ -136,6 +140,7 @@ class Process:
         self.rank: int | None = ranks[-1] if ranks else None
         self.steps = reader.steps
         self.saves = reader.saves
+        self.reads = reader.reads
         self.evaluations = reader.adapted or reader.evaluations()
         self.called = reader.since.called  # modules called without gradients after the last step
         self.notes = reader.notes
@@ -162,6 +167,7 @@ class Reader:
     def __init__(self) -> None:
         self.steps: list[RankStep] = []
         self.saves: list[Save] = []
+        self.reads: list[tuple[float, str]] = []  # time and path of the first read of each checkpoint file
         self._evaluated: dict[int, Loader] = {}  # loaders of evaluations, by number
         self._last_evaluated: Loader | None = None  # the loader that ended last
         self.adapted: list[Shard] = []  # evaluations that an adapter recorded
@@ -288,8 +294,12 @@ class Reader:
                 path=event["path"],
                 line=event.get("line"),
                 in_background=bool(self.steps) and event.get("thread") != self._step_thread,
+                source=event.get("source"),
             )
         )
+
+    def on_read(self, event: Event) -> None:
+        self.reads.append((event["time"], event["path"]))
 
     def on_step(self, event: Event) -> None:
         self._step_thread = event.get("thread")
@@ -472,12 +482,21 @@ class Records:
         return found
 
     def saves(self) -> list[Save]:
-        """Return the writes that complete a checkpoint: renames if there are any, else opens."""
+        """Return the writes that complete a checkpoint's file: all writes except the opens of temporary files."""
         found: list[Save] = []
         for each in self.processes:
             found += each.saves
         found.sort(key=lambda save: save.time)
-        return [save for save in found if save.kind == "rename"] or found
+        known = moves(found)
+        return [save for save in found if not is_temporary(save, known)]
+
+    def reads(self) -> set[str]:
+        """Return the paths of the checkpoint files that the processes read before the end of the first step."""
+        first = min(self.first_times(), default=inf)
+        found: set[str] = set()
+        for each in self.processes:
+            found.update(path for time, path in each.reads if time < first)
+        return found
 
     def line_of_save(self, begin: float, end: float) -> str | None:
         """Return the line of the script that first writes or renames a checkpoint between two times, or None.
@@ -491,11 +510,8 @@ class Records:
         return None
 
     def opens(self) -> list[Save]:
-        """Return the writes of the first process that wrote checkpoints."""
-        for each in self.processes:
-            if each.saves:
-                return each.saves
-        return []
+        """Return the writes of the process with the most writes to checkpoints; of the first among equals."""
+        return max((each.saves for each in self.processes), key=len, default=[])
 
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations whose examples have keys, each merged over all ranks.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from samestep_check.records import Called, Key, Keys, Save, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
+from samestep_check.series import moves, series_of
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
 JUST_BEFORE = 0.5  # seconds; a checkpoint written this shortly before a fault may be incomplete
@@ -57,10 +59,10 @@ def resumed_at(runner: ScriptRunner, run: Faulted, saved: Sequence[int]) -> int:
     at = max(0, len(samples) - len(again))
     if not saved and again == samples[at:]:
         return _not_zero(at, run, len(samples))
-    first = [*saved, at][0]
-    repeated, lost = _balance(runner.steps, runner.steps[:first], again)
-    if repeated == lost == 0 and _is_filled(runner.steps, samples, again, at):
+    balances = [_balance(runner.steps, runner.steps[:first], again) for first in saved or [at]]
+    if (0, 0) in balances and _is_filled(runner.steps, samples, again, at):
         return _not_zero(at, run, len(samples))
+    repeated, lost = balances[0]
     raise Failed(f"{_place_of_resume(run, saved, at)}: {repeated} samples repeated, {lost} lost")
 
 
@@ -96,25 +98,51 @@ def _is_filled(steps: Sequence[Step], samples: Sequence[list[Key]], again: Seque
 
 
 def saved_at(run: Faulted) -> list[int]:
-    """Return the steps of at most two checkpoints from which a restart may resume, the newest first."""
+    """Return the steps of the checkpoints from which a restart may resume, the newest first.
+
+    A script may write several series of checkpoints, such as numbered checkpoints and ``best.pt``. The restart may
+    resume from the newest checkpoint of each series, or from the one before if the newest may be incomplete.
+    """
     end = run.fault_time + run.duration
     if run.code == 0 and run.again:  # the launcher may have restarted the ranks
         end = run.again[0].time
     saves = [save for save in run.records.saves() if save.time < end]
-    if not saves:
-        return []
+    found: list[Save] = []
+    for series in in_series(saves):
+        found += _newest(series, run.fault_time)
+    found.sort(key=lambda save: save.time, reverse=True)
+    steps = [step for save in found for step in possible_steps(save, saves)]
+    return [step for step in dict.fromkeys(steps) if step > 0]
+
+
+def in_series(saves: Sequence[Save]) -> list[list[Save]]:
+    """Return the writes of each series of checkpoints, in order.
+
+    Args:
+        saves: the writes of all checkpoints, in order.
+    """
+    known = moves(saves)
+    found: dict[str, list[Save]] = {}
+    for save in saves:
+        found.setdefault(series_of(save, known), []).append(save)
+    return [*found.values()]
+
+
+def _newest(saves: Sequence[Save], fault_time: float) -> list[Save]:
+    """Return the newest checkpoint of a series, and the one before if a fault may have interrupted the newest."""
     found = [saves[-1]]
-    if saves[-1].time > run.fault_time - JUST_BEFORE:  # the newest checkpoint may be incomplete
+    is_just_before = saves[-1].time > fault_time - JUST_BEFORE
+    is_open = saves[-1].in_background and saves[-1].kind == "open"  # another thread may have written for longer
+    if is_just_before or is_open:
         found += reversed(saves[:-1])
-    checkpoints = [*{save.step: save for save in found}.values()][:2]
-    return [step for save in checkpoints for step in possible_steps(save, saves)]
+    return [*{save.step: save for save in found}.values()][:2]
 
 
 def possible_steps(save: Save, saves: Sequence[Save]) -> list[int]:
     """Return the steps that a checkpoint may contain, the newest first.
 
     If another thread or process writes the checkpoint, the training has continued since the checkpoint's step. The
-    checkpoint then contains the step of the previous write or a later step.
+    checkpoint then contains the step of the previous write in its series or a later step.
 
     Args:
         save: a write of the checkpoint.
@@ -122,7 +150,8 @@ def possible_steps(save: Save, saves: Sequence[Save]) -> list[int]:
     """
     if not save.in_background:
         return [save.step]
-    previous = max((each.step for each in saves if each.step < save.step), default=0)
+    series = next(series for series in in_series(saves) if save in series)
+    previous = max((each.step for each in series if each.step < save.step), default=0)
     earliest = min(save.step, max(previous, 1))
     return [*range(save.step, earliest - 1, -1)]
 
@@ -152,6 +181,8 @@ def resume_optimizer(runner: ScriptRunner) -> str:
     if not run.again or run.again[0].state is None:
         raise NotSeen("no optimizer of torch")
     total = len(runner.steps)
+    if len(runner.twin.steps) != total:
+        raise CannotTell(f"differs from itself: {total} steps, then {len(runner.twin.steps)}")
     at = run.done if run.in_place else total - len(run.again)
     if not 0 < at < total:
         raise Failed("starts over at step 0: nothing is restored")
@@ -171,21 +202,35 @@ def _compare_optimizers(runner: ScriptRunner, again: Sequence[Step], at: int, bo
     several = len({step.optimizer for step in steps}) > 1
     compared = set()
     shifted, lost = compare_generators(steps, runner.twin.steps, again[0], at)
-    for k, found in enumerate(again, at):
-        wanted = steps[k]
+    has_same_order = is_same_order(steps[at:], again)
+    for k, (wanted, twin, found) in enumerate(zip(steps[at:], runner.twin.steps[at:], again), at):
         name = f"{found.kind} (optimizer {found.optimizer})" if several else found.kind
         if found.lr != wanted.lr:
             raise Failed(f"learning rate {found.lr[0]:g} of {name} at step {k + 1}, {wanted.lr[0]:g} undisturbed")
         if found.optimizer not in compared:
             compared.add(found.optimizer)
-            comparison = Comparison(k, name, bound, draws_others=bool(shifted or lost))
-            compare_state(wanted, runner.twin.steps[k], found, comparison)
+            comparison = Comparison(k, name, bound, draws_others=bool(shifted or lost), has_same_order=has_same_order)
+            compare_state(wanted, twin, found, comparison)
     if not shifted and not lost:
         compare_called(runner, again, at, bound)
     if lost:
         place = place_of(again[0], at)
         raise Failed(f"the generator of {', '.join(lost)} has another state {place}, and steps draw from it")
     return shifted
+
+
+def is_same_order(wanted: Sequence[Step], found: Sequence[Step]) -> bool:
+    """Return whether a resumed run has the optimizers of the undisturbed run, in the same order.
+
+    The numbers may differ: a restart in a later phase of the training may create only the later optimizers.
+
+    Args:
+        wanted: the steps of the undisturbed run after the resume.
+        found: the steps of the resumed run.
+    """
+    pairs = {(one.optimizer or 0, other.optimizer or 0) for one, other in zip(wanted, found)}
+    ordered = sorted(pairs)
+    return all(one < other and two < another for (one, two), (other, another) in pairwise(ordered))
 
 
 def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: float) -> None:
@@ -201,10 +246,10 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
         bound: largest relative difference of norms that counts as equal.
     """
     compared: set[str] = set()
-    for k, found in enumerate(again, at):
-        calls = norms_of(runner.steps[k].called), norms_of(runner.twin.steps[k].called), norms_of(found.called)
+    for k, (wanted, twin, found) in enumerate(zip(runner.steps[at:], runner.twin.steps[at:], again), at):
+        calls = norms_of(wanted.called), norms_of(twin.called), norms_of(found.called)
         _compare_norms(calls, compared, bound, f"before {place_of(found, k).removeprefix('at ')}")
-        if found.indices != runner.steps[k].indices:
+        if found.indices != wanted.indices:
             return
     restart = runner.killed.restart
     if again and restart.records is not None:
@@ -268,12 +313,14 @@ class Comparison(NamedTuple):
         name: name of the optimizer.
         bound: largest relative difference of norms that counts as equal.
         draws_others: whether the step draws other random numbers than in the undisturbed run, so that buffers differ.
+        has_same_order: the result of `is_same_order`.
     """
 
     k: int
     name: str
     bound: float
     draws_others: bool
+    has_same_order: bool
 
 
 def place_of(found: Step, k: int) -> str:
@@ -295,7 +342,7 @@ def compare_state(wanted: Step, twin: Step, found: Step, comparison: Comparison)
         CannotTell: another optimizer takes this step than in the undisturbed run.
     """
     name = comparison.name
-    if found.optimizer != wanted.optimizer or found.kind != wanted.kind:
+    if not comparison.has_same_order or found.kind != wanted.kind:
         step = comparison.k + 1
         raise CannotTell(f"{found.kind} takes step {step}, {wanted.kind} undisturbed: the optimizers differ in order")
     place = place_of(found, comparison.k)

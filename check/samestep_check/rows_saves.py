@@ -6,7 +6,7 @@ import re
 import resource
 import shutil
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from samestep_check import states
 from samestep_check.job import Job
-from samestep_check.records import Save, Step
-from samestep_check.rows_resume import possible_steps, restarted, resumed_at
+from samestep_check.records import Records, Save, Step
+from samestep_check.rows_resume import in_series, possible_steps, restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
+from samestep_check.series import may_be_read, moves, series_of, without_digits
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
 BESIDE = 5.0  # maximum number of seconds between the writes of one checkpoint's files
@@ -29,16 +30,24 @@ PYTHON_ONLY = "; the kernel refuses a filter, so only Python's opens, renames an
 
 def save_killed(runner: ScriptRunner) -> str:
     """Check that a kill in the middle of a save leaves the previous checkpoint usable."""
-    number, fatal = second_save(runner.reference.records.opens())
-    run = runner.faulted(None, kill_at=fatal.kind, kill_save=number)
+    writes = runner.reference.records.opens()
+    read: set[str] = set()
+    if len(in_series(writes)) > 1:
+        read = read_by_restart(runner.killed)
+    number, planned = second_save(writes, read)
+    run = runner.faulted(None, kill_at=planned.kind, kill_save=number)
+    fatal = fatal_write(run.records, planned.kind, number)
+    if fatal is None:
+        raise CannotTell(f"no rank came to {planned.kind} number {number} of a checkpoint, as in the undisturbed run")
     steps: list[int] = []
     saves = run.records.saves()
     for save in reversed(saves):
-        if save.step < fatal.step:
+        is_earlier = save.in_background and save.time < fatal.time  # a thread may save twice after the same step
+        if 0 < save.step < fatal.step or is_earlier:
             steps += possible_steps(save, saves)
     words = f"killed at the {fatal.kind} of the checkpoint of step {fatal.step}{at_line(fatal.line)}"
     try:
-        at = resumed_at(runner, run, steps or [0])
+        at = resumed_at(runner, run, steps)
     except Failed as failed:
         raise Failed(f"{words}: {failed}") from None
     return f"{words}; resumes at step {at}"
@@ -49,49 +58,95 @@ def at_line(line: str | None) -> str:
     return f" ({line})" if line else ""
 
 
-def second_save(writes: Sequence[Save]) -> tuple[int, Save]:
-    """Return the number, from 1, of the first write to the second checkpoint, and this write.
+def read_by_restart(run: Faulted) -> set[str]:
+    """Return the paths of the checkpoint files that a restart read before its first step; no paths if unknown."""
+    if run.restart is None or run.restart.records is None:
+        return set()
+    found: set[str] = run.restart.records.reads()
+    return found
+
+
+def fatal_write(records: Records, kind: str, number: int) -> Save | None:
+    """Return the write number ``number``, from 1, of a kind, at which a rank was killed; None if no rank came to it.
+
+    Checkpoints that are saved by time have other steps in each run.
+    """
+    for process in records.processes:
+        writes = [save for save in process.saves if save.kind == kind]
+        if len(writes) >= number:
+            return writes[number - 1]
+    return None
+
+
+def second_save(writes: Sequence[Save], read: Iterable[str] = ()) -> tuple[int, Save]:
+    """Return the number, from 1, of the first write to a second checkpoint, and this write.
+
+    Checkpoints before the first step do not count, because a restart from them starts over at step 0. If the script
+    writes several series of checkpoints, the write belongs to the series that restarts read. Among these, it belongs
+    to the series whose second checkpoint is the latest, because all have a first checkpoint then.
 
     Args:
-        writes: all writes to checkpoints. If any of them are opens, only the opens count.
+        writes: all writes of a process to checkpoints, in order. The number counts the writes of the same kind.
+        read: paths of the checkpoint files that a restart reads.
 
     Raises:
         NotSeen: fewer than two checkpoints are written.
     """
     if not writes:
         raise NotSeen("no checkpoint is written where Python sees it")
+    known = moves(writes)
+    names = {without_digits(path) for path in read}
+    later = [save for save in writes if save.step > 0] or writes
+    used = [save for save in later if may_be_read(series_of(save, known), names)] or later
+    second = [_second(series) for series in in_series(used)]
+    found = [save for save in second if save is not None]
+    latest = max((save.step for save in found), default=0)
+    fatal = next((save for save in found if save.step == latest), None) or _second(used)
+    if fatal is None:
+        raise NotSeen("one checkpoint only is written where Python sees it")
+    same_kind = [save for save in writes if save.kind == fatal.kind]
+    return same_kind.index(fatal) + 1, fatal
+
+
+def _second(writes: Sequence[Save]) -> Save | None:
+    """Return the first write to the second checkpoint of a series. If any writes are opens, only the opens count."""
     opens = [save for save in writes if save.kind == "open"]
     saves = opens or writes
     paths = {saves[0].path}
-    for number, (before, save) in enumerate(pairwise(saves), 2):
+    for before, save in pairwise(saves):
         # A thread may write a checkpoint during two steps, or two checkpoints after the same step.
         is_later = save.step > before.step + save.in_background
         is_again = save.in_background and save.path in paths
         if is_later or is_again:
-            return number, save
+            return save
         paths.add(save.path)
-    raise NotSeen("one checkpoint only is written where Python sees it")
+    return None
 
 
 def checkpoint_damaged(runner: ScriptRunner) -> str:
     """Check that the restarted script refuses or skips the newest checkpoint after a bit of it is flipped."""
     first: Faulted = runner.stopped
     restarted(runner, first)  # the restart must work without damage
-    names: list[str] = []
+    damaged: list[Path] = []
 
     def harm(_: Path) -> None:
-        files = newest_files(first.records.saves(), runner.options.checkpoint)
+        saves = first.records.saves()
+        pattern = runner.options.checkpoint
+        files = newest_files(saves, pattern, read_by_restart(first)) or newest_files(saves, pattern)
         if not files:
             raise NotSeen("no checkpoint is written where Python sees it")
-        names.append(damage(max(files, key=lambda path: path.stat().st_size)))
+        damaged.append(max(files, key=lambda path: path.stat().st_size))
+        damage(damaged[0])
 
     run = runner.again(first, runner.ranks, harm)
-    name = names[0]
+    name = damaged[0].name
     if run.restart and run.restart.code:
         return f"a byte of {name}: refused, exit {run.restart.code}: {run.restart.error}"
     restarted(runner, run)
     total = len(runner.steps)
     at = total - len(run.again)
+    if at <= 0 and is_first(damaged[0], first.records.saves()):
+        raise CannotTell(f"a byte of {name}: starts over at step 0, as no older checkpoint was saved: save more often")
     if at <= 0:
         raise Failed(f"a byte of {name}: starts over at step 0")
     if at >= total - len(first.again):
@@ -99,24 +154,47 @@ def checkpoint_damaged(runner: ScriptRunner) -> str:
     return f"a byte of {name}: resumes an older one, at step {at}"
 
 
-def newest_files(saves: Iterable[Save], pattern: str) -> list[Path]:
-    """Return the files of the newest checkpoint that still exists.
+def is_first(path: Path, saves: Sequence[Save]) -> bool:
+    """Return whether a file belongs to the only checkpoint of its series so far, except those before the first step."""
+    steps: set[int] = set()
+    for series in in_series(saves):
+        if any(path.is_relative_to(save.path) for save in series):
+            steps.update(save.step for save in series if save.step > 0)
+    return len(steps) == 1
+
+
+def newest_files(saves: Iterable[Save], pattern: str, read: Collection[str] = ()) -> list[Path]:
+    """Return the files of the newest checkpoint that still exists and that a restart may have read.
 
     Args:
         saves: the writes of all checkpoints, in order.
         pattern: regular expression of checkpoints' names.
+        read: paths of the checkpoint files that the restart has read.
     """
     saves = [*saves]
+    steps = {save.path: save.step for save in saves}  # step of the newest write of each file
     files: list[Path] = []
+    newest = -1
     for save in saves:
-        path = Path(save.path)
-        if path.is_dir():
-            inside = [each for each in path.rglob("*") if each.is_file()]
-            files = inside or files
-        elif path.is_file():
-            others = {each.path for each in saves if each.step != save.step} - {save.path}
-            files = [each for each in _beside(path, pattern) if str(each) not in others]
+        found = _files_of(Path(save.path), pattern)
+        found = [each for each in found if steps.get(str(each), save.step) == save.step]
+        found = [each for each in found if may_be_read(str(each), read)]
+        if found and save.step != newest:
+            files.clear()
+            newest = save.step
+        files += found
     return files
+
+
+def _files_of(path: Path, pattern: str) -> list[Path]:
+    """Return the files of a checkpoint. Links are left out, because each write to a linked file is recorded itself."""
+    if path.is_symlink():
+        return []
+    if path.is_dir():
+        return [each for each in path.rglob("*") if each.is_file() and not each.is_symlink()]
+    if path.is_file():
+        return _beside(path, pattern)
+    return []
 
 
 def _beside(path: Path, pattern: str) -> list[Path]:
@@ -126,18 +204,18 @@ def _beside(path: Path, pattern: str) -> list[Path]:
     """
     moment = path.stat().st_mtime
     named = [each for each in path.parent.iterdir() if re.search(pattern, each.name)]
-    return [each for each in named if abs(each.stat().st_mtime - moment) < BESIDE]
+    files = [each for each in named if each.is_file() and not each.is_symlink()]
+    return [each for each in files if abs(each.stat().st_mtime - moment) < BESIDE]
 
 
-def damage(path: Path) -> str:
-    """Flip a bit in the middle of a file, or of the largest member of a zip file. Return the file's name."""
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of a file, or of the largest member of a zip file."""
     content = bytearray(path.read_bytes())
     place = len(content) // 2
     if zipfile.is_zipfile(path):
         place = _middle_of_member(path, content)
     content[place] ^= 0x40
     path.write_bytes(content)
-    return path.name
 
 
 def _middle_of_member(path: Path, content: bytes | bytearray) -> int:
@@ -176,14 +254,16 @@ def resumed(runner: ScriptRunner, restart: Restart) -> Resumed:
 
 
 def is_same(one: Step, other: Step, bound: float) -> bool:
-    """Return whether two steps agree in samples, learning rates, optimizer, and recorded losses and weights.
+    """Return whether two steps agree in samples, learning rates, optimizer class, and recorded losses and weights.
+
+    The optimizers may have other numbers: a restart in a later phase of the training may create fewer optimizers.
 
     Args:
         one: a step of the undisturbed run.
         other: the first step of a restart.
         bound: largest relative difference of losses, and of norms of weights.
     """
-    if one.indices != other.indices or one.lr != other.lr or one.optimizer != other.optimizer:
+    if one.indices != other.indices or one.lr != other.lr or one.kind != other.kind:
         return False
     for a, b in ((one.loss, other.loss), (one.weights_before, other.weights_before)):
         if a is not None and b is not None and relative(a, b) > bound:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep_check.calls import Call
+from samestep_check.series import without_digits
 
 RENAMES = {"rename", "link", "symlink", "unlink"}  # calls that change names
 CHANGES = {"write", "truncate", "open"}  # calls that change content
@@ -239,9 +239,10 @@ class Save(NamedTuple):
 def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """Return the saves of checkpoints among a run's calls.
 
-    The calls between two steps are a save if they write the largest file of the run. A save excludes calls on
-    logs, and on files that the job also writes between two steps without writing the largest file. File names are
-    compared without digits.
+    The calls between two steps are a save if they write a large file: one of at least half the largest file's size. A
+    script may write several large files at different steps, such as numbered checkpoints and ``best.pt``. A save
+    excludes calls on logs, and on files that the job also writes between two steps without writing a large file. File
+    names are compared without digits.
 
     Args:
         calls: recorded calls of a run, in order.
@@ -250,14 +251,14 @@ def saves(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
     """
     groups = _groups(calls, times)
     middle = [group for group in groups if group.done < len(times)] or groups
-    largest = _largest(calls, middle)
+    large = _large(calls, middle)
     between: set[str] = set()
     for group in middle:
         names = _names_in(calls, group)
-        if largest not in names:
+        if large.isdisjoint(names):
             between |= names
-    with_largest = [group for group in groups if largest in _names_in(calls, group)]
-    return [_without(between, group, calls) for group in with_largest]
+    with_large = [group for group in groups if not large.isdisjoint(_names_in(calls, group))]
+    return [_without(between, group, calls) for group in with_large]
 
 
 def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
@@ -266,8 +267,11 @@ def _without(names: set[str], group: Save, calls: Sequence[Recorded]) -> Save:
     return Save(group.done, own, _weight([calls[number] for number in own]))
 
 
-def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
-    """Return the name in the largest number of groups, among files at least half as large as the largest file."""
+def _large(calls: Sequence[Recorded], groups: Sequence[Save]) -> set[str]:
+    """Return the names of the files at least half as large as the largest file.
+
+    If several groups write any of the files, only these files count. A large file that is written once may be a cache.
+    """
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for group in groups:
@@ -276,9 +280,9 @@ def _largest(calls: Sequence[Recorded], groups: Sequence[Save]) -> str:
         for number in group.calls:
             for name in _names_of(calls[number]):
                 sizes[name] = max(sizes.get(name, 0), calls[number].size)
-    most = max(sizes.values(), default=0)
-    large = [name for name, size in sizes.items() if 2 * size >= most]
-    return max(large, key=lambda name: counts[name], default="")
+    repeated = [name for name in sizes if counts[name] > 1] or [*sizes]
+    most = max((sizes[name] for name in repeated), default=0)
+    return {name for name in repeated if 2 * sizes[name] >= most}
 
 
 def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:
@@ -290,7 +294,7 @@ def _names_in(calls: Sequence[Recorded], group: Save) -> set[str]:
 
 def _names_of(call: Recorded) -> set[str]:
     """Return a call's path and target, in which ``#`` replaces digits."""
-    return {_without_digits(path) for path in (call.path, call.target) if path}
+    return {without_digits(path) for path in (call.path, call.target) if path}
 
 
 def _groups(calls: Sequence[Recorded], times: Sequence[float]) -> list[Save]:
@@ -351,10 +355,6 @@ def _weight(calls: Sequence[Recorded]) -> int:
     written = {call.path for call in calls if call.kind in CHANGES}
     renamed = [call for call in calls if call.kind in RENAMES]
     return len(written) + len(renamed)
-
-
-def _without_digits(path: str) -> str:
-    return re.sub(r"\d+", "#", path)
 
 
 def chosen(found: Sequence[Save], total: int) -> Save | None:
@@ -531,8 +531,8 @@ class FullDisk:
         self._first_step = save.done
         self._left = sum(calls[number].kind == "write" for number in save.calls) // 2  # writes that succeed
         # The names of temporary files may be random, so a file with an unknown name belongs to the save.
-        self._others = {_without_digits(path) for is_own, path in writes if not is_own}
-        self._others -= {_without_digits(path) for is_own, path in writes if is_own}
+        self._others = {without_digits(path) for is_own, path in writes if not is_own}
+        self._others -= {without_digits(path) for is_own, path in writes if is_own}
 
     def __call__(self, call: Call) -> int:
         """Return ENOSPC for a write after the middle of the save, and 0 for any other call."""
@@ -541,7 +541,7 @@ class FullDisk:
         path = os.path.relpath(call.path, self._folder)
         if self.path:
             return errno.ENOSPC
-        if _without_digits(path) in self._others or self._done() < self._first_step:
+        if without_digits(path) in self._others or self._done() < self._first_step:
             return 0
         self._left -= 1
         if self._left >= 0:

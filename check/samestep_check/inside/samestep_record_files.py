@@ -1,4 +1,4 @@
-"""Record the writes to checkpoints, and refuse writes that are neither in the copy nor in an allowed folder."""
+"""Record the writes and reads of checkpoints, and refuse writes outside of the copy and the allowed folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from samestep_record import config, generators, guarded, line, on_import, record
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _checkpoint_folders: set[str] = set()
-_saves = 0
+_read_files: set[str] = set()
+_saves: dict[int, int] = {}  # number of writes to checkpoints, by PID, because a fork inherits this variable
 
 
 def start() -> None:
@@ -28,14 +29,20 @@ def start() -> None:
 def _audit(event: str, values: Any) -> None:
     if event == "open":
         path, _, flags = values
-        if path is not None and not isinstance(path, int) and flags & _WRITES:
-            _written(path, "open", flags)
+        if path is None or isinstance(path, int):
+            return
+        if flags & _WRITES:
+            _written(_inside(path), "open", flags)
             _announce("open", _inside(path))
+        else:
+            _read(path)
     elif event == "os.rename":
         source = _inside(_below(values[2], values[0]), follow=False)
         target = _below(values[3], values[1])
-        _written(target, "rename", 0, of_checkpoint=source in _checkpoint_folders or _is_checkpoint(source, target))
-        _announce("rename", source, _inside(target, follow=False))
+        full = _inside(target, follow=False)  # a rename replaces a symbolic link, not the file to which the link leads
+        of_checkpoint = source in _checkpoint_folders or _is_checkpoint(source, target)
+        _written(full, "rename", 0, source, of_checkpoint)
+        _announce("rename", source, full)
     elif event in ("os.link", "os.symlink"):
         _announce("symlink", _inside(_below(values[-1], values[1]), follow=False))
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
@@ -83,6 +90,15 @@ def _own_path(path: str) -> str:
     return path
 
 
+def _real_path(path: Any, follow: bool) -> str:
+    """Return the path of a file in the copy. Without ``follow``, a symbolic link at the end of the path stays."""
+    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+    full = os.path.join(os.path.realpath(folder), name)
+    if follow:
+        full = os.path.realpath(full)
+    return _own_path(full) if is_covered() else full
+
+
 def _inside(path: Any, follow: bool = True) -> str | None:
     """Return the real path that a call writes to, or None for a file of the recorder or a file descriptor.
 
@@ -91,12 +107,7 @@ def _inside(path: Any, follow: bool = True) -> str | None:
     """
     if isinstance(path, int):
         return None
-    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-    full = os.path.join(os.path.realpath(folder), name)
-    if follow:
-        full = os.path.realpath(full)
-    if is_covered():
-        full = _own_path(full)
+    full = _real_path(path, follow)
     if _is_below(full, config["records"]):
         return None
     # One of these folders may contain another, so the innermost folder that contains the path decides.
@@ -113,14 +124,24 @@ def _is_below(path: str, folder: str) -> bool:
     return (path + os.sep).startswith(folder + os.sep)
 
 
-def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> None:
-    full = _inside(path)
+@guarded
+def _read(path: Any) -> None:
+    """Record the first read of a checkpoint file in this process."""
+    if not re.search(config["checkpoint"], os.path.basename(os.fsdecode(path))):
+        return
+    full = _real_path(path, follow=True)
+    if full not in _read_files and _is_below(full, config["work"]):
+        _read_files.add(full)
+        record("read", path=full)
+
+
+def _written(full: str | None, kind: str, flags: int, source: str | None = None, of_checkpoint: bool = False) -> None:
     if full is None or "__pycache__" in full:
         return
     if not of_checkpoint and not re.search(config["checkpoint"], os.path.basename(full)):
         return
     _checkpoint_folders.add(os.path.dirname(full))
-    record("save", kind=kind, path=full, random=generators(), line=line())
+    record("save", kind=kind, path=full, source=source, random=generators(), line=line())
     if kind == config.get("kill_at"):
         _kill_in_save(full, kind, flags)
 
@@ -139,10 +160,10 @@ def _announce(name: str, path: str | None, target: str | None = None) -> None:
 
 def _kill_in_save(path: str, kind: str, flags: int) -> None:
     """Kill this process if this open or rename of a checkpoint has the number that the check has chosen."""
-    global _saves
-    _saves += 1
+    number = _saves.get(os.getpid(), 0) + 1
+    _saves[os.getpid()] = number
     marker = os.path.join(config["records"], "killed")
-    if _saves != config.get("kill_save") or os.path.exists(marker):
+    if number != config.get("kill_save") or os.path.exists(marker):
         return
     os.close(os.open(marker, os.O_CREAT))
     if kind == "open":  # create or empty the file first, as the open would
