@@ -171,7 +171,7 @@ class Reader:
         self._pending: list[Batch] = []  # batches that no step has used yet
         self._ended: list[Batch] = []  # batches of loaders that ended since the last step, without a step on the loader
         self._epoch = 0
-        self._has_batches = False
+        self._has_batches = False  # a step has used a batch
         self._has_numbers = False  # a DataLoader has returned a training batch
         self._follows = False  # a step has recorded the batches that it used
         self._position = 0  # number of training batches so far
@@ -223,9 +223,6 @@ class Reader:
         loader.keys.append(keys)
         if keys is None:
             self.notes.reason = event.get("reason", "")
-        if not self._has_batches:
-            self.steps.clear()  # Horovod takes a step without examples, to create the optimizer's state
-        self._has_batches = True
         if event["trains"]:
             self._position += 1
             self._has_numbers |= event.get("number") is not None
@@ -307,6 +304,9 @@ class Reader:
             self._pending = []
         for batch in taken:
             self._begin_epoch(batch)
+        if taken and not self._has_batches:
+            self.steps.clear()  # Horovod takes a step without examples, to create the optimizer's state
+            self._has_batches = True
         self.steps.append(RankStep(event, self._epoch - 1, taken, self.since, self._position))
         self.since = Before()
 
