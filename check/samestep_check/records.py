@@ -35,6 +35,7 @@ class Step(NamedTuple):
     weights_before: float | None  # norm of the weights before the step
     weights: float | None  # norm of the weights after the step
     random: dict[str, int] | None  # checksum of each random number generator's state before the step
+    random_by_rank: list[dict[str, int]]  # these checksums of each rank that takes the step
     random_before: list[dict[str, int]]  # these checksums at each loader start and save since the previous step
     line: str | None  # place of the step in the script, as ``file:line``
     called: list[Called]  # modules called without gradients since the previous step
@@ -147,6 +148,7 @@ class Notes:
 
     is_inferred: bool = False  # a DataLoader returned training batches, but no step recorded which batches it used
     workers: int = 0  # largest number of workers of a DataLoader
+    draws: bool = False  # the process is a DataLoader's worker, and draws random numbers for its examples
     timeout: float | None = None  # timeout of collectives, in seconds
     parts: list[str] = field(default_factory=list)  # names of samestep.torch that the script uses
     unseen: list[str] = field(default_factory=list)  # hooks that failed, with their exceptions
@@ -263,6 +265,9 @@ class Reader:
 
     def on_gone(self, event: Event) -> None:
         self._loader(event).is_gone = True
+
+    def on_draws(self, _: Event) -> None:
+        self.notes.draws = True
 
     def on_dropped(self, event: Event) -> None:
         last = self._last_evaluated
@@ -503,20 +508,33 @@ class Records:
         An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted.
         """
         found = []
-        parts = [process.evaluations for process in self.processes]
-        for position in sorted({shard.position for part in parts for shard in part}):
-            there = [[shard for shard in part if shard.position == position] for part in parts]
-            for each in zip_longest(*there):
-                shards = [shard for shard in each if shard is not None]
-                evaluation = _whole(shards)
-                if evaluation is not None and all(shard.is_complete for shard in shards):
-                    found.append(evaluation)
+        parts = [process.evaluations for process in self.processes if process.evaluations]
+        for shards in _paired(parts):
+            evaluation = _whole(shards)
+            if evaluation is not None and all(shard.is_complete for shard in shards):
+                found.append(evaluation)
         return found
 
     def notes(self) -> Iterator[Notes]:
         """Yield the notes of each process."""
         for each in self.processes:
             yield each.notes
+
+
+def _paired(parts: Sequence[Sequence[Shard]]) -> list[list[Shard]]:
+    """Return the shards of each evaluation, from the shards of each process.
+
+    If a process has another number of evaluations than the others, the number of training batches before an evaluation
+    shows which shards belong together.
+    """
+    if len({len(part) for part in parts}) == 1:
+        return [list(shards) for shards in zip(*parts)]
+    found = []
+    for position in sorted({shard.position for part in parts for shard in part}):
+        there = [[shard for shard in part if shard.position == position] for part in parts]
+        for each in zip_longest(*there):
+            found.append([shard for shard in each if shard is not None])
+    return found
 
 
 def _whole(shards: Sequence[Shard]) -> Evaluation | None:
@@ -581,6 +599,7 @@ def _merged(shards: Sequence[RankStep], indices: Keys, epoch: int) -> Step:
         weights_before=event.get("weights_before"),
         weights=event.get("weights"),
         random=event.get("random"),
+        random_by_rank=[shard.event.get("random") or {} for shard in shards],
         random_before=shards[0].before.random,
         line=event.get("line"),
         called=shards[0].before.called,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from samestep_check.records import Evaluation, Key, Records, Step, ordered
-from samestep_check.rows_resume import restarted
+from samestep_check.rows_resume import restarted, state_of
 from samestep_check.runner import ScriptRunner, relative
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen
 
@@ -25,10 +25,11 @@ def odd_batch(runner: ScriptRunner) -> str:
         raise CannotTell("other samples at 1 rank")
     words = f"step {k + 1} has shards of {' and '.join(map(str, steps[k].shards))}"
     if _differs(steps[k], single[k], bound):
-        if random_by_rank(single, steps):
+        if has_random_by_rank(runner):
             raise CannotTell("steps draw random numbers, and weights at 1 rank differ")
-        if relative(steps[k].weights_before, single[k].weights_before) <= bound:
-            raise Failed(f"{words}: its mean is not the mean over samples")
+        if relative(steps[k].weights_before, single[k].weights_before) > bound:
+            raise CannotTell(f"weights at 1 rank differ before step {k + 1}, the first with unequal shards")
+        raise Failed(f"{words}: its mean is not the mean over samples")
     return f"{words}, and {repeats}"
 
 
@@ -71,11 +72,27 @@ def _repeated(steps: Sequence[Step]) -> int:
     return max(counts, default=0)
 
 
-def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
-    """Return whether steps draw torch random numbers that differ between one rank and several ranks."""
-    alone = [(step.random or {}).get("torch") for step in single]
-    others = [(step.random or {}).get("torch") for step in several]
-    return _draw(single, alone) and any(one != other for one, other in zip(alone, others))
+def has_random_by_rank(runner: ScriptRunner) -> bool:
+    """Return whether workers draw random numbers, or steps draw some that differ between one rank and several."""
+    if any(notes.draws for notes in runner.reference.records.notes()):
+        return True
+    names = {name for step in runner.steps for name in step.random or {}}
+    return any(_draws_by_rank(runner, name) for name in names)
+
+
+def _draws_by_rank(runner: ScriptRunner, name: str) -> bool:
+    """Return whether steps draw from a generator whose states on a rank differ from those at one rank.
+
+    The states of a generator without a seed differ in each run, so such a generator does not count.
+    """
+    single = runner.single.steps
+    alone = [state_of(step, name) for step in single]
+    states = [state_of(step, name) for step in runner.steps]
+    repeated = [state_of(step, name) for step in runner.twin.steps]
+    if states != repeated or not _draw(single, alone):
+        return False
+    by_step = [{rank.get(name) for rank in step.random_by_rank} for step in runner.steps]
+    return any(of_ranks != {state} for of_ranks, state in zip(by_step, alone))
 
 
 def _draw(steps: Sequence[Step], states: Sequence[int | None]) -> bool:
@@ -130,6 +147,8 @@ def evaluation(runner: ScriptRunner) -> str:
             sizes = f"{runner.ranks} and {ranks} ranks divide {found[-1].size} examples"
             raise CannotTell(f"{sizes}: choose --other-n")
         found = runner.at_other.records.evaluations()
+        if not found:
+            raise CannotTell(f"no evaluation at {ranks} ranks: choose --other-n, or evaluate more often")
     words = [_counted(each, ranks) for each in found]
     return words[-1]
 
@@ -138,6 +157,8 @@ def _counted(each: Evaluation, ranks: int) -> str:
     """Return a message on how often each example counts. Raise Failed if an example counts more often, or never."""
     counts = each.counts
     size = each.size
+    if not counts:
+        raise Failed(f"at {ranks} ranks none of {size} examples counts")
     times, _ = Counter(counts.values()).most_common(1)[0]
     more = sum(count - times for count in counts.values() if count > times)
     missing = size - len(counts)
@@ -162,7 +183,7 @@ def one_rank(runner: ScriptRunner) -> str:
         largest = max(gaps.values())
         if largest <= bound:
             return f"{words}, {name} within {largest:.0e}"
-        if random_by_rank(single, steps):
+        if has_random_by_rank(runner):
             return f"{words}; other {name}, as steps draw random numbers"
         k = min(k for k, gap in gaps.items() if gap > bound)
         raise Failed(f"{words}, but the {name} differ by {gaps[k]:.0e} from step {k} on")

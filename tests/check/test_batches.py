@@ -113,3 +113,47 @@ def test_the_recorder_notices_each_draw_from_numpys_global_generator(tmp_path: P
     for first, again, drawn, restored in found:
         assert first == again == restored
         assert first != drawn
+
+
+WORKERS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Examples(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.randn(2) if sys.argv[0].endswith("draws.py") else torch.zeros(2)
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        for _ in DataLoader(Examples(), num_workers=1, multiprocessing_context=method):
+            pass
+"""
+
+
+@pytest.mark.parametrize(("name", "count"), [("draws.py", 2), ("constant.py", 0)])
+def test_the_recorder_notices_random_numbers_of_workers_once(tmp_path: Path, name: str, count: int) -> None:
+    """Draw random numbers in a forked worker and in a spawned one."""
+    script = tmp_path / name
+    script.write_text(WORKERS)
+    events = recorded(tmp_path, script)
+    assert [event["event"] for event in events].count("draws") == count
+    assert not [event for event in events if event["event"] == "unseen"]
+
+
+def test_the_recorder_reads_the_generator_of_the_current_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from samestep_record import generators, record\n"
+        "assert 'cuda' not in generators()\n"
+        "torch.cuda.is_initialized = lambda: True\n"
+        "states = []\n"
+        "for offset in (0, 4, 0):\n"
+        "    torch.cuda.get_rng_state = lambda: torch.tensor([7, offset], dtype=torch.uint8)\n"
+        "    states.append(generators()['cuda'])\n"
+        "record('states', states=states)\n"
+    )
+    (event,) = (event for event in recorded(tmp_path, script) if event["event"] == "states")
+    first, drawn, restored = event["states"]
+    assert first == restored != drawn

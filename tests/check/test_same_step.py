@@ -53,3 +53,71 @@ def test_repeated_samples_fail_only_if_one_rank_repeats_fewer(tmp_path: Path) ->
     padded = [loader(), batch(1, 0, 0), step(1)], [loader(), batch(1, 3, 0), step(1)]
     with pytest.raises(Failed, match="1 samples are repeated in an epoch, to fill the last batch"):
         rows_same_step.odd_batch(runner(tmp_path, padded, single))
+
+
+def drawn(by_rank: str, *states: int) -> list[dict[str, Any]]:
+    """Return the events of three steps, in which a generator has these states and weights differ with ``by_rank``."""
+    events = [loader()]
+    for number, state in enumerate(states, 1):
+        weights = 2.0 if by_rank == "ranks" else 1.0
+        events += [batch(number, number), step(number, random={"numpy": state}, weights=weights, weights_before=1.0)]
+    return events
+
+
+def test_random_numbers_of_any_generator_and_rank_explain_other_weights(tmp_path: Path) -> None:
+    """Only rank 1, whose batches are empty, draws other numbers than one rank."""
+    other = [loader()]
+    for number, state in enumerate((9, 8, 7), 1):
+        other += [batch(number), step(number, random={"numpy": state})]
+    run = runner(tmp_path, (drawn("ranks", 1, 2, 3), other), drawn("single", 1, 2, 3))
+    assert "other weights, as steps draw random numbers" in rows_same_step.one_rank(run)
+    with pytest.raises(CannotTell, match="steps draw random numbers, and weights at 1 rank differ"):
+        rows_same_step.odd_batch(run)
+    constant = runner(tmp_path, (drawn("ranks", 1, 1, 1),), drawn("single", 2, 2, 2))
+    with pytest.raises(Failed, match="the weights differ by 5e-01 from step 1 on"):
+        rows_same_step.one_rank(constant)
+    constant.reference = read(tmp_path / "workers", [*drawn("ranks", 1, 1, 1), {"event": "draws"}])
+    assert "as steps draw random numbers" in rows_same_step.one_rank(constant)
+
+
+def test_weights_that_differ_before_the_odd_step_show_nothing(tmp_path: Path) -> None:
+    """Weights at one rank already differ before the first step with unequal shards."""
+    two = [loader(), batch(1, 0, 1), step(1, weights=3.0, weights_before=2.0)], [loader(), batch(1, 2), step(1)]
+    single = [loader(), batch(1, 0, 1, 2), step(1, weights=1.0, weights_before=1.0)]
+    with pytest.raises(CannotTell, match="weights at 1 rank differ before step 1, the first with unequal shards"):
+        rows_same_step.odd_batch(runner(tmp_path, two, single))
+
+
+def evaluates(number: int, *keys: int, size: int = 3) -> list[dict[str, Any]]:
+    """Return the events of an evaluation of a rank's keys."""
+    indices = {"event": "batch", "loader": number, "number": 100 + number, "indices": keys, "trains": False}
+    return [loader(number, size, 1), *([indices] if keys else []), {"event": "end", "loader": number}]
+
+
+def test_an_evaluation_without_an_example_fails(tmp_path: Path) -> None:
+    """The loader drops the only batch of each rank."""
+    train = [loader(), batch(1, 0), step(1)]
+    run = runner(tmp_path, ([*train, *evaluates(2)], [*train, *evaluates(2)]), train)
+    with pytest.raises(Failed, match="at 2 ranks none of 3 examples counts"):
+        rows_same_step.evaluation(run)
+
+
+def test_a_run_at_other_ranks_may_have_no_evaluation(tmp_path: Path) -> None:
+    """Two ranks divide the examples, and the run at three ranks has too few steps for an evaluation."""
+    train = [loader(), batch(1, 0), step(1)]
+    run = runner(tmp_path, ([*train, *evaluates(2, 0, 1, size=2)], [*train, *evaluates(2, size=2)]), train)
+    run.other = 3
+    run.at_other = read(tmp_path / "other", train)
+    with pytest.raises(CannotTell, match="no evaluation at 3 ranks: choose --other-n, or evaluate more often"):
+        rows_same_step.evaluation(run)
+
+
+def test_shards_of_an_evaluation_are_paired_if_a_rank_loads_another_batch(tmp_path: Path) -> None:
+    """Rank 0 loads a batch before the training. The third process evaluates nothing."""
+    train = [loader(), batch(1, 0), step(1)]
+    looks = [loader(8), {**batch(7, 5), "loader": 8}, {"event": "gone", "loader": 8}]
+    ranks = [*looks, *train, *evaluates(9, 0, 2)], [*train, *evaluates(2, 1)], train
+    message = rows_same_step.evaluation(runner(tmp_path, ranks[:2], train))
+    assert message == "at 2 ranks each of 3 examples counts once"
+    (found,) = read(tmp_path / "three", *ranks).records.evaluations()
+    assert found.counts == {0: 1, 1: 1, 2: 1}

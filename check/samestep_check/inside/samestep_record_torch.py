@@ -27,6 +27,8 @@ _before: dict[str, Any] = {}
 _newest_loader = 0
 _dropped_in = 0  # number of the loader whose padding was recorded last
 _scale: float | None = None  # newest scale of a GradScaler
+_at_fetch: dict[str, int] = {}  # generators of this process, a loader's worker, at the begin of its newest fetch
+_has_drawn = False  # whether this process, a loader's worker, has drawn random numbers in a fetch
 
 
 def start() -> None:
@@ -56,6 +58,36 @@ def _watch_loaders(module: ModuleType) -> None:
     watch(iterator, "_reset", before=_begin)
     watch(iterator, "_next_index", after=_asked)
     watch(iterator, "__next__", before=_follow, after=_returned, failed=_ended)
+    watch(module._utils.worker, "_worker_loop", before=_begin_worker)
+
+
+def _begin_worker(_: Any, dataset: Any, *__: Any, **___: Any) -> None:
+    """Watch the fetches of a loader's worker.
+
+    `samestep.torch.Seeded` is not watched, because it draws the same numbers for an example in any worker.
+    """
+    if type(dataset).__module__.startswith("samestep."):
+        return
+    fetch = sys.modules["torch.utils.data._utils.fetch"]
+    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        watch(fetcher, "fetch", before=_before_fetch, after=_after_fetch)
+
+
+def _before_fetch(*_: Any) -> None:
+    global _at_fetch
+    if not _has_drawn:
+        _at_fetch = generators() or {}
+
+
+def _after_fetch(*_: Any) -> None:
+    """Record that this worker draws random numbers, once."""
+    global _has_drawn
+    if _has_drawn:
+        return
+    states = generators() or {}
+    if any(states.get(name) != state for name, state in _at_fetch.items()):
+        _has_drawn = True
+        record("draws")
 
 
 def _begin(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
