@@ -138,6 +138,7 @@ class Process:
         self.steps = reader.steps
         self.saves = reader.saves
         self.evaluations = reader.adapted or reader.evaluations()
+        self.trained = reader.trained()
         self.called = reader.since.called  # modules called without gradients after the last step
         self.notes = reader.notes
 
@@ -201,6 +202,15 @@ class Reader:
             loader = self._evaluated[number]
             is_complete = loader.epoch == EVALUATED
             found.append(Shard(_joined(loader.keys), loader.size, loader.subsets, is_complete, loader.position))
+        return found
+
+    def trained(self) -> dict[int, set[Key]]:
+        """Return the keys of the training loaders' examples, by the size of the dataset."""
+        found: dict[int, set[Key]] = {}
+        for loader in self._loaders.values():
+            is_training = loader.epoch not in (None, EVALUATED)
+            if is_training and loader.size:
+                found.setdefault(loader.size, set()).update(_joined(loader.keys) or ())
         return found
 
     def _loader(self, event: Event) -> Loader:
@@ -505,7 +515,8 @@ class Records:
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations whose examples have keys, each merged over all ranks.
 
-        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted.
+        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted. If samplers
+        split a dataset, the size of an evaluation excludes the examples of the other splits.
         """
         found = []
         parts = [process.evaluations for process in self.processes if process.evaluations]
@@ -513,7 +524,24 @@ class Records:
             evaluation = _whole(shards)
             if evaluation is not None and all(shard.is_complete for shard in shards):
                 found.append(evaluation)
-        return found
+        return [each._replace(size=each.size - len(self._elsewhere(each, found))) for each in found]
+
+    def _elsewhere(self, evaluation: Evaluation, others: Sequence[Evaluation]) -> set[Key]:
+        """Return the keys of the training and of other evaluations, if these use other examples of the dataset."""
+        own = evaluation.counts.keys()
+        trained: set[Key] = set()
+        for process in self.processes:
+            trained |= process.trained.get(evaluation.size, set())
+        if not trained.isdisjoint(own):
+            return set()
+        for other in others:
+            if trained and other.size == evaluation.size and own.isdisjoint(other.counts):
+                trained |= other.counts.keys()
+        return trained
+
+    def sizes(self) -> list[set[int]]:
+        """Return, for each rank, the sizes of the datasets that the last start trains on."""
+        return [set(processes[-1].trained) for processes in self.ranks().values()]
 
     def notes(self) -> Iterator[Notes]:
         """Yield the notes of each process."""

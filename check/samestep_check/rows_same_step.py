@@ -21,6 +21,7 @@ def odd_batch(runner: ScriptRunner) -> str:
     k = _first_odd(steps)
     bound = runner.bound()
     single = runner.single.steps
+    runner.require_common_keys(runner.single.records)
     if [step.indices for step in single] != samples:
         raise CannotTell("other samples at 1 rank")
     words = f"step {k + 1} has shards of {' and '.join(map(str, steps[k].shards))}"
@@ -57,6 +58,7 @@ def _compare_repeats(runner: ScriptRunner) -> str:
     repeated = _repeated(runner.steps)
     if repeated == 0:
         return "no sample is repeated"
+    runner.require_common_keys(runner.single.records)
     added = repeated - _repeated(runner.single.steps)
     if added > 0:
         raise Failed(f"{added} samples are repeated in an epoch, to fill the last batch")
@@ -193,6 +195,7 @@ def one_rank(runner: ScriptRunner) -> str:
 def _compare_samples(runner: ScriptRunner) -> None:
     """Raise CannotTell or Failed if a step has other samples at one rank."""
     samples = runner.samples()
+    runner.require_common_keys(runner.single.records)
     alone = [step.indices or [] for step in runner.single.steps]
     wanted = len(samples[0])
     first = len([*alone, []][0])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from samestep_check import rows_same_step
 from samestep_check.records import Records
-from samestep_check.runner import CLOSE, Undisturbed
-from samestep_check.verdicts import CannotTell, Failed
+from samestep_check.runner import CLOSE, ScriptRunner, Undisturbed
+from samestep_check.verdicts import CannotTell, Failed, NotSeen
 from test_source import batch, records, step
 
 Events = Sequence[dict[str, Any]]
@@ -33,7 +33,7 @@ def runner(folder: Path, ranks: Sequence[Events], single: Events) -> Any:
     """Return a stand-in for the runner, with the runs at several ranks and at one rank."""
     reference = read(folder / "ranks", *ranks)
     alone = read(folder / "single", single)
-    return SimpleNamespace(
+    found = SimpleNamespace(
         ranks=len(ranks),
         reference=reference,
         twin=reference,
@@ -42,6 +42,8 @@ def runner(folder: Path, ranks: Sequence[Events], single: Events) -> Any:
         samples=lambda: [each.indices for each in reference.steps],
         bound=lambda: CLOSE,
     )
+    found.require_common_keys = lambda other: ScriptRunner.require_common_keys(found, other)
+    return found
 
 
 def test_repeated_samples_fail_only_if_one_rank_repeats_fewer(tmp_path: Path) -> None:
@@ -110,6 +112,30 @@ def test_a_run_at_other_ranks_may_have_no_evaluation(tmp_path: Path) -> None:
     run.at_other = read(tmp_path / "other", train)
     with pytest.raises(CannotTell, match="no evaluation at 3 ranks: choose --other-n, or evaluate more often"):
         rows_same_step.evaluation(run)
+
+
+@pytest.mark.parametrize("sizes", [(26, 25), (25, 25)])
+def test_keys_are_not_compared_if_each_rank_numbers_its_own_examples(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """Each rank trains on its own dataset, whose size is the same on both ranks or not."""
+    ranks = [[loader(size=size), batch(1, 0), step(1)] for size in sizes]
+    run = runner(tmp_path, ranks, [loader(size=sum(sizes)), batch(1, 0, 1), step(1)])
+    for row in (rows_same_step.odd_batch, rows_same_step.one_rank):
+        with pytest.raises(NotSeen, match="each rank numbers its own examples"):
+            row(run)
+
+
+def test_an_evaluation_of_a_part_of_the_training_dataset_lacks_no_example(tmp_path: Path) -> None:
+    """A sampler splits one dataset of six examples into three for training, two for validation and one for a test."""
+    train = [loader(size=6), batch(1, 0, 1, 2), step(1)]
+    whole = [*train, *evaluates(2, 3, 4, size=6), *evaluates(3, 5, size=6)]
+    read_evaluations = [each.size for each in read(tmp_path / "whole", whole).records.evaluations()]
+    assert read_evaluations == [2, 1]
+    with_training = [*train, *evaluates(2, 2, 3, 4, size=6)]
+    (found,) = read(tmp_path / "with training", with_training).records.evaluations()
+    assert found.size == 6
+    other_dataset = [*train, *evaluates(2, 3, 4, size=7)]
+    (found,) = read(tmp_path / "other", other_dataset).records.evaluations()
+    assert found.size == 7
 
 
 def test_shards_of_an_evaluation_are_paired_if_a_rank_loads_another_batch(tmp_path: Path) -> None:
