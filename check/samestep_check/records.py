@@ -149,6 +149,7 @@ class Notes:
 
     is_inferred: bool = False  # a DataLoader returned training batches, but no step recorded which batches it used
     workers: int = 0  # largest number of workers of a DataLoader
+    eps: float = 0.0  # machine epsilon of the lowest floating-point precision of weights or of autocast
     draws: bool = False  # the process is a DataLoader's worker, and draws random numbers for its examples
     timeout: float | None = None  # timeout of collectives, in seconds
     parts: list[str] = field(default_factory=list)  # names of samestep.torch that the script uses
@@ -278,6 +279,9 @@ class Reader:
 
     def on_draws(self, _: Event) -> None:
         self.notes.draws = True
+
+    def on_precision(self, event: Event) -> None:
+        self.notes.eps = max(self.notes.eps, event["eps"])
 
     def on_dropped(self, event: Event) -> None:
         last = self._last_evaluated
@@ -515,8 +519,8 @@ class Records:
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations whose examples have keys, each merged over all ranks.
 
-        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted. If samplers
-        split a dataset, the size of an evaluation excludes the examples of the other splits.
+        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted. If
+        samplers split a dataset, the size of an evaluation excludes the examples of the other splits.
         """
         found = []
         parts = [process.evaluations for process in self.processes if process.evaluations]

@@ -24,7 +24,7 @@ def loader(number: int = 1, size: int = 9, batches: int = 9) -> dict[str, Any]:
 
 def read(folder: Path, *ranks: Events) -> Undisturbed:
     """Return an undisturbed run with the events of each rank."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     found: Records = records(folder, *ranks)
     return Undisturbed(found, found.steps(), losses=0, warnings=0, duration=1.0)
 
@@ -82,12 +82,40 @@ def test_random_numbers_of_any_generator_and_rank_explain_other_weights(tmp_path
     assert "as steps draw random numbers" in rows_same_step.one_rank(constant)
 
 
+def test_weights_may_differ_by_the_rounding_of_the_lowest_precision(tmp_path: Path) -> None:
+    """The weights differ by more than float32's rounding. Then an autocast to bfloat16 is recorded."""
+    single = [loader(), batch(1, 0, 1), step(1, weights=1.0)]
+    two = [loader(), batch(1, 0), step(1, weights=1.001)], [loader(), batch(1, 1), step(1)]
+    with pytest.raises(Failed, match="the weights differ by 1e-03"):
+        rows_same_step.one_rank(runner(tmp_path, two, single))
+    autocasts = {"event": "precision", "eps": 0.0078125}
+    run = runner(tmp_path, ([*two[0], autocasts], two[1]), single)
+    assert rows_same_step.one_rank(run) == "same samples in all 1 steps, weights within 1e-03"
+
+
 def test_weights_that_differ_before_the_odd_step_show_nothing(tmp_path: Path) -> None:
     """Weights at one rank already differ before the first step with unequal shards."""
     two = [loader(), batch(1, 0, 1), step(1, weights=3.0, weights_before=2.0)], [loader(), batch(1, 2), step(1)]
     single = [loader(), batch(1, 0, 1, 2), step(1, weights=1.0, weights_before=1.0)]
     with pytest.raises(CannotTell, match="weights at 1 rank differ before step 1, the first with unequal shards"):
         rows_same_step.odd_batch(runner(tmp_path, two, single))
+
+
+def epochs(*orders: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the events of an epoch for each order of keys."""
+    events = []
+    for number, keys in enumerate(orders, 1):
+        events += [loader(number), {**batch(number, *keys), "loader": number}, step(number)]
+    return events
+
+
+def test_the_order_of_keys_with_several_items_is_compared(tmp_path: Path) -> None:
+    """The keys are (index, epoch) in one order, or (task, index) with two alternating tasks."""
+    same = epochs([[2, 0], [1, 0], [3, 0]], [[2, 1], [1, 1], [3, 1]])
+    with pytest.raises(Failed, match=r"both epochs have the same order: 2, 1, 3\.\.\."):
+        rows_same_step.epoch_order(runner(tmp_path / "same", (same,), same))
+    tasks = epochs([[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [0, 0], [1, 0], [0, 1]])
+    assert rows_same_step.epoch_order(runner(tmp_path / "tasks", (tasks,), tasks)) == "2 epochs in 2 orders"
 
 
 def evaluates(number: int, *keys: int, size: int = 3) -> list[dict[str, Any]]:
