@@ -33,7 +33,7 @@ def runner(folder: Path, ranks: Sequence[Events], single: Events) -> Any:
     """Return a stand-in for the runner, with the runs at several ranks and at one rank."""
     reference = read(folder / "ranks", *ranks)
     alone = read(folder / "single", single)
-    found = SimpleNamespace(
+    found: Any = SimpleNamespace(
         ranks=len(ranks),
         reference=reference,
         twin=reference,

@@ -419,7 +419,7 @@ def _buffers() -> dict[str, list[Any]]:
 
 
 def persistent_buffers(part: Any) -> list[Any]:
-    """Return the persistent buffers of a module, without those of its submodules."""
+    """Return the persistent buffers of a module itself, not of its submodules."""
     hidden = part._non_persistent_buffers_set
     return [each for name, each in part._buffers.items() if each is not None and name not in hidden]
 

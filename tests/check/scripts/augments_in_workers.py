@@ -1,7 +1,8 @@
-"""Sound: the loader's workers augment the examples; the workers' seed depends on the epoch and the rank."""
+"""Sound: the loader's workers augment the examples, with a seed that depends on the epoch and the rank."""
 
 import signal
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,7 @@ from training import (
 STEPS = 4 * PER_EPOCH
 
 
-class Augmented(Dataset):
+class Augmented(Dataset[Any]):
     """The training examples with noise, as a random crop or flip is."""
 
     def __init__(self) -> None:

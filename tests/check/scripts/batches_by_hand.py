@@ -1,4 +1,4 @@
-"""Sound: the script indexes its training tensors itself; only the evaluation uses a DataLoader."""
+"""Sound: the script indexes its training tensors itself, and only the evaluation uses a DataLoader."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Not seen: a resume begins the epoch again; the script indexes its training tensors itself."""
+"""Not seen: a resume begins the epoch again, and the script indexes its training tensors itself."""
 
 import sys
 

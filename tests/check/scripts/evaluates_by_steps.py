@@ -1,6 +1,7 @@
 """Unsound: a rank's batch size is fixed, so a run at 3 ranks has too few steps for an evaluation."""
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def evaluate(model: torch.nn.Module) -> None:
 def main() -> None:
     connect()
     data = examples()
-    sampler = DistributedSampler(data, seed=3)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=3)
     loader = DataLoader(data, batch_size=OWN, sampler=sampler)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -1,6 +1,7 @@
 """Sound: each rank copies its examples of an epoch into its own dataset, and loads batches of this dataset."""
 
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,7 @@ from training import (
 )
 
 
-def own_loader(step: int) -> DataLoader:
+def own_loader(step: int) -> DataLoader[Any]:
     """Return a loader of this rank's examples of an epoch, from ``step`` to the epoch's end."""
     inputs, targets = examples().tensors
     places = []

@@ -1,6 +1,7 @@
 """Sound: samplers split one dataset into training examples and test examples."""
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from training import (
 )
 
 
-def evaluate(model: torch.nn.Module, data: Dataset) -> None:
+def evaluate(model: torch.nn.Module, data: Dataset[Any]) -> None:
     """Print the mean squared error over the examples from COUNT on. Each example is evaluated on one rank."""
     own = range(COUNT + dist.get_rank(), COUNT + TESTED, dist.get_world_size())
     total = torch.zeros(())
@@ -40,7 +41,7 @@ def main() -> None:
     connect()
     generator = torch.Generator().manual_seed(6)
     inputs = torch.randn(TESTED, 8, generator=generator)
-    data = ConcatDataset([examples(), TensorDataset(inputs, inputs.sum(1, keepdim=True))])
+    data: Dataset[Any] = ConcatDataset([examples(), TensorDataset(inputs, inputs.sum(1, keepdim=True))])
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = 0
