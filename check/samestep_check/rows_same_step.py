@@ -107,9 +107,14 @@ def _draws_by_rank(runner: ScriptRunner, name: str) -> bool:
 
 
 def _draw(steps: Sequence[Step], states: Sequence[int | None]) -> bool:
-    """Return whether a generator's state changes between two steps of an epoch."""
-    pairs = zip(steps, steps[1:], states, states[1:])
-    return any(one != two for before, after, one, two in pairs if before.epoch == after.epoch)
+    """Return whether a generator's state changes between two steps of an epoch, without a loader's start between them.
+
+    A loader, for example of an evaluation, draws a seed for its workers when it starts.
+    """
+    for before, after, one, two in zip(steps, steps[1:], states, states[1:]):
+        if one != two and before.epoch == after.epoch and not after.random_before:
+            return True
+    return False
 
 
 def epoch_order(runner: ScriptRunner) -> str:

@@ -82,6 +82,17 @@ def test_random_numbers_of_any_generator_and_rank_explain_other_weights(tmp_path
     assert "as steps draw random numbers" in rows_same_step.one_rank(constant)
 
 
+def test_a_loader_between_steps_draws_no_random_numbers_for_them(tmp_path: Path) -> None:
+    """Ranks have other seeds, and an evaluation begins between two steps."""
+    begins = {**loader(8), "random": {"numpy": 1}}
+    single = drawn("single", 1, 2)
+    rank = drawn("ranks", 3, 4)
+    for events in (single, rank):
+        events.insert(3, begins)
+    with pytest.raises(Failed, match="the weights differ by 5e-01 from step 1 on"):
+        rows_same_step.one_rank(runner(tmp_path, (rank,), single))
+
+
 def test_weights_may_differ_by_the_rounding_of_the_lowest_precision(tmp_path: Path) -> None:
     """The weights differ by more than float32's rounding. Then an autocast to bfloat16 is recorded."""
     single = [loader(), batch(1, 0, 1), step(1, weights=1.0)]
