@@ -519,23 +519,31 @@ class Records:
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations whose examples have keys, each merged over all ranks.
 
-        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted. If
-        samplers split a dataset, the size of an evaluation excludes the examples of the other splits.
+        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted. So is a
+        loader of the training dataset that ended without a batch. If samplers split a dataset, the size of an
+        evaluation excludes the examples of the other splits.
         """
         found = []
         parts = [process.evaluations for process in self.processes if process.evaluations]
         for shards in _paired(parts):
             evaluation = _whole(shards)
-            if evaluation is not None and all(shard.is_complete for shard in shards):
+            if evaluation is None or not all(shard.is_complete for shard in shards):
+                continue
+            if evaluation.counts or not self._trained(evaluation.size):
                 found.append(evaluation)
         return [each._replace(size=each.size - len(self._elsewhere(each, found))) for each in found]
+
+    def _trained(self, size: int) -> set[Key]:
+        """Return the keys on which all processes trained, of a dataset with ``size`` examples."""
+        found: set[Key] = set()
+        for process in self.processes:
+            found |= process.trained.get(size, set())
+        return found
 
     def _elsewhere(self, evaluation: Evaluation, others: Sequence[Evaluation]) -> set[Key]:
         """Return the keys of the training and of other evaluations, if these use other examples of the dataset."""
         own = evaluation.counts.keys()
-        trained: set[Key] = set()
-        for process in self.processes:
-            trained |= process.trained.get(evaluation.size, set())
+        trained = self._trained(evaluation.size)
         if not trained.isdisjoint(own):
             return set()
         for other in others:

@@ -143,6 +143,12 @@ def test_an_evaluation_without_an_example_fails(tmp_path: Path) -> None:
         rows_same_step.evaluation(run)
 
 
+def test_a_training_loader_without_a_batch_is_no_evaluation(tmp_path: Path) -> None:
+    """Begin a loader at the end of an epoch."""
+    train = [loader(), batch(1, 0), step(1), loader(2), {"event": "end", "loader": 2}]
+    assert not read(tmp_path / "empty", train).records.evaluations()
+
+
 def test_a_run_at_other_ranks_may_have_no_evaluation(tmp_path: Path) -> None:
     """Two ranks divide the examples, and the run at three ranks has too few steps for an evaluation."""
     train = [loader(), batch(1, 0), step(1)]
