@@ -38,6 +38,7 @@ class Step(NamedTuple):
     weights_before: float | None  # norm of the weights before the step
     weights: float | None  # norm of the weights after the step
     random: dict[str, int] | None  # checksum of each random number generator's state before the step
+    random_by_rank: list[dict[str, int]]  # these checksums of each rank that takes the step
     random_before: list[dict[str, int]]  # these checksums at each loader start and save since the previous step
     line: str | None  # place of the step in the script, as ``file:line``
     called: list[Called]  # modules called without gradients since the previous step
@@ -142,6 +143,7 @@ class Process:
         self.saves = reader.saves
         self.reads = reader.reads
         self.evaluations = reader.adapted or reader.evaluations()
+        self.trained = reader.trained()
         self.called = reader.since.called  # modules called without gradients after the last step
         self.notes = reader.notes
 
@@ -152,6 +154,8 @@ class Notes:
 
     is_inferred: bool = False  # a DataLoader returned training batches, but no step recorded which batches it used
     workers: int = 0  # largest number of workers of a DataLoader
+    eps: float = 0.0  # machine epsilon of the lowest floating-point precision of weights or of autocast
+    draws: bool = False  # the process is a DataLoader's worker, and draws random numbers for its examples
     timeout: float | None = None  # timeout of collectives, in seconds
     parts: list[str] = field(default_factory=list)  # names of samestep.torch that the script uses
     unseen: list[str] = field(default_factory=list)  # hooks that failed, with their exceptions
@@ -177,7 +181,7 @@ class Reader:
         self._pending: list[Batch] = []  # batches that no step has used yet
         self._ended: list[Batch] = []  # batches of loaders that ended since the last step, without a step on the loader
         self._epoch = 0
-        self._has_batches = False
+        self._has_batches = False  # a step has used a batch
         self._has_numbers = False  # a DataLoader has returned a training batch
         self._follows = False  # a step has recorded the batches that it used
         self._position = 0  # number of training batches so far
@@ -207,6 +211,15 @@ class Reader:
             found.append(Shard(_joined(loader.keys), loader.size, loader.subsets, is_complete, loader.position))
         return found
 
+    def trained(self) -> dict[int, set[Key]]:
+        """Return the keys of the training loaders' examples, by the size of the dataset."""
+        found: dict[int, set[Key]] = {}
+        for loader in self._loaders.values():
+            is_training = loader.epoch not in (None, EVALUATED)
+            if is_training and loader.size:
+                found.setdefault(loader.size, set()).update(_joined(loader.keys) or ())
+        return found
+
     def _loader(self, event: Event) -> Loader:
         return self._loaders.setdefault(event["loader"], Loader())
 
@@ -229,9 +242,6 @@ class Reader:
         loader.keys.append(keys)
         if keys is None:
             self.notes.reason = event.get("reason", "")
-        if not self._has_batches:
-            self.steps.clear()  # Horovod takes a step without examples, to create the optimizer's state
-        self._has_batches = True
         if event["trains"]:
             self._position += 1
             self._has_numbers |= event.get("number") is not None
@@ -272,6 +282,12 @@ class Reader:
 
     def on_gone(self, event: Event) -> None:
         self._loader(event).is_gone = True
+
+    def on_draws(self, _: Event) -> None:
+        self.notes.draws = True
+
+    def on_precision(self, event: Event) -> None:
+        self.notes.eps = max(self.notes.eps, event["eps"])
 
     def on_dropped(self, event: Event) -> None:
         last = self._last_evaluated
@@ -317,6 +333,9 @@ class Reader:
             self._pending = []
         for batch in taken:
             self._begin_epoch(batch)
+        if taken and not self._has_batches:
+            self.steps.clear()  # Horovod takes a step without examples, to create the optimizer's state
+            self._has_batches = True
         self.steps.append(RankStep(event, self._epoch - 1, taken, self.since, self._position))
         self.since = Before()
 
@@ -516,23 +535,62 @@ class Records:
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations whose examples have keys, each merged over all ranks.
 
-        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted.
+        An evaluation that a rank has left early, such as Lightning's sanity check of two batches, is omitted. So is a
+        loader of the training dataset that ended without a batch. If samplers split a dataset, the size of an
+        evaluation excludes the examples of the other splits.
         """
         found = []
-        parts = [process.evaluations for process in self.processes]
-        for position in sorted({shard.position for part in parts for shard in part}):
-            there = [[shard for shard in part if shard.position == position] for part in parts]
-            for each in zip_longest(*there):
-                shards = [shard for shard in each if shard is not None]
-                evaluation = _whole(shards)
-                if evaluation is not None and all(shard.is_complete for shard in shards):
-                    found.append(evaluation)
+        parts = [process.evaluations for process in self.processes if process.evaluations]
+        for shards in _paired(parts):
+            evaluation = _whole(shards)
+            if evaluation is None or not all(shard.is_complete for shard in shards):
+                continue
+            if evaluation.counts or not self._trained(evaluation.size):
+                found.append(evaluation)
+        return [each._replace(size=each.size - len(self._elsewhere(each, found))) for each in found]
+
+    def _trained(self, size: int) -> set[Key]:
+        """Return the keys on which all processes trained, of a dataset with ``size`` examples."""
+        found: set[Key] = set()
+        for process in self.processes:
+            found |= process.trained.get(size, set())
         return found
+
+    def _elsewhere(self, evaluation: Evaluation, others: Sequence[Evaluation]) -> set[Key]:
+        """Return the keys of the training and of other evaluations, if these use other examples of the dataset."""
+        own = evaluation.counts.keys()
+        trained = self._trained(evaluation.size)
+        if not trained.isdisjoint(own):
+            return set()
+        for other in others:
+            if trained and other.size == evaluation.size and own.isdisjoint(other.counts):
+                trained |= other.counts.keys()
+        return trained
+
+    def sizes(self) -> list[set[int]]:
+        """Return, for each rank, the sizes of the datasets that the last start trains on."""
+        return [set(processes[-1].trained) for processes in self.ranks().values()]
 
     def notes(self) -> Iterator[Notes]:
         """Yield the notes of each process."""
         for each in self.processes:
             yield each.notes
+
+
+def _paired(parts: Sequence[Sequence[Shard]]) -> list[list[Shard]]:
+    """Return the shards of each evaluation, from the shards of each process.
+
+    If a process has another number of evaluations than the others, the number of training batches before an evaluation
+    shows which shards belong together.
+    """
+    if len({len(part) for part in parts}) == 1:
+        return [list(shards) for shards in zip(*parts)]
+    found = []
+    for position in sorted({shard.position for part in parts for shard in part}):
+        there = [[shard for shard in part if shard.position == position] for part in parts]
+        for each in zip_longest(*there):
+            found.append([shard for shard in each if shard is not None])
+    return found
 
 
 def _whole(shards: Sequence[Shard]) -> Evaluation | None:
@@ -597,6 +655,7 @@ def _merged(shards: Sequence[RankStep], indices: Keys, epoch: int) -> Step:
         weights_before=event.get("weights_before"),
         weights=event.get("weights"),
         random=event.get("random"),
+        random_by_rank=[shard.event.get("random") or {} for shard in shards],
         random_before=shards[0].before.random,
         line=event.get("line"),
         called=shards[0].before.called,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from samestep_check.records import Evaluation, Key, Records, Step, ordered
-from samestep_check.rows_resume import restarted
+from samestep_check.rows_resume import restarted, state_of
 from samestep_check.runner import ScriptRunner, relative
 from samestep_check.verdicts import ADAPTER, CannotTell, Failed, NotSeen
 
@@ -17,21 +17,21 @@ def odd_batch(runner: ScriptRunner) -> str:
     """Check that a step with unequal shards averages over samples, and that no sample is repeated in an epoch."""
     samples = runner.samples()
     steps = runner.steps
-    repeated = _repeated(steps, samples)
-    if repeated:
-        raise Failed(f"{repeated} samples are repeated in an epoch, to fill the last batch")
+    repeats = _compare_repeats(runner)
     k = _first_odd(steps)
-    bound = runner.bound()
+    bound = _bound(runner)
     single = runner.single.steps
+    runner.require_common_keys(runner.single.records)
     if [step.indices for step in single] != samples:
         raise CannotTell("other samples at 1 rank")
     words = f"step {k + 1} has shards of {' and '.join(map(str, steps[k].shards))}"
     if _differs(steps[k], single[k], bound):
-        if random_by_rank(single, steps):
+        if has_random_by_rank(runner):
             raise CannotTell("steps draw random numbers, and weights at 1 rank differ")
-        if relative(steps[k].weights_before, single[k].weights_before) <= bound:
-            raise Failed(f"{words}: its mean is not the mean over samples")
-    return f"{words}, and no sample is repeated"
+        if relative(steps[k].weights_before, single[k].weights_before) > bound:
+            raise CannotTell(f"weights at 1 rank differ before step {k + 1}, the first with unequal shards")
+        raise Failed(f"{words}: its mean is not the mean over samples")
+    return f"{words}, and {repeats}"
 
 
 def _first_odd(steps: Sequence[Step]) -> int:
@@ -50,26 +50,71 @@ def _differs(several: Step, alone: Step, bound: float) -> bool:
     return relative(several.weights, alone.weights) > bound
 
 
-def _repeated(steps: Sequence[Step], samples: Sequence[list[Key]]) -> int:
+def _bound(runner: ScriptRunner) -> float:
+    """Return the largest relative difference of norms between world sizes that rounding may cause.
+
+    Each rank rounds its own gradients. So in a low precision, weights differ more than in a repetition of the run.
+    """
+    eps: list[float] = [notes.eps for notes in runner.reference.records.notes()]
+    return max(runner.bound(), *eps)
+
+
+def _compare_repeats(runner: ScriptRunner) -> str:
+    """Return a message on repeated samples. Raise Failed if more samples are repeated in an epoch than at one rank.
+
+    A sampler that draws with replacement repeats samples at one rank too. Two loaders may have equal keys.
+    """
+    repeated = _repeated(runner.steps)
+    if repeated == 0:
+        return "no sample is repeated"
+    runner.require_common_keys(runner.single.records)
+    added = repeated - _repeated(runner.single.steps)
+    if added > 0:
+        raise Failed(f"{added} samples are repeated in an epoch, to fill the last batch")
+    return "no more samples are repeated than at 1 rank"
+
+
+def _repeated(steps: Sequence[Step]) -> int:
     """Return the largest number of repeated samples in an epoch."""
     epochs: dict[int, list[Key]] = {}
-    for step, keys in zip(steps, samples):
-        epochs.setdefault(step.epoch, []).extend(keys)
+    for step in steps:
+        epochs.setdefault(step.epoch, []).extend(step.indices or ())
     counts = [len(keys) - len(set(keys)) for keys in epochs.values()]
     return max(counts, default=0)
 
 
-def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
-    """Return whether steps draw torch random numbers that differ between one rank and several ranks."""
-    alone = [(step.random or {}).get("torch") for step in single]
-    others = [(step.random or {}).get("torch") for step in several]
-    return _draw(single, alone) and any(one != other for one, other in zip(alone, others))
+def has_random_by_rank(runner: ScriptRunner) -> bool:
+    """Return whether workers draw random numbers, or steps draw some that differ between one rank and several."""
+    if any(notes.draws for notes in runner.reference.records.notes()):
+        return True
+    names = {name for step in runner.steps for name in step.random or {}}
+    return any(_draws_by_rank(runner, name) for name in names)
+
+
+def _draws_by_rank(runner: ScriptRunner, name: str) -> bool:
+    """Return whether steps draw from a generator whose states on a rank differ from those at one rank.
+
+    The states of a generator without a seed differ in each run, so such a generator does not count.
+    """
+    single = runner.single.steps
+    alone = [state_of(step, name) for step in single]
+    states = [state_of(step, name) for step in runner.steps]
+    repeated = [state_of(step, name) for step in runner.twin.steps]
+    if states != repeated or not _draw(single, alone):
+        return False
+    by_step = [{rank.get(name) for rank in step.random_by_rank} for step in runner.steps]
+    return any(of_ranks != {state} for of_ranks, state in zip(by_step, alone))
 
 
 def _draw(steps: Sequence[Step], states: Sequence[int | None]) -> bool:
-    """Return whether a generator's state changes between two steps of an epoch."""
-    pairs = zip(steps, steps[1:], states, states[1:])
-    return any(one != two for before, after, one, two in pairs if before.epoch == after.epoch)
+    """Return whether a generator's state changes between two steps of an epoch, without a loader's start between them.
+
+    A loader, for example of an evaluation, draws a seed for its workers when it starts.
+    """
+    for before, after, one, two in zip(steps, steps[1:], states, states[1:]):
+        if one != two and before.epoch == after.epoch and not after.random_before:
+            return True
+    return False
 
 
 def epoch_order(runner: ScriptRunner) -> str:
@@ -99,9 +144,15 @@ def _epochs(runner: ScriptRunner) -> dict[int, list[Key]]:
 
 
 def _examples(keys: list[Key]) -> list[Key]:
-    """Return the first items of keys that are tuples such as (index, epoch), or else the keys."""
-    if keys and isinstance(keys[0], tuple):
-        return [key[0] for key in keys]
+    """Return the items that identify the examples in keys such as (index, epoch), or else the keys.
+
+    An item identifies the examples if it differs between all keys. No item does so in keys such as (task, index).
+    """
+    if not all(isinstance(key, tuple) for key in keys):
+        return keys
+    for items in zip(*keys):
+        if len(set(items)) == len(keys):
+            return [*items]
     return keys
 
 
@@ -118,6 +169,8 @@ def evaluation(runner: ScriptRunner) -> str:
             sizes = f"{runner.ranks} and {ranks} ranks divide {found[-1].size} examples"
             raise CannotTell(f"{sizes}: choose --other-n")
         found = runner.at_other.records.evaluations()
+        if not found:
+            raise CannotTell(f"no evaluation at {ranks} ranks: choose --other-n, or evaluate more often")
     words = [_counted(each, ranks) for each in found]
     return words[-1]
 
@@ -126,6 +179,8 @@ def _counted(each: Evaluation, ranks: int) -> str:
     """Return a message on how often each example counts. Raise Failed if an example counts more often, or never."""
     counts = each.counts
     size = each.size
+    if not counts:
+        raise Failed(f"at {ranks} ranks none of {size} examples counts")
     times, _ = Counter(counts.values()).most_common(1)[0]
     more = sum(count - times for count in counts.values() if count > times)
     missing = size - len(counts)
@@ -141,7 +196,7 @@ def one_rank(runner: ScriptRunner) -> str:
     steps = runner.steps
     single: list[Step] = runner.single.steps
     words = f"same samples in all {len(steps)} steps"
-    bound = runner.bound()
+    bound = _bound(runner)
     weights = _gaps([step.weights for step in single], [step.weights for step in steps])
     losses = _gaps([step.loss for step in single], [step.loss for step in steps])
     for name, gaps in (("weights", weights), ("loss", losses)):
@@ -150,7 +205,7 @@ def one_rank(runner: ScriptRunner) -> str:
         largest = max(gaps.values())
         if largest <= bound:
             return f"{words}, {name} within {largest:.0e}"
-        if random_by_rank(single, steps):
+        if has_random_by_rank(runner):
             return f"{words}; other {name}, as steps draw random numbers"
         k = min(k for k, gap in gaps.items() if gap > bound)
         raise Failed(f"{words}, but the {name} differ by {gaps[k]:.0e} from step {k} on")
@@ -160,6 +215,7 @@ def one_rank(runner: ScriptRunner) -> str:
 def _compare_samples(runner: ScriptRunner) -> None:
     """Raise CannotTell or Failed if a step has other samples at one rank."""
     samples = runner.samples()
+    runner.require_common_keys(runner.single.records)
     alone = [step.indices or [] for step in runner.single.steps]
     wanted = len(samples[0])
     first = len([*alone, []][0])

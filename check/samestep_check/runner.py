@@ -343,6 +343,22 @@ class ScriptRunner:
             raise CannotTell(f"differs from itself by the samples of step {_first_difference(first, second) + 1}")
         return first
 
+    def require_common_keys(self, other: Records) -> None:
+        """Raise NotSeen if each rank trains on a dataset of its own examples.
+
+        Such a dataset numbers the examples from 0, so keys of another rank or world size mean other examples.
+
+        Args:
+            other: the records of a run at another number of ranks.
+        """
+        ranks = self.reference.records.sizes()
+        if not ranks:
+            return
+        first = ranks[0]
+        differ = any(sizes != first for sizes in ranks)
+        if differ or any(not sizes <= first for sizes in other.sizes()):
+            raise NotSeen(f"each rank numbers its own examples: {ADAPTER}")
+
     def _seen_samples(self) -> list[list[Key]]:
         found = [step.indices for step in self.steps if step.indices is not None]
         if len(found) < len(self.steps):
@@ -449,11 +465,17 @@ class ScriptRunner:
             run: run with a fault, whose folder is restored.
             ranks: number of ranks for the restart.
             change: function that changes the content of the folder before the restart.
+
+        Raises:
+            NotSeen: ``ranks`` is another number of ranks than the script's, and each rank numbers its own examples.
         """
         shutil.rmtree(run.work)
         shutil.copytree(run.snapshot, run.work, symlinks=True)
         change(run.work)
-        return replace(run, restart=self.restarted(run.work, ranks))
+        restart = self.restarted(run.work, ranks)
+        if ranks != self.ranks and restart.records is not None:
+            self.require_common_keys(restart.records)
+        return replace(run, restart=restart)
 
     def restarted(self, work: Path, ranks: int) -> Restart:
         """Restart the script in a folder, wait for its end, and return the restart."""

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 import tomllib
 
 SCRIPTS = Path(__file__).with_name("scripts")
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = os.pathsep.join(str(ROOT / name) for name in ("core", "launch", "check", "observe"))  # of this checkout
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
 TIME_LIMIT = 1500  # limit of a check, in seconds
 
@@ -95,7 +97,7 @@ def check(script: Script, rows: str) -> Checked:
         limits = "--row-limit=300", "--total-limit=1400", "--points=8"
         options = [f"--faults={rows}", f"--json={output}", *limits]
         command = [sys.executable, "-c", MAIN, "check", *options, "--", sys.executable, f"{script.name}.py", "-n", "2"]
-        environ = {**os.environ, "TMPDIR": temporary}
+        environ = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": PACKAGES}
         printed, errors, code = _run(command, folder, environ)
         found = {}
         if output.exists() and code in (0, 1):

@@ -162,6 +162,20 @@ def test_a_skipped_batch_belongs_to_no_step(tmp_path: Path) -> None:
     assert (notes.is_inferred, notes.workers) == (False, 2)
 
 
+def test_a_batch_of_an_evaluation_is_no_batch_of_a_step(tmp_path: Path) -> None:
+    """Evaluate after the first step of a script that loads its training batches itself."""
+    evaluates = {"event": "iterate", "loader": 1, "size": 9, "batches": 9}
+    read = records(tmp_path, [step(), evaluates, {**batch(1, 0), "trains": False}, step()])
+    assert [each.indices for each in read.steps()] == [None, None]
+
+
+def test_a_step_before_the_first_batch_is_omitted(tmp_path: Path) -> None:
+    """Horovod takes a step without examples, to create the optimizer's state."""
+    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9}
+    read = records(tmp_path, [step(), begin, batch(1, 0), step(1), batch(2, 1), step(2)])
+    assert [each.indices for each in read.steps()] == [[0], [1]]
+
+
 def test_keys_of_any_kind_are_compared(tmp_path: Path) -> None:
     """Compare keys that are numbers, texts and tuples."""
     begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9}

@@ -166,11 +166,13 @@ def guarded(hook: Hook) -> Hook:
 
 @guarded
 def generators() -> dict[str, int]:
-    """Return a checksum of each generator's state: ``random``, and ``torch`` and ``numpy`` if they are imported."""
+    """Return a checksum of each generator's state: ``random``, and ``torch``, ``cuda`` and ``numpy`` if in use."""
     found = {"random": hash(random.getstate()[1])}
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # the function is missing while torch is being imported
         found["torch"] = zlib.crc32(torch.get_rng_state().numpy())
+        if torch.cuda.is_initialized():
+            found["cuda"] = zlib.crc32(torch.cuda.get_rng_state().numpy())
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "get_state"):
         found["numpy"] = zlib.crc32(_state_of_numpy(numpy))

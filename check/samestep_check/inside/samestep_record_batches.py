@@ -8,6 +8,7 @@ autograd graph record the numbers that a backward pass reaches. The optimizer's 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import weakref
 from types import FunctionType
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from samestep_record import guarded, record, watch
-from samestep_record_torch import joint_norm
+from samestep_record_torch import joint_norm, note_precision, persistent_buffers
 from torch.overrides import TorchFunctionMode
 
 MOST_TENSORS = 64  # maximum number of items that are searched in one container or object
@@ -30,7 +31,7 @@ _reached: list[int] = []  # batch numbers that backward passes reached, in order
 _first: dict[int, int] = {}  # by optimizer id: index in _reached of the current gradients' first batch
 _is_in_module = False  # whether a module call is running; in a forked process, always true
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called with gradients enabled
-_recorded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # module version at the newest record
+_recorded: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # see `_record_call`
 
 
 def tensors(value: Any) -> list[Any]:
@@ -231,22 +232,29 @@ def resume(is_suspended: bool) -> None:
 @guarded
 def _after_module(module: Any, inputs: Any, outputs: Any) -> None:
     is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and module not in _modules:
         _modules.add(module)
+        for each in module.parameters():
+            note_precision(each.dtype)
     if not is_trained:
         _record_call(module)
     _pass_on(inputs, outputs)
 
 
 def _record_call(module: Any) -> None:
-    """Record the norms of weights and buffers of a module called without gradients, once per version of the values."""
-    parts = {"weights": [*module.parameters()], "buffers": [*module.buffers()]}
+    """Record the norms of weights and buffers of a module called without gradients, once per version of the values.
+
+    A change through ``.data`` keeps the version of a tensor, so each step also begins a new version.
+    """
+    buffers = itertools.chain.from_iterable(map(persistent_buffers, module.modules()))
+    parts = {"weights": [*module.parameters()], "buffers": [*buffers]}
     version = 0
     for values in parts.values():
         version += sum(0 if each.is_inference() else each._version for each in values)
-    if _recorded.get(module) == version:
+    newest = version, len(_counted)
+    if _recorded.get(module) == newest:
         return
-    _recorded[module] = version
+    _recorded[module] = newest
     for part, values in parts.items():
         numbers = [each for each in values if each.is_floating_point()]  # integer counters would dominate the norm
         if numbers:

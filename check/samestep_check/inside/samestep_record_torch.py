@@ -10,7 +10,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -24,9 +24,13 @@ _batches = itertools.count(1)
 _stepping: FrameType | None = None  # frame of the outermost running step()
 _is_initializing = False  # whether torch.distributed.checkpoint creates an optimizer's state by a step
 _before: dict[str, Any] = {}
+_broadcast: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose buffers DistributedDataParallel broadcasts
 _newest_loader = 0
 _dropped_in = 0  # number of the loader whose padding was recorded last
+_dtypes: set[Any] = set()  # types of weights and of autocast that were recorded
 _scale: float | None = None  # newest scale of a GradScaler
+_at_fetch: dict[str, int] = {}  # generators of this process, a loader's worker, at the begin of its newest fetch
+_has_drawn = False  # whether this process, a loader's worker, has drawn random numbers in a fetch
 
 
 def start() -> None:
@@ -39,6 +43,8 @@ def start() -> None:
     on_import("accelerate.accelerator", _watch_accelerator)
     on_import("samestep.torch", _watch_parts)
     on_import("torch.distributed.distributed_c10d", _watch_groups)
+    on_import("torch.nn.parallel.distributed", _watch_replicas)
+    on_import("torch.amp.autocast_mode", _watch_autocast)
 
 
 def _watch_compiler(module: ModuleType) -> None:
@@ -56,6 +62,36 @@ def _watch_loaders(module: ModuleType) -> None:
     watch(iterator, "_reset", before=_begin)
     watch(iterator, "_next_index", after=_asked)
     watch(iterator, "__next__", before=_follow, after=_returned, failed=_ended)
+    watch(module._utils.worker, "_worker_loop", before=_begin_worker)
+
+
+def _begin_worker(_: Any, dataset: Any, *__: Any, **___: Any) -> None:
+    """Watch the fetches of a loader's worker.
+
+    `samestep.torch.Seeded` is not watched, because it draws the same numbers for an example in any worker.
+    """
+    if type(dataset).__module__.startswith("samestep."):
+        return
+    fetch = sys.modules["torch.utils.data._utils.fetch"]
+    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        watch(fetcher, "fetch", before=_before_fetch, after=_after_fetch)
+
+
+def _before_fetch(*_: Any) -> None:
+    global _at_fetch
+    if not _has_drawn:
+        _at_fetch = generators() or {}
+
+
+def _after_fetch(*_: Any) -> None:
+    """Record that this worker draws random numbers, once."""
+    global _has_drawn
+    if _has_drawn:
+        return
+    states = generators() or {}
+    if any(states.get(name) != state for name, state in _at_fetch.items()):
+        _has_drawn = True
+        record("draws")
 
 
 def _begin(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
@@ -288,7 +324,7 @@ def _describe(optimizer: Any) -> None:
 
 @guarded
 def _record_step(optimizer: Any) -> None:
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = [_rate(group) for group in optimizer.param_groups]
     weights, digest = _result(optimizer) or (None, None)
     record(
         "step",
@@ -302,6 +338,12 @@ def _record_step(optimizer: Any) -> None:
         digest=digest,
         **_before,
     )
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return a parameter group's learning rate; 0 without a rate, because Adafactor may compute its own rate."""
+    rate = group.get("lr")
+    return 0.0 if rate is None else float(rate)
 
 
 @guarded
@@ -344,9 +386,17 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 def _state(optimizer: Any) -> dict[str, list[Any]]:
     """Return the tensors of an optimizer's state, by name."""
+    try:
+        return _by_name(optimizer.state.values())
+    except AttributeError:  # an optimizer may also have other state than a dictionary for each parameter
+        return _by_name([state for state in optimizer.state.values() if isinstance(state, dict)])
+
+
+def _by_name(states: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the tensors of each parameter's state, by name."""
     is_tensor = sys.modules["torch"].is_tensor
     found: dict[str, list[Any]] = {}
-    for state in optimizer.state.values():
+    for state in states:
         for name, value in state.items():
             if is_tensor(value):
                 found.setdefault(str(name), []).append(value)
@@ -358,10 +408,20 @@ def _buffers() -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for root in _modules():
         for part in root.modules():
+            if not part._buffers:
+                continue
+            # No checkpoint contains a non-persistent buffer, which may cache a function of the inputs so far.
+            hidden = part._non_persistent_buffers_set
             for name, value in part._buffers.items():
-                if value is not None:
+                if value is not None and name not in hidden:
                     found.setdefault(f"buffer {name}", []).append(value)
     return found
+
+
+def persistent_buffers(part: Any) -> list[Any]:
+    """Return the persistent buffers of a module itself, not of its submodules."""
+    hidden = part._non_persistent_buffers_set
+    return [each for name, each in part._buffers.items() if each is not None and name not in hidden]
 
 
 def _modules() -> list[Any]:
@@ -390,7 +450,24 @@ def _summary(norms: list[float]) -> list[float]:
 
 
 def _norms(*groups: Sequence[Any]) -> list[list[float]]:
-    """Return the norms of each group's tensors, or of evenly spaced elements if a group is large.
+    """Return the norms of each group's tensors, or of evenly spaced elements if a group is large."""
+    try:
+        return _norms_of_dense(groups)
+    except RuntimeError:  # a tensor is sparse, as the buffer of a graph's edges may be
+        return _norms_of_dense([[*map(_dense, values)] for values in groups])
+
+
+def _dense(value: Any) -> Any:
+    """Return the stored elements of a sparse tensor, or a dense tensor itself."""
+    layout = value.layout
+    torch = sys.modules["torch"]
+    if layout is torch.strided:
+        return value
+    return value._values() if layout is torch.sparse_coo else value.values()
+
+
+def _norms_of_dense(groups: Sequence[Sequence[Any]]) -> list[list[float]]:
+    """Return the norms of each group's tensors.
 
     One call of torch computes all norms, because each call takes microseconds in each step of the script.
     """
@@ -427,9 +504,19 @@ def _own_buffers() -> list[Any]:
         if getattr(root, "broadcast_buffers", False):
             continue
         for part in root.modules():
-            hidden = part._non_persistent_buffers_set
-            found += [each for name, each in part._buffers.items() if each is not None and name not in hidden]
+            if part._buffers and part not in _broadcast:
+                found += persistent_buffers(part)
     return found
+
+
+def _watch_replicas(module: ModuleType) -> None:
+    watch(module.DistributedDataParallel, "__init__", after=_note_replica)
+
+
+def _note_replica(_: None, replica: Any, *__: Any, **___: Any) -> None:
+    """Note the modules whose buffers DistributedDataParallel broadcasts."""
+    if replica.broadcast_buffers:
+        _broadcast.update(replica.modules())
 
 
 def _watch_scaler(module: ModuleType) -> None:
@@ -440,6 +527,27 @@ def _scaled(scaler: Any, *_: Any, **__: Any) -> None:
     global _scale
     if scaler.is_enabled():
         _scale = float(scaler.get_scale())
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def _watch_autocast(module: ModuleType) -> None:
+    watch(module.autocast, "__enter__", after=_autocasts)
+
+
+def _autocasts(_: Any, context: Any) -> None:
+    if context._enabled:
+        note_precision(context.fast_dtype)
+
+
+def note_precision(dtype: Any) -> None:
+    """Record a floating-point type that the training uses, once."""
+    if dtype in _dtypes:
+        return
+    _dtypes.add(dtype)
+    if dtype.is_floating_point:
+        record("precision", eps=sys.modules["torch"].finfo(dtype).eps)
 
 
 # --- other libraries -------------------------------------------------------------------------------------------------
