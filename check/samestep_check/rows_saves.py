@@ -70,6 +70,11 @@ def fatal_write(records: Records, kind: str, number: int) -> Save | None:
     """Return the write number ``number``, from 1, of a kind, at which a rank was killed; None if no rank came to it.
 
     Checkpoints that are saved by time have other steps in each run.
+
+    Args:
+        records: the records of the run with the kill.
+        kind: kind of the write: open or rename.
+        number: number of the write among the process's writes of this kind.
     """
     for process in records.processes:
         writes = [save for save in process.saves if save.kind == kind]
