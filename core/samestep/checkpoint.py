@@ -268,7 +268,7 @@ def _finish_at_exit() -> None:
     try:
         finish()
     except Exception as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(error, limit=untrusted.MAX_LINE)}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an exception of an exit function does not change the exit code
