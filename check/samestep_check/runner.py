@@ -395,14 +395,16 @@ class ScriptRunner:
     def goal(self) -> int:
         """Return the step of a fault.
 
-        The fault happens at the first step after the checkpoint nearest to the middle of the run. If the run has no
-        checkpoint, the fault happens at the middle step.
+        The fault happens at the first step after the checkpoint nearest to the middle of the run. This checkpoint is
+        not the first, if others are saved in the first three quarters of the run, so that an older checkpoint exists.
+        If the run has no checkpoint, the fault happens at the middle step.
         """
         total = self.total
-        saves = [save.step for save in self.reference.records.saves() if 0 < save.step < total - 1]
-        if not saves:
+        saved = sorted({save.step for save in self.reference.records.saves() if 0 < save.step < total - 1})
+        if not saved:
             return max(1, total // 2)
-        nearest: int = min(saves, key=lambda step: abs(step - total / 2))
+        later = [step for step in saved[1:] if step < 3 * total / 4]
+        nearest: int = min(later or saved, key=lambda step: abs(step - total / 2))
         return nearest + 1
 
     def middle(self, job: Job) -> None:
