@@ -104,7 +104,8 @@ def test_each_manifest_is_sealed_before_it_is_written() -> None:
     saves = {"checkpoint.py save", "sharded/storage.py save"}
     assert callers("commit") == saves
     assert callers("_seal") == {"sharded/storage.py save"}
-    earlier = {"run.py start", "sharded/storage.py __init__", "torch/checkpoints.py __init__"}  # these seal the same values before a save
+    # These seal the same values before a save.
+    earlier = {"run.py start", "sharded/storage.py __init__", "torch/checkpoints.py __init__"}
     assert callers("seal") == {"checkpoint.py save", "sharded/storage.py _seal", *earlier}
     assert callers("verify") == {"manifest.py seal", "checkpoint.py _read_manifest"}
     assert callers("encode") >= {"manifest.py seal", "checkpoint.py commit", "checkpoint.py _read_manifest"}
