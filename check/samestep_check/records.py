@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep_check.series import is_temporary, moves
+from samestep_check.series import Save, is_temporary, moves
 
 RECORDED_BEFORE = 0.5  # maximum number of seconds from the record of a write to the write itself
 Event = Mapping[str, Any]
@@ -49,18 +49,6 @@ class Called(NamedTuple):
 
     name: str  # ``weights of CLASS`` or ``buffers of CLASS``
     norm: float
-
-
-class Save(NamedTuple):
-    """A write to a checkpoint."""
-
-    step: int  # steps of the writing process before the write, or of the fastest rank if this process takes no step
-    time: float
-    kind: str
-    path: str
-    line: str | None = None
-    in_background: bool = False  # whether another thread or process than the training's writes the file
-    source: str | None = None  # old path of a renamed file
 
 
 class Evaluation(NamedTuple):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from samestep_check.records import Called, Key, Keys, Save, Step
+from samestep_check.records import Called, Key, Keys, Step
 from samestep_check.runner import Faulted, ScriptRunner, relative
-from samestep_check.series import moves, series_of
+from samestep_check.series import Save, moves, series_of
 from samestep_check.verdicts import CannotTell, Failed, NotSeen
 
 JUST_BEFORE = 0.5  # seconds; a checkpoint written this shortly before a fault may be incomplete

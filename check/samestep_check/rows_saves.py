@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from samestep_check import states
 from samestep_check.job import Job
-from samestep_check.records import Records, Save, Step
+from samestep_check.records import Records, Step
 from samestep_check.rows_resume import in_series, possible_steps, restarted, resumed_at
 from samestep_check.runner import PATIENCE, Faulted, Recording, Restart, ScriptRunner, relative, warnings_in
-from samestep_check.series import may_be_read, moves, series_of, without_digits
+from samestep_check.series import Save, may_be_read, moves, series_of, without_digits
 from samestep_check.verdicts import CannotTell, Failed, NotSeen, OutOfTime
 
 BESIDE = 5.0  # maximum number of seconds between the writes of one checkpoint's files

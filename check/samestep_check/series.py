@@ -9,13 +9,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from samestep_check.records import Save
+from typing import NamedTuple
 
 UNSEEN = {".safetensors", ".h5", ".hdf5"}  # suffixes of files that Rust or C code reads
 Moves = Mapping[str, str]  # target of each renamed temporary file or folder, both as series
+
+
+class Save(NamedTuple):
+    """A write to a checkpoint."""
+
+    step: int  # steps of the writing process before the write, or of the fastest rank if this process takes no step
+    time: float
+    kind: str
+    path: str
+    line: str | None = None
+    in_background: bool = False  # whether another thread or process than the training's writes the file
+    source: str | None = None  # old path of a renamed file
 
 
 def without_digits(path: str) -> str:

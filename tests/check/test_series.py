@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from samestep_check import states
 from samestep_check.job import INSIDE
-from samestep_check.records import Records, Save, Step
+from samestep_check.records import Records, Step
 from samestep_check.rows_resume import is_same_order, possible_steps, resume_optimizer, saved_at
 from samestep_check.rows_saves import fatal_write, is_first, is_same, newest_files, second_save
 from samestep_check.runner import CHECKPOINT, CLOSE, Faulted, Restart
+from samestep_check.series import Save
 from samestep_check.states import Recorded
 from samestep_check.verdicts import CannotTell, NotSeen
 from test_source import records, step
