@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,7 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Opt
         command: function that is called with the parsed options, and returns an exit code, or None for 0.
 
     Returns:
-        The command's exit code; 2 after an expected error.
+        The command's exit code, or 2 after an expected error, or 141 if the reader of a pipe ended before the command.
     """
     code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -41,6 +42,7 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Opt
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE if code is None else code  # 0 would mean that runs are equal
     except (ConfigError, OSError) as problem:  # the system raises OSError if RUN_DIR cannot be read
         print(shown(f"error: {problem}", limit=MAX_LINE), file=sys.stderr)
         return 2

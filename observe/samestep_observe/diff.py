@@ -182,6 +182,9 @@ def compare_checkpoints(one: RecordedRun, other: RecordedRun, comparison: Compar
         problem = next(unlike_tensors(*folders), "")
         if problem:
             return f"different: {problem}, after equal losses"
+    weights = [run.result.get("weights_sha256") for run in (one, other) if run.is_finished]
+    if one.last_step == other.last_step and len(weights) == 2 and weights[0] != weights[1]:
+        return "different: the SHA-256 of the final weights in result.json, after equal losses"
     return f"identical: the losses of {count_of(comparison.count, 'step')} and {count_of(len(common), 'checkpoint')}"
 
 

@@ -106,6 +106,15 @@ class RecordedRun:
         return max(self.losses)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the result describes the run's end. A run that is extended keeps its earlier result until its end."""
+        if not self.result or not run_reader.is_behind(self.result, self.last_step):
+            return bool(self.result)
+        event_log = run_reader.EventLog(self.folder)
+        event_log.read()
+        return event_log.last_step is None or event_log.last_step <= self.last_step
+
+    @property
     def fingerprint(self) -> str | None:
         """The fingerprint of the dataset; None if it is not recorded."""
         value = self.header.get("dataset_fingerprint")

@@ -173,10 +173,11 @@ def describe_verdict(replayed: Replayed, comparison: Comparison) -> Iterator[str
         yield f"equal: {comparison.equal} of {comparison.count} losses of {steps} have the recorded bits"
         return
     first = comparison.first
-    apart = distance(plan.run.losses[plan.last], replayed.losses[plan.last])
+    last = max(plan.run.losses.keys() & replayed.losses.keys())  # log/losses.bin may lack the last steps
+    apart = distance(plan.run.losses[last], replayed.losses[last])
     if not is_comparable(replayed):
         yield f"cannot tell: {plan.ranks} ranks round otherwise than {plan.run.ranks}, and the distance grows:"
-        yield f"  {apart} at step {plan.last}, after {count_of(plan.last - plan.start_step, 'step')}"
+        yield f"  {apart} at step {last}, after {count_of(last - plan.start_step, 'step')}"
         return
     yield (
         f"different: {comparison.equal} of {comparison.count} losses of {steps} have the recorded bits; "

@@ -548,18 +548,23 @@ class EventLog:
         return f"damaged: {self._damaged_count} lines left out: not events"
 
     def events(self) -> list[Event]:
-        """Return the events in the order of time, without the first start unless it was a resume.
+        """Return the events in the order of their records, without the first start unless it was a resume.
 
-        An event that several ranks report appears once.
+        An event that several ranks report appears once for each start.
         """
-        unique: dict[str, Event] = {}
-        for event in sorted(self._events, key=lambda each: each.when):
-            key = event.text
+        found = []
+        known: set[str] = set()  # texts since the newest start
+        for event in self._events:
+            text = event.text
             if event.kind == RESTART:
-                key = f"{event.when} {event.text}"
-            unique.setdefault(key, event)
-        first_start = next((event for event in unique.values() if event.kind == RESTART), None)
-        return [event for event in unique.values() if event is not first_start or event.step]
+                text = f"{event.when} {event.text}"
+                if text not in known:
+                    known.clear()
+            if text not in known:
+                known.add(text)
+                found.append(event)
+        first_start = next((event for event in found if event.kind == RESTART), None)
+        return [event for event in found if event is not first_start or event.step]
 
     def _reset_launcher(self) -> None:
         self.launches = []
@@ -654,7 +659,7 @@ def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
     has_begun = step is not None or has_ranks
     if is_held(run_dir):
         return State("running", "running" if has_begun else "starting")
-    if result and not _is_behind(result, step):
+    if result and not is_behind(result, step):
         return State("finished", f"finished{_at_step(result.get('steps'))}")
     no_restart, _ = read_object(log / "no-restart")
     code = non_negative_int(no_restart.get("code"))
@@ -671,7 +676,7 @@ def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
     return State("ended", f"ended without a result{at}: killed, or copied while it ran")
 
 
-def _is_behind(result: Mapping[str, Any], step: int | None) -> bool:
+def is_behind(result: Mapping[str, Any], step: int | None) -> bool:
     """Return whether a later start went beyond the step of the result."""
     steps = non_negative_int(result.get("steps"))
     if steps is None or step is None:

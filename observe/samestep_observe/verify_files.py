@@ -132,7 +132,7 @@ def _step_problem(values: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 def gaps(run: RecordedRun, steps: list[Line]) -> Iterator[str]:
     """Yield a text for each multiple of --log-every, and each step of a checkpoint, that has no line."""
     present = {line.values["step"] for line in steps if non_negative_int(line.values.get("step"))}
-    last = run.last_step if run.result else run.metrics.step or 0
+    last = run.last_step if run.is_finished else run.metrics.step or 0
     bounds = [*run.metrics.starts, run_reader.Start(last, {})]
     for start, end in pairwise(bounds):
         every = non_negative_int(get_object(start.header, "options").get("log_every"))
@@ -173,7 +173,7 @@ def _loss_problems(run: RecordedRun, records: Any) -> Iterator[str]:
     last = run.metrics.step or 0
     if len(steps) < last:
         yield f"it ends at step {len(steps)}, and {METRICS} at {last}"
-    if run.result and len(steps) > last:
+    if run.is_finished and len(steps) > last:
         yield f"it ends at step {len(steps)}, and the finished run at {last}"
 
 
@@ -275,6 +275,9 @@ def check_result(run: RecordedRun) -> Iterator[Finding]:
     if not run.result:
         if (run.folder / RESULT).exists():
             yield Finding(RESULT, "a result", "it is damaged")
+        return
+    if not run.is_finished:
+        yield Finding(RESULT, f"of an earlier end, at step {shown(run.result.get('steps'))}")
         return
     yield _finding(RESULT, "the run's options and its last evaluation", _unlike_result(run))
     yield _finding(WEIGHTS, "the weights of the result", _unlike_weights(run))

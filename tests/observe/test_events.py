@@ -49,10 +49,12 @@ def test_recorded_events_are_shown_whatever_the_log_says(tmp_path: Path) -> None
             events.append_event(run_dir / "log", kind, rank=rank, step=7, text=f"of the kind {kind}")
     events.append_event(run_dir / "log", events.FAILURE)
     events.append_event(run_dir / "log", events.START, step=6, last_step=50, ranks=1)
+    events.append_event(run_dir / "log", events.FAILURE)  # the same failure of a later start
     found = read_events(run_dir)
     assert [(event.kind, event.step, event.text) for event in found] == [
         *((kind, 7, f"of the kind {kind}") for kind in events.KINDS[1:]),
         *(("failure", None, "failure"), ("restart", 6, "resumed at step 6, 1 rank")),
+        ("failure", None, "failure"),
     ]
     assert {event.file for event in found} == {"log/events.jsonl"}
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", event.when) for event in found)

@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import shutil
+import signal
 import struct
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -296,6 +298,17 @@ def test_verify_finds_nothing_wrong_with_sound_runs(made: dict[str, Path], capsy
         assert verify.main([str(run_dir), "--steps=0"]) == 0, output(capsys)
 
 
+def test_verify_finds_nothing_wrong_with_a_run_that_is_extended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run keeps the result of its earlier end, until it ends again."""
+    run_dir = tmp_path / "run"
+    assert rundirs.start(run_dir, "whole", "--max-steps=4") == 0
+    assert rundirs.start(run_dir, "killed", "--max-steps=12") == 137
+    assert verify.main([str(run_dir), "--steps=0"]) == 0, output(capsys)
+    assert "of an earlier end, at step 4" in output(capsys)
+
+
 def test_stretches_lie_between_checkpoints(made: dict[str, Path]) -> None:
     found = verify.stretches(RecordedRun(made["whole"]))
     assert [stretch.start for stretch in found[1:]] == [stretch.end for stretch in found[:-1]]
@@ -320,6 +333,24 @@ def test_diff_names_the_setting_and_the_tensor_after_equal_losses(
     text = output(capsys)
     assert "settings: --momentum: 0.5, 0.25" in text
     assert "model: w differs, after equal losses" in text
+
+
+def test_diff_compares_final_weights_if_the_checkpoints_are_deleted(
+    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No loss depends on the last update."""
+    run_dir = shutil.copytree(made["other"], tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints")
+    assert diff.main([str(made["whole"]), str(run_dir)]) == 1
+    assert "different: the SHA-256 of the final weights in result.json, after equal losses" in output(capsys)
+
+
+def test_a_reader_that_ends_early_does_not_make_different_runs_equal(made: dict[str, Path]) -> None:
+    command = [sys.executable, "-m", "samestep", "diff", str(made["whole"]), str(made["other"]), "--no-replay"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) in (1, 128 + signal.SIGPIPE)
 
 
 def test_diff_names_the_first_step_with_another_loss(
