@@ -153,9 +153,20 @@ class RecordedRun:
 
     def settings(self) -> dict[str, Any]:
         """Return the versions and settings that may affect the rounding of sums, by name."""
-        found = {name: value for name, value in self.header.items() if name not in NOT_COMPARED}
-        found["OMP_NUM_THREADS"] = get_object(self.header, "command").get("omp_num_threads")
-        return found
+        return settings_of(self.header)
+
+    def starts_of(self, begin: int, last: int) -> list[run_reader.Start]:
+        """Return the starts that computed the steps after ``begin``, up to the step ``last``."""
+        starts = self.metrics.starts
+        ends = [*(each.step for each in starts[1:]), self.last_step]
+        return [start for start, end in zip(starts, ends) if start.step < last and end > begin]
+
+
+def settings_of(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions and settings in a header that may affect the rounding of sums, by name."""
+    found = {name: value for name, value in header.items() if name not in NOT_COMPARED}
+    found["OMP_NUM_THREADS"] = get_object(header, "command").get("omp_num_threads")
+    return found
 
 
 def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:

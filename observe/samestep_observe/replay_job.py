@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +25,7 @@ from samestep import ConfigError, untrusted
 from samestep.untrusted import MAX_LINE, shown
 
 from samestep_observe import run_reader
-from samestep_observe.recorded import Command, RecordedRun, read_losses
+from samestep_observe.recorded import Command, RecordedRun, differences, read_losses, settings_of
 from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
 
 INSIDE = Path(__file__).with_name("inside")
@@ -104,7 +105,8 @@ def make_plan(
         export: whether batches and gradients are written.
 
     Raises:
-        ConfigError: the steps are not in ascending order, or the run lacks them.
+        ConfigError: the steps are not in ascending order, the run lacks them, or its starts computed them with other
+            settings.
     """
     if not 1 <= first <= last:
         raise ConfigError(f"--step {first} --to {last}: give steps from 1, the first one first")
@@ -116,7 +118,46 @@ def make_plan(
     if ranks is None:
         ranks = 1 if run.virtual_ranks else run.ranks
     newest = saved[-1] if saved else None
+    check_starts(run, newest.step if newest else 0, last)
     return Plan(run, newest, first=first, last=last, ranks=ranks, export=export)
+
+
+def check_starts(run: RecordedRun, begin: int, last: int) -> None:
+    """Raise ConfigError if the starts that computed the steps after ``begin`` had different settings.
+
+    A replay is one start, so it would round some of the steps otherwise than the run.
+
+    Args:
+        run: the recorded run.
+        begin: step of the checkpoint from which the replay begins, or 0.
+        last: the last step of the replay.
+    """
+    starts = run.starts_of(begin, last)
+    for before, after in pairwise(starts):
+        changed = next(differences(*(settings_of_start(run, each, begin) for each in (before, after))), "")
+        if changed:
+            raise ConfigError(
+                f"{run.folder} was resumed at step {after.step} with other settings ({changed}), and has no checkpoint "
+                "from which a replay could begin after it: keep more by --keep-checkpoints"
+            )
+
+
+def settings_of_start(run: RecordedRun, start: run_reader.Start, begin: int) -> dict[str, Any]:
+    """Return the settings of a start that affect the bits of a replay.
+
+    Args:
+        run: the recorded run.
+        start: a start of the run.
+        begin: step of the checkpoint from which the replay begins, or 0.
+    """
+    options = run_reader.get_object(start.header, "options")
+    found = settings_of(start.header)
+    found["--threads"] = options.get("threads")
+    if begin == 0:
+        found["--init-from"] = options.get("init_from")
+    if not run.virtual_ranks:
+        found["ranks"] = run_reader.world_size_of(start.header, {})
+    return found
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import signal
 import struct
@@ -99,6 +100,28 @@ def test_a_replay_starts_from_the_newest_checkpoint_before_its_step(made: dict[s
     assert make_plan(run, steps[-1], last=steps[-1]).start_step == steps[-2]
     assert make_plan(run, steps[0], last=steps[0]).start is None
     assert make_plan(run, steps[0] + 1, last=STEP).start_step == steps[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"world": {"world_size": 2}}, "ranks: 2, 1"),
+        ({"options": {"init_from": "w.safetensors"}}, "--init-from: w.safetensors, None"),
+        ({"torch": "1.0"}, "torch: 1.0, None"),
+    ],
+)
+def test_a_replay_does_not_join_steps_of_starts_with_other_settings(
+    copy: Path, values: dict[str, Any], text: str
+) -> None:
+    """The killed run was resumed at step 8. A replay from the seed to step 10 is one start, so it rounds otherwise."""
+    change_header(copy, **values)
+    run = RecordedRun(copy)
+    first, second = run.metrics.starts
+    assert first.step < second.step < 10
+    with pytest.raises(ConfigError, match=re.escape(f"resumed at step {second.step} with other settings ({text})")):
+        make_plan(run, 10, last=10, start=0)
+    assert make_plan(run, 10, last=10).start_step >= second.step
+    assert make_plan(run, second.step, last=second.step, start=0).start is None
 
 
 def test_arguments_of_a_replay_leave_out_trackers() -> None:
