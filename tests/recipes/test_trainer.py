@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from samestep.torch.trainer import ExactTrainer, check_training_arguments
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0  # seconds; the process ends sooner
@@ -260,6 +261,61 @@ def test_a_loss_over_the_rows_of_a_rank_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r'cannot count the labels of a batch, .*: name them "labels"'):
         renamed.train()
+
+
+def test_overrides_that_change_the_steps_and_datasets_without_numbers_are_refused(tmp_path: Path) -> None:
+    class OwnLoss(ExactTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class OwnOrder(ExactTrainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return super()._get_train_sampler(*args)
+
+    given = {"train_dataset": Examples(), "compute_loss_func": mean_loss, "global_batch_size": BATCH}
+    no_evaluation = settings(tmp_path, eval_strategy="no")
+    with pytest.raises(ValueError, match=r"OwnLoss overrides compute_loss, .*: pass compute_loss_func instead"):
+        OwnLoss(Model(), no_evaluation, **given)
+    with pytest.raises(ValueError, match="OwnOrder overrides _get_train_sampler, but GlobalBatchSampler decides"):
+        OwnOrder(Model(), no_evaluation, **given)
+    with pytest.raises(ValueError, match="train_dataset is a NoneType, without examples by number"):
+        ExactTrainer(Model(), no_evaluation, **{**given, "train_dataset": None}).train()
+
+
+def test_an_evaluation_counts_all_examples_if_the_training_drops_the_last_batch(tmp_path: Path) -> None:
+    found = trainer(tmp_path, dataloader_drop_last=True, per_device_eval_batch_size=EXAMPLES - 1)
+    assert len(found.predict(Examples()).predictions) == EXAMPLES
+    assert found.args.dataloader_drop_last
+
+
+def test_a_training_that_has_stopped_early_takes_no_further_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without improvements of at least 100, the training stops after the second evaluation."""
+
+    def start() -> int:
+        stopping = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=100.0)
+        found = trainer(tmp_path, stopping, num_train_epochs=9, save_strategy="epoch", metric_for_best_model="loss")
+        found.train()
+        return int(found.state.global_step)
+
+    assert start() == 2 * STEPS_PER_EPOCH
+    capfd.readouterr()
+    assert start() == 2 * STEPS_PER_EPOCH
+    assert f"has stopped early at step {2 * STEPS_PER_EPOCH}: it takes no step" in capfd.readouterr().err
+
+
+def test_a_collator_that_draws_from_its_own_generator_is_refused(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+
+    def collate(examples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = dict(default_data_collator(examples))
+        return {**batch, "inputs": batch["inputs"] + float(generator.random())}
+
+    found = trainer(tmp_path)
+    found.data_collator = collate
+    with pytest.raises(RuntimeError, match="collate_fn draws from a generator of its own"):
+        found.train()
 
 
 def test_other_settings_and_a_checkpoint_of_trainer_are_refused(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ def equal(one: Any, other: Any) -> bool:
     """Return whether two examples have the same values; True for two objects of a type that cannot be compared here."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
+    if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
@@ -140,8 +141,8 @@ class Collate:
     Args:
         dataset: the dataset, from which an empty shard's first example is read.
         collate_fn: function that collates a list of examples.
-        must_draw_nothing: whether the first batch of each process raises RuntimeError if ``collate_fn`` draws from a
-            global generator. Its random numbers would depend on the shard.
+        must_draw_nothing: whether the first batch of each process raises RuntimeError if ``collate_fn`` draws random
+            numbers. They would depend on the shard.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], must_draw_nothing: bool) -> None:
@@ -160,12 +161,15 @@ class Collate:
             return self._collate_fn(examples)
         self._must_check = False
         before = generator_states()
+        again = self._collate_fn(copy.deepcopy(examples))  # a copy, because collate_fn may change the examples
         batch = self._collate_fn(examples)
         name = drawn_since(before)
+        if not name and not equal(batch, again):
+            name = "a generator of its own"
         if name:
             raise RuntimeError(
-                f"collate_fn draws from {name}, so a row's random numbers depend on its shard: draw in the dataset, "
-                "or pass seeded=False"
+                f"collate_fn draws from {name}, so a row's random numbers depend on its shard: draw in the dataset's "
+                "__getitem__, or pass seeded=False to DataLoader"
             )
         return batch
 
@@ -193,13 +197,16 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def check_draws_nothing(dataset: Any) -> None:
-    """Raise RuntimeError if a dataset with its own ``__getitems__`` draws from a global generator.
+    """Raise RuntimeError if a dataset with its own ``__getitems__`` draws random numbers.
 
     Such random numbers would depend on the batches that this process has read before.
     """
     before = generator_states()
-    read_first(dataset)
+    first = read_first(dataset)
+    again = read_first(dataset)
     name = drawn_since(before)
+    if not name and not equal(first, again):
+        name = "a generator of its own"
     if name:
         remedy = "draw by samestep.sharding.sample_bits(seed, indices.epoch, indices), or pass seeded=False"
         if hasattr(dataset, "__getitem__"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from samestep.torch.checkpoints import Checkpoints
@@ -58,6 +59,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, global_batch_size: int, grace: float = 20.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_training_arguments(self.args)
+        check_overrides(type(self))
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             raise ValueError(
                 f"{type(self.model).__name__} computes its loss without num_items_in_batch: pass compute_loss_func, "
@@ -100,6 +102,9 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's shards of the global batches."""
         args = self.args
+        if not (hasattr(self.train_dataset, "__len__") and hasattr(self.train_dataset, "__getitem__")):
+            kind = type(self.train_dataset).__name__
+            raise ValueError(f"train_dataset is a {kind}, without examples by number: it needs __len__ and __getitem__")
         if self._sampler is None:
             self._sampler = GlobalBatchSampler(
                 len(self.train_dataset),
@@ -116,6 +121,15 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader of an evaluation. It keeps the last batch, which dataloader_drop_last drops in a training."""
+        drops_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = False
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drops_last
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Compute the loss and the gradients of this rank's rows, as in Trainer.
@@ -149,10 +163,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             )
         one = self._loss_without_gradients(inputs, num_items)
         half = self._loss_without_gradients(inputs, 2 * num_items)
-        if abs(one) > 0 and abs(one - 2 * half) > 0.01 * abs(one):
+        if abs(one) > 0 and abs(one - 2 * half) > 1e-4 * abs(one):
             raise ValueError(
                 f"the loss of {type(self.model).__name__} is not divided by num_items_in_batch, so it is a mean over "
-                "the rows of one rank: pass compute_loss_func, and divide a sum by num_items_in_batch there"
+                "the rows of one rank: pass compute_loss_func, and divide a sum by num_items_in_batch there, or set "
+                "output_router_logits=False for a mixture of experts"
             )
         sampler = self._resume.sampler
         smallest = min(self.global_batch_size, sampler.batches.size(len(sampler) - 1))
@@ -194,6 +209,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         self.sampler: Any = None
         self.restored = 0  # number of steps at the start
         self.is_empty = False  # whether the epoch has had no step since the start
+        self.has_stopped = False  # whether an earlier start has ended by early stopping
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -202,7 +218,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         if trainer.model_wrapped is not self.exact_model:
             # Collate functions pad to the longest row of the rank.
             self.exact_model = exact(trainer.model_wrapped, self.sampler, padded=True)
-        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+        parts = {"model": part_of(trainer.model), "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             parts["scaler"] = trainer.accelerator.scaler
         self.checkpoints = Checkpoints(
@@ -219,7 +235,10 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         trainer._initial_global_step = state.global_step
         trainer._globalstep_last_logged = state.global_step
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
-        if state.global_step >= state.max_steps:
+        self.has_stopped = any(map(has_stopped_early, trainer.callback_handler.callbacks))
+        if self.has_stopped and trainer.is_world_process_zero():
+            print(f"the training has stopped early at step {state.global_step}: it takes no step", file=sys.stderr)
+        if self.has_stopped or state.global_step >= state.max_steps:
             # Trainer takes a step before it compares the number of steps, unless the loader is at its end.
             position = self.sampler.state_dict()
             end = (position["epoch"] + 1) * len(self.sampler)
@@ -233,7 +252,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         state.epoch = state.global_step / len(self.sampler)  # Trainer's own value begins at 0 at each start
 
     def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_empty and state.global_step < state.max_steps:
+        if self.is_empty and state.global_step < state.max_steps and not self.has_stopped:
             # After a save at the end of an epoch, a resume first repeats the epoch's evaluation, without a step.
             # Trainer would stop after an epoch without a step.
             control.should_training_stop = False
@@ -258,6 +277,40 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoints.finish()
+
+
+class TrainedPart:
+    """The trained parameters and the buffers of a model, as a part of `Checkpoints`.
+
+    The frozen parameters of an adapter or of a quantized model come from the base model at each start.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        trained = {name for name, each in self.model.named_parameters(remove_duplicate=False) if each.requires_grad}
+        trained.update(name for name, _ in self.model.named_buffers(remove_duplicate=False))
+        return {name: value for name, value in self.model.state_dict().items() if name in trained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != self.state_dict().keys():
+            raise ValueError("the checkpoint has other trained parameters than the model: pass another output_dir")
+        self.model.load_state_dict(state, strict=False)
+
+
+def part_of(model: torch.nn.Module) -> Any:
+    """Return the part of `Checkpoints` for a model: only its trained parameters if it has adapters or is quantized."""
+    if hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) is not None:
+        return TrainedPart(model)
+    return model
+
+
+def has_stopped_early(callback: TrainerCallback) -> bool:
+    """Return whether a callback is an EarlyStoppingCallback whose patience has ended."""
+    if not isinstance(callback, EarlyStoppingCallback):
+        return False
+    return bool(callback.early_stopping_patience_counter >= callback.early_stopping_patience)
 
 
 def _stop_requests(grace: float) -> StopRequests:
@@ -297,6 +350,18 @@ class _Progress:
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
                 yield type(callback).__name__, callback
+
+
+def check_overrides(kind: type[ExactTrainer]) -> None:
+    """Raise ValueError if a subclass overrides a method that decides the batches or the scale of the loss."""
+    if kind.compute_loss is not Trainer.compute_loss:
+        raise ValueError(
+            f"{kind.__name__} overrides compute_loss, whose result Trainer multiplies by the number of ranks: pass "
+            "compute_loss_func instead"
+        )
+    for name in ("get_train_dataloader", "_get_train_sampler"):
+        if getattr(kind, name) is not getattr(ExactTrainer, name):
+            raise ValueError(f"{kind.__name__} overrides {name}, but GlobalBatchSampler decides the order: remove it")
 
 
 def check_training_arguments(args: TrainingArguments) -> None:
