@@ -31,6 +31,7 @@ from samestep.untrusted import shown
 
 from samestep_observe import report_page, run_reader
 from samestep_observe.command import new_parser, run_command
+from samestep_observe.recorded import read_losses
 from samestep_observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
 from samestep_observe.run_reader import Curve, RunData, count_of, finite_number, world_size_of
 
@@ -277,8 +278,13 @@ def loss_divergence(first: RunData, run: RunData) -> dict[int, float]:
 
 
 def _losses(run: RunData) -> dict[int, float]:
-    curve = run.metrics.curves.get("loss", Curve())
-    return dict(zip(curve.steps, curve.values))
+    """Return the finite losses by step. log/losses.bin also has the steps between two lines of metrics.jsonl."""
+    try:
+        losses = read_losses(run.folder, run.metrics)
+    except OSError:
+        curve = run.metrics.curves.get("loss", Curve())
+        losses = dict(zip(curve.steps, curve.values))
+    return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[Panel]:
@@ -289,7 +295,7 @@ def _differences(runs: Sequence[RunData]) -> Iterator[Panel]:
             values = [min(max(each, EQUAL), MAX_DIFFERENCE) for each in differences.values()]
             lines.append(thin(index, "difference", steps=list(differences), values=values))
     if lines:
-        note = "|loss - first's| / |first's| at the steps that both logged; the lowest line is 0: equal bits"
+        note = "|loss - first's| / |first's| at the steps that both recorded; the lowest line is 0: equal bits"
         yield Panel(
             "Difference from the first run", "relative difference", lines=lines, note=_note([note], lines), log=True
         )

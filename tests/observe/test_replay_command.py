@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import rundirs
 from samestep import ConfigError, checkpoint, manifest, step_losses, trace
-from samestep_observe import diff, replay, replay_export, replay_report, traces, verify
+from samestep_observe import diff, replay, replay_export, replay_report, report, run_reader, traces, verify
 from samestep_observe.recorded import Comparison, RecordedRun, compare, read_losses
 from samestep_observe.replay_job import kept_arguments, make_plan, start_words
 from samestep_observe.run_reader import MetricsReader
@@ -383,6 +383,14 @@ def test_diff_names_the_first_step_with_another_loss(
     change(copy)
     assert diff.main([str(made["whole"]), str(copy), "--no-replay"]) == 1
     assert f"losses: different from step {STEP} on: " in output(capsys)
+
+
+def test_a_report_finds_a_difference_between_two_lines_of_the_metrics(made: dict[str, Path], tmp_path: Path) -> None:
+    run_dir = shutil.copytree(made["other"], tmp_path / "run")  # metrics.jsonl has a line for every fifth step
+    edit_bytes("log/losses.bin", lambda content: flip(content[: 7 * RECORD]) + content[7 * RECORD :])(run_dir)
+    divergence = report.loss_divergence(run_reader.read(made["other"]), run_reader.read(run_dir))
+    assert [step for step, difference in divergence.items() if difference] == [7]
+    assert len(divergence) == STEP
 
 
 def test_page_of_a_diff_marks_the_step_at_which_the_runs_part(
