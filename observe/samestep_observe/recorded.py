@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep import ConfigError, step_losses, trace, untrusted
+from samestep import ConfigError, trace, untrusted
 from samestep.untrusted import shown
 
 from samestep_observe import run_reader
-from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, get_object
+from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, get_object, read_losses
 
 MAX_WORDS = 1000  # maximum number of words of a command
 MAX_WORD = 4096  # maximum number of characters of a word
@@ -105,7 +105,7 @@ class RecordedRun:
         """The last recorded step."""
         return max(self.losses)
 
-    @property
+    @cached_property
     def is_finished(self) -> bool:
         """Whether the result describes the run's end. A run that is extended keeps its earlier result until its end."""
         if not self.result or not run_reader.is_behind(self.result, self.last_step):
@@ -167,23 +167,6 @@ def settings_of(header: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in header.items() if name not in NOT_COMPARED}
     found["OMP_NUM_THREADS"] = get_object(header, "command").get("omp_num_threads")
     return found
-
-
-def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
-    """Return the loss of each recorded step, from log/losses.bin or else from metrics.jsonl, in the order of steps.
-
-    Args:
-        run_dir: the run's folder.
-        metrics: reader of the run's metrics.jsonl.
-    """
-    found: dict[int, float] = {}
-    curve = metrics.curves.get("loss")
-    if curve:
-        found.update(zip(curve.steps, curve.values))
-    records = step_losses.read(run_dir)
-    count = step_losses.count_until(records, 2**62)
-    found.update(zip(records["step"][:count].tolist(), records["loss"][:count].tolist()))
-    return dict(sorted(found.items()))
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------

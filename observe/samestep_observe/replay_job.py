@@ -25,8 +25,8 @@ from samestep import ConfigError, untrusted
 from samestep.untrusted import MAX_LINE, shown
 
 from samestep_observe import run_reader
-from samestep_observe.recorded import Command, RecordedRun, differences, read_losses, settings_of
-from samestep_observe.run_reader import MetricsReader, SavedCheckpoint
+from samestep_observe.recorded import Command, RecordedRun, differences, settings_of
+from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, read_losses
 
 INSIDE = Path(__file__).with_name("inside")
 # Apps that cannot be replayed. Their steps depend on more than seed, step and weights, or the apps do not use `Run`.

@@ -31,9 +31,8 @@ from samestep.untrusted import shown
 
 from samestep_observe import report_page, run_reader
 from samestep_observe.command import new_parser, run_command
-from samestep_observe.recorded import read_losses
 from samestep_observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
-from samestep_observe.run_reader import Curve, RunData, count_of, finite_number, world_size_of
+from samestep_observe.run_reader import RunData, count_of, finite_number, world_size_of
 
 # This module selects panels and tables, and `report_page` turns them into HTML and SVG. SVG keeps the page small, and
 # sharp at any width.
@@ -268,23 +267,13 @@ def _note(notes: Sequence[str], lines: Sequence[Line]) -> str:
 
 def loss_divergence(first: RunData, run: RunData) -> dict[int, float]:
     """Return the relative difference of two runs' losses by common step; absolute if the first run's loss is 0."""
-    expected = _losses(first)
-    losses = _losses(run)
+    expected = first.losses
+    losses = run.losses
     divergence = {}
     for step in sorted(expected.keys() & losses.keys()):
         difference = abs(expected[step] - losses[step])
         divergence[step] = difference / (abs(expected[step]) or 1.0)
     return divergence
-
-
-def _losses(run: RunData) -> dict[int, float]:
-    """Return the finite losses by step. log/losses.bin also has the steps between two lines of metrics.jsonl."""
-    try:
-        losses = read_losses(run.folder, run.metrics)
-    except OSError:
-        curve = run.metrics.curves.get("loss", Curve())
-        losses = dict(zip(curve.steps, curve.values))
-    return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[Panel]:

@@ -18,10 +18,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from samestep import ConfigError, checkpoint, events, untrusted
+from samestep import ConfigError, checkpoint, events, step_losses, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 from samestep.untrusted import open_to_read
 
@@ -347,6 +348,29 @@ class MetricsReader:
         curve = self.curves.setdefault(name, Curve())
         curve.steps.append(step)
         curve.values.append(number)
+
+
+def logged_losses(metrics: MetricsReader) -> dict[int, float]:
+    """Return the losses of metrics.jsonl by step."""
+    curve = metrics.curves.get("loss", Curve())
+    return dict(zip(curve.steps, curve.values))
+
+
+def read_losses(run_dir: Path, metrics: MetricsReader) -> dict[int, float]:
+    """Return the loss of each recorded step, from log/losses.bin or else from metrics.jsonl, in the order of steps.
+
+    Args:
+        run_dir: the run's folder.
+        metrics: reader of the run's metrics.jsonl.
+
+    Raises:
+        OSError: log/losses.bin cannot be read.
+    """
+    found = logged_losses(metrics)
+    records = step_losses.read(run_dir)
+    count = step_losses.count_until(records, 2**62)
+    found.update(zip(records["step"][:count].tolist(), records["loss"][:count].tolist()))
+    return dict(sorted(found.items()))
 
 
 # --- checkpoints and ranks' files ------------------------------------------------------------------------------------
@@ -716,6 +740,15 @@ class RunData:
     def app(self) -> str:
         """Return the app's name; "" if no file has it."""
         return app_of(self.metrics.header, self.result)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """Return the finite losses by step. log/losses.bin also has the steps between two lines of metrics.jsonl."""
+        try:
+            losses = read_losses(self.folder, self.metrics)
+        except OSError:
+            losses = logged_losses(self.metrics)
+        return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
     @property
     def trains(self) -> bool:

@@ -21,9 +21,9 @@ import pytest
 import rundirs
 from samestep import ConfigError, checkpoint, manifest, step_losses, trace
 from samestep_observe import diff, replay, replay_export, replay_report, report, run_reader, traces, verify
-from samestep_observe.recorded import Comparison, RecordedRun, compare, read_losses
+from samestep_observe.recorded import Comparison, RecordedRun, compare
 from samestep_observe.replay_job import kept_arguments, make_plan, start_words
-from samestep_observe.run_reader import MetricsReader
+from samestep_observe.run_reader import MetricsReader, read_losses
 
 STEP = rundirs.STEPS
 RECORD = step_losses.RECORD.itemsize

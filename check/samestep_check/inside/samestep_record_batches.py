@@ -8,7 +8,6 @@ autograd graph record the numbers that a backward pass reaches. The optimizer's 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import weakref
 from types import FunctionType
@@ -246,8 +245,10 @@ def _record_call(module: Any) -> None:
 
     A change through ``.data`` keeps the version of a tensor, so each step also begins a new version.
     """
-    buffers = itertools.chain.from_iterable(map(persistent_buffers, module.modules()))
-    parts = {"weights": [*module.parameters()], "buffers": [*buffers]}
+    buffers: list[Any] = []
+    for part in module.modules():
+        buffers += persistent_buffers(part).values()
+    parts = {"weights": [*module.parameters()], "buffers": buffers}
     version = 0
     for values in parts.values():
         version += sum(0 if each.is_inference() else each._version for each in values)

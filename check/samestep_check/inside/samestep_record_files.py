@@ -32,8 +32,9 @@ def _audit(event: str, values: Any) -> None:
         if path is None or isinstance(path, int):
             return
         if flags & _WRITES:
-            _written(_inside(path), "open", flags)
-            _announce("open", _inside(path))
+            full = _inside(path)
+            _written(full, "open", flags)
+            _announce("open", full)
         else:
             _read(path)
     elif event == "os.rename":

@@ -10,7 +10,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -386,17 +386,11 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 def _state(optimizer: Any) -> dict[str, list[Any]]:
     """Return the tensors of an optimizer's state, by name."""
-    try:
-        return _by_name(optimizer.state.values())
-    except AttributeError:  # an optimizer may also have other state than a dictionary for each parameter
-        return _by_name([state for state in optimizer.state.values() if isinstance(state, dict)])
-
-
-def _by_name(states: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return the tensors of each parameter's state, by name."""
     is_tensor = sys.modules["torch"].is_tensor
     found: dict[str, list[Any]] = {}
-    for state in states:
+    for state in optimizer.state.values():
+        if not hasattr(state, "items"):  # an optimizer may also have other state than a dictionary for each parameter
+            continue
         for name, value in state.items():
             if is_tensor(value):
                 found.setdefault(str(name), []).append(value)
@@ -408,20 +402,20 @@ def _buffers() -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for root in _modules():
         for part in root.modules():
-            if not part._buffers:
-                continue
-            # No checkpoint contains a non-persistent buffer, which may cache a function of the inputs so far.
-            hidden = part._non_persistent_buffers_set
-            for name, value in part._buffers.items():
-                if value is not None and name not in hidden:
-                    found.setdefault(f"buffer {name}", []).append(value)
+            for name, value in persistent_buffers(part).items():
+                found.setdefault(f"buffer {name}", []).append(value)
     return found
 
 
-def persistent_buffers(part: Any) -> list[Any]:
-    """Return the persistent buffers of a module itself, not of its submodules."""
+def persistent_buffers(part: Any) -> dict[str, Any]:
+    """Return the persistent buffers of a module itself, not of its submodules, by name.
+
+    No checkpoint contains a non-persistent buffer, which may cache a function of the inputs so far.
+    """
+    if not part._buffers:  # most modules, in each step
+        return {}
     hidden = part._non_persistent_buffers_set
-    return [each for name, each in part._buffers.items() if each is not None and name not in hidden]
+    return {name: each for name, each in part._buffers.items() if each is not None and name not in hidden}
 
 
 def _modules() -> list[Any]:
@@ -499,13 +493,14 @@ def _whole_norm(weights: list[Any], norms: list[float]) -> float | None:
 
 def _own_buffers() -> list[Any]:
     """Return the persistent buffers, except the buffers that DistributedDataParallel broadcasts in each step."""
-    found = []
+    found: list[Any] = []
     for root in _modules():
         if getattr(root, "broadcast_buffers", False):
             continue
         for part in root.modules():
-            if part._buffers and part not in _broadcast:
-                found += persistent_buffers(part)
+            buffers = persistent_buffers(part)
+            if buffers and part not in _broadcast:
+                found += buffers.values()
     return found
 
 

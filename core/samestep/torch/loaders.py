@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from samestep.sharding import sample_bits
-from samestep.torch.batch_rows import empty_batch as empty_batch
+from samestep.torch.batch_rows import empty_batch
 from samestep.torch.samplers import EvalSampler, GlobalBatchSampler, index_array, seed_generators
 from samestep.torch.worker_signals import WorkerInit, blocked_stop_signals, remember_workers
 from samestep.torch.worker_signals import stop_workers as stop_workers
@@ -157,21 +157,16 @@ class Collate:
         return empty_batch(self._collate(read_first(self._dataset)))
 
     def _collate(self, examples: Any) -> Any:
-        if not self._must_check:
-            return self._collate_fn(examples)
-        self._must_check = False
-        before = generator_states()
-        again = self._collate_fn(copy.deepcopy(examples))  # a copy, because collate_fn may change the examples
-        batch = self._collate_fn(examples)
-        name = drawn_since(before)
-        if not name and not equal(batch, again):
-            name = "a generator of its own"
-        if name:
-            raise RuntimeError(
-                f"collate_fn draws from {name}, so a row's random numbers depend on its shard: draw in the dataset's "
-                "__getitem__, or pass seeded=False to DataLoader"
-            )
-        return batch
+        if self._must_check:
+            self._must_check = False
+            # Copies, because collate_fn may change the examples.
+            name = drawn_by(lambda: self._collate_fn(copy.deepcopy(examples)))
+            if name:
+                raise RuntimeError(
+                    f"collate_fn draws from {name}, so a row's random numbers depend on its shard: draw in the "
+                    "dataset's __getitem__, or pass seeded=False to DataLoader"
+                )
+        return self._collate_fn(examples)
 
 
 def collate_examples(examples: Any) -> Any:
@@ -201,12 +196,7 @@ def check_draws_nothing(dataset: Any) -> None:
 
     Such random numbers would depend on the batches that this process has read before.
     """
-    before = generator_states()
-    first = read_first(dataset)
-    again = read_first(dataset)
-    name = drawn_since(before)
-    if not name and not equal(first, again):
-        name = "a generator of its own"
+    name = drawn_by(lambda: read_first(dataset))
     if name:
         remedy = "draw by samestep.sharding.sample_bits(seed, indices.epoch, indices), or pass seeded=False"
         if hasattr(dataset, "__getitem__"):
@@ -214,6 +204,20 @@ def check_draws_nothing(dataset: Any) -> None:
         raise RuntimeError(
             f"{type(dataset).__name__}.__getitems__ draws from {name}, which depends on the batches before: {remedy}"
         )
+
+
+def drawn_by(read: Callable[[], Any]) -> str:
+    """Call a function twice. Return the name of a generator from which it draws, also of its own; "" if it draws none.
+
+    The global generators are restored.
+    """
+    before = generator_states()
+    first = read()
+    again = read()
+    name = drawn_since(before)
+    if not name and not equal(first, again):
+        name = "a generator of its own"
+    return name
 
 
 def drawn_since(before: tuple[Any, Any, Tensor]) -> str:

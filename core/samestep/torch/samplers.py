@@ -327,12 +327,13 @@ class GlobalBatchSampler(Sampler[Indices]):
         """
         step = self._current_step()
         micro_batches = self.batches.micro_batches(step)
-        rows = sum(self._rows_of(step, micro_batch).local for micro_batch in micro_batches)
+        micro_rows = [self._rows_of(step, micro_batch) for micro_batch in micro_batches]
+        rows = sum(each.local for each in micro_rows)
         begin = 0
-        for micro_batch in micro_batches:
+        for micro_batch, own_rows in zip(micro_batches, micro_rows):
             self.micro_batch = micro_batch
-            self._micro_rows = self._rows_of(step, micro_batch)
-            end = begin + self._micro_rows.local
+            self._micro_rows = own_rows
+            end = begin + own_rows.local
             self._seed_generators()
             try:
                 yield rows_of(batch, rows, begin, end)

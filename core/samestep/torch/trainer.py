@@ -10,9 +10,10 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from samestep.torch.batch_rows import empty_batch
 from samestep.torch.checkpoints import Checkpoints
 from samestep.torch.exact_model import exact
-from samestep.torch.loaders import DataLoader, empty_batch
+from samestep.torch.loaders import DataLoader
 from samestep.torch.samplers import GlobalBatchSampler
 from samestep.torch.stops import StopRequests
 

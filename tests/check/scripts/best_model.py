@@ -2,10 +2,8 @@
 
 import sys
 import time
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from training import (
     FOLDER,
@@ -15,34 +13,17 @@ from training import (
     evaluate,
     global_mean,
     launch,
+    load,
     loader_at,
     pack,
     report,
-    unpack,
+    save,
     write,
 )
 
 STEPS = 24
 EVERY = 5  # steps between checkpoints
 SECONDS = 0.6  # of an evaluation
-
-
-def save(step: int, **state: Any) -> None:
-    if dist.get_rank() != 0:
-        return
-    FOLDER.mkdir(exist_ok=True)
-    write(FOLDER / f"{step:04}.pt", pack({"step": step, **state}))
-    for old in sorted(FOLDER.glob("[0-9]*.pt"))[:-2]:
-        old.unlink()
-
-
-def load() -> dict[str, Any] | None:
-    for path in sorted(FOLDER.glob("[0-9]*.pt"), reverse=True):
-        state = unpack(path.read_bytes())
-        if state is not None:
-            return state
-        print(f"warning: {path} is damaged: it is not used", flush=True)
-    return None
 
 
 def main() -> None:

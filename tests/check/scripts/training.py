@@ -222,13 +222,13 @@ def save(step: int, **state: Any) -> None:
         return
     FOLDER.mkdir(exist_ok=True)
     write(FOLDER / f"{step:04}.pt", pack({"step": step, **state}))
-    for old in sorted(FOLDER.glob("*.pt"))[:-2]:
+    for old in sorted(FOLDER.glob("[0-9]*.pt"))[:-2]:
         old.unlink()
 
 
 def load() -> dict[str, Any] | None:
     """Return the state of the newest undamaged checkpoint, or None without a checkpoint."""
-    for path in sorted(FOLDER.glob("*.pt"), reverse=True):
+    for path in sorted(FOLDER.glob("[0-9]*.pt"), reverse=True):
         state = unpack(path.read_bytes())
         if state is not None:
             return state
