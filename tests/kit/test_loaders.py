@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,19 @@ class DrawingBatches(Batches):
 def test_examples_of_another_shape_or_dtype_or_value_are_not_equal(other: Any) -> None:
     assert equal(np.zeros(2, np.int32), np.zeros(2, np.int32))
     assert not equal(np.zeros(2, np.int32), other)
+
+
+@pytest.mark.parametrize("layout", ["sparse", "compressed", "nested", "meta"])
+def test_a_collate_function_may_return_tensors_that_torch_cannot_compare(layout: str) -> None:
+    convert: dict[str, Callable[[Tensor], Tensor]] = {
+        "sparse": Tensor.to_sparse,
+        "compressed": Tensor.to_sparse_csr,
+        "nested": lambda rows: torch.nested.nested_tensor(list(rows)),
+        "meta": lambda rows: rows.to("meta"),
+    }
+    sampler = GlobalBatchSampler(4, 2, rank=0, world_size=1)
+    loader = DataLoader(range(4), batch_sampler=sampler, collate_fn=lambda rows: convert[layout](torch.eye(len(rows))))
+    assert len(list(loader)) == 2
 
 
 def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
