@@ -18,12 +18,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from samestep import child_signals
 
 STOP_SIGNALS = child_signals.STOP_SIGNALS
 LOST_SECONDS = 2.0  # seconds from a stop signal to the check whether another rank has ended
 REPEAT_SECONDS = 1.0  # seconds within which repeated signals count as one, because launchers repeat signals
+_RELEASE = 255  # byte in the pipe that ends the thread; no signal has this number
 
 
 class Stopped(BaseException):
@@ -41,6 +43,10 @@ class Stopped(BaseException):
         super().__init__(text)
         self.exit_code = 128 + number
         self.is_final = is_final
+
+
+class _Released(Exception):
+    """The thread that receives signals must end."""
 
 
 class StopRequest:
@@ -62,6 +68,8 @@ class StopRequest:
         self._exit_now = exit_now
         self._rank_is_lost = rank_is_lost
         self._read_end = self._write_end = -1
+        self._former: dict[int, Any] = {}  # handlers from before `install`, by signal
+        self._is_answered = False  # whether `release` was called after an answer to the signal
 
     def install(self) -> None:
         """Install the signal handlers. Call this method again after a framework has installed its own handlers."""
@@ -75,10 +83,37 @@ class StopRequest:
         child_signals.unblock()
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # Python writes a signal's number to the pipe
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda number, frame: None)
+            former = signal.signal(number, lambda number, frame: None)
+            self._former.setdefault(number, former)
             signal.siginterrupt(number, False)  # the C++ code of some frameworks fails if a system call is interrupted
 
+    def release(self, is_answered: bool) -> None:
+        """Install the former signal handlers again, and end this object's thread.
+
+        Args:
+            is_answered: whether the ranks have agreed on a signal. Otherwise, this process sends a signal that it has
+                received to itself again.
+        """
+        if not self._former or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_answered = is_answered
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._former.items():
+            # A handler from C code is None here, and cannot be installed again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former.clear()
+        os.write(self._write_end, bytes([_RELEASE]))
+
     def _signal_thread(self) -> None:
+        try:
+            self._await_signals()
+        except _Released:
+            os.close(self._read_end)
+            os.close(self._write_end)
+            if self.number and not self._is_answered:
+                os.kill(os.getpid(), self.number)
+
+    def _await_signals(self) -> None:
         self.number = first = self._next_signal(None)
         name = signal.Signals(first).name
         if not self.in_training:
@@ -102,9 +137,15 @@ class StopRequest:
         return f"no step could be saved within {self._grace:g} s (--grace)"
 
     def _next_signal(self, deadline: float | None) -> int:
-        """Return the next stop signal, or 0 at ``deadline`` on the clock `time.monotonic`."""
+        """Return the next stop signal, or 0 at ``deadline`` on the clock `time.monotonic`.
+
+        Raises:
+            _Released: `release` was called.
+        """
         while select.select([self._read_end], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
             number = os.read(self._read_end, 1)[0]
+            if number == _RELEASE:
+                raise _Released
             if number in STOP_SIGNALS:
                 return number
         return 0

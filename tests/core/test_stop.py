@@ -175,6 +175,33 @@ def test_a_rank_receives_signals_that_its_parent_blocked_for_its_children(tmp_pa
     assert child(BLOCKED, tmp_path).stdout == "set()\n"
 
 
+RELEASED = """
+import signal
+import threading
+from samestep import stop
+
+received = threading.Event()
+former = signal.signal(signal.SIGUSR1, lambda *_: received.set())
+request = stop.StopRequest(600.0, print)
+request.install()
+request.in_training = True
+signal.raise_signal(signal.SIGUSR1)
+request.release(is_answered=IS_ANSWERED)
+for thread in threading.enumerate():
+    if thread.name == "signals":
+        thread.join(10)
+print(received.wait(0.1), signal.getsignal(signal.SIGINT) is signal.default_int_handler, threading.active_count())
+"""
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_release_installs_the_former_handlers_and_repeats_a_signal_without_an_answer(
+    tmp_path: Path, is_answered: bool
+) -> None:
+    done = child(RELEASED.replace("IS_ANSWERED", str(is_answered)), tmp_path)
+    assert (done.stdout, done.stderr) == (f"{not is_answered} True 1\n", "")
+
+
 def test_two_signals_at_once_are_two() -> None:
     request = StopRequest(1.0, never)
     request._read_end, write_end = os.pipe()

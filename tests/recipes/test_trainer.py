@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samestep.stop import STOP_SIGNALS
 from samestep.torch.trainer import ExactTrainer, check_training_arguments
 from torch import Tensor, nn
 from torch.nn import functional
@@ -185,11 +186,14 @@ def test_a_second_call_of_train_starts_at_the_newest_checkpoint(tmp_path: Path) 
     assert torch.equal(twice.model.layer.weight, once.model.layer.weight)
 
 
-def test_the_trainings_of_a_process_have_one_grace(tmp_path: Path, undisturbed: ExactTrainer) -> None:
-    other = trainer(tmp_path)
-    other.grace = undisturbed.grace + 1
-    with pytest.raises(ValueError, match=r"grace is 21.0, but an earlier ExactTrainer of this process has grace=20.0"):
-        other.train()
+def test_after_a_training_signals_have_their_former_handlers(tmp_path: Path) -> None:
+    """A notebook must survive an interrupt of its next cell, and a later training may have another ``grace``."""
+    former = [signal.getsignal(number) for number in STOP_SIGNALS]
+    for grace in (20.0, 21.0):
+        found = trainer(tmp_path / str(grace), max_steps=1)
+        found.grace = grace
+        found.train()
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] == former
 
 
 def train_until_signal(folder: Path) -> None:

@@ -122,7 +122,7 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
     """
     kind = type(module)
     if kind in _REPLACED.values():
-        raise ValueError(f"{name} is exact already: call exact() once")
+        raise ValueError(f"{name} is exact already: call exact() once, and use one ExactTrainer per model")
     if isinstance(module, batchnorm._BatchNorm) and kind in _NORMS and not module.track_running_stats:
         raise ValueError(
             f"{name} keeps no running statistics, so an evaluation depends on the number of ranks: use "

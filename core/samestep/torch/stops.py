@@ -53,6 +53,15 @@ class StopRequests:
         self._interval = 1
         self._last_time = time.monotonic()
 
+    def release(self) -> None:
+        """Install the former signal handlers again, such as Python's own. Another instance may follow.
+
+        If the ranks have agreed on no signal, this process sends a signal that it has received to itself again.
+        """
+        global _is_installed
+        _is_installed = False
+        self._request.release(is_answered=self.signal != 0)
+
     def step(self) -> int:
         """Count a step, and call `agree` after some steps. Call this method after each step on all ranks.
 

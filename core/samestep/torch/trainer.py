@@ -17,7 +17,6 @@ from samestep.torch.loaders import DataLoader
 from samestep.torch.samplers import GlobalBatchSampler
 from samestep.torch.stops import StopRequests
 
-_requests: StopRequests | None = None  # of all trainings in this process, because handlers belong to the process
 _PROGRESS = (  # attributes of Trainer's state that a resume continues
     "global_step",
     "epoch",
@@ -98,7 +97,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             )
         if trial is not None:
             raise ValueError("a hyperparameter search would resume each trial from the trial before: use Trainer")
-        return super().train(None, **kwargs)
+        try:
+            return super().train(None, **kwargs)
+        finally:
+            self._resume.release_signals()
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's shards of the global batches."""
@@ -206,6 +208,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: ExactTrainer) -> None:
         self.trainer = trainer
+        self.stops: StopRequests | None = None  # only during a training
         self.exact_model: Any = None
         self.sampler: Any = None
         self.restored = 0  # number of steps at the start
@@ -230,7 +233,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
             progress=_Progress(trainer),
             **parts,
         )
-        _stop_requests(trainer.grace)  # installs the handlers
+        self.stops = StopRequests(trainer.grace)
         self.restored = self.checkpoints.restore()  # collective
         # Trainer copied these values from its state before it called this method.
         trainer._initial_global_step = state.global_step
@@ -271,10 +274,16 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 
     def stop_if_requested(self) -> None:
         """Save and end the program if the ranks agree on a stop signal."""
-        signal = _stop_requests(self.trainer.grace).step()  # collective, at some steps
+        signal = self.stops.step() if self.stops else 0  # collective, at some steps
         if signal:
             self.save()
             self.checkpoints.stop(signal)
+
+    def release_signals(self) -> None:
+        """Let signals end the program at once again: a notebook or an evaluation after the training has no steps."""
+        if self.stops is not None:
+            self.stops.release()
+            self.stops = None
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoints.finish()
@@ -312,20 +321,6 @@ def has_stopped_early(callback: TrainerCallback) -> bool:
     if not isinstance(callback, EarlyStoppingCallback):
         return False
     return bool(callback.early_stopping_patience_counter >= callback.early_stopping_patience)
-
-
-def _stop_requests(grace: float) -> StopRequests:
-    """Return the StopRequests of this process. The first call installs its signal handlers.
-
-    Raises:
-        ValueError: an earlier training of this process has another ``grace``.
-    """
-    global _requests
-    if _requests is None:
-        _requests = StopRequests(grace)
-    if _requests.grace != grace:
-        raise ValueError(f"grace is {grace}, but an earlier ExactTrainer of this process has grace={_requests.grace}")
-    return _requests
 
 
 class _Progress:
