@@ -10,19 +10,21 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import io
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from samestep import ConfigError
 
 IMPORTED = "__mp_main__"
 STARTED = "__main__"
+_FILE = io.IOBase.__base__  # base class of all files, of Python's own and of a program's
 # numpy's import starts OpenBLAS's threads, and a process with threads cannot fork ranks. OPENBLAS_NUM_THREADS does
 # not change torch's number of threads. If torch counts GPUs through CUDA instead of NVML, forked processes cannot use
 # CUDA.
@@ -78,18 +80,23 @@ class Program:
         """
         names = vars(self._module)
         names["__name__"] = STARTED
+        _name_as_started(names)
         sys.argv[1:] = arguments
-        try:
-            with _leaving_returns():
+        code = 0
+        with _leaving_returns() as has_left:
+            try:
                 if self._block:
                     exec(self._block, names)  # noqa: S102
                 else:
                     names["main"]()
-        except _Left:
+            except _Left:
+                pass
+            except BaseException as problem:
+                code = exit_code(problem)
+        if has_left:
             return 0
-        except BaseException as problem:
-            return exit_code(problem)
-        return 0
+        _finish(names)
+        return code
 
 
 def check(path: Path) -> None:
@@ -141,22 +148,53 @@ def _compile(body: list[ast.stmt], path: Path) -> CodeType | None:
     return compile(ast.Module(body, []), str(path), "exec", dont_inherit=True) if body else None
 
 
+def _name_as_started(names: Mapping[str, Any]) -> None:
+    """Set the module of the program's classes and functions to ``__main__``, the name in a pickle by another start."""
+    for value in names.values():
+        if isinstance(value, (type, FunctionType)) and value.__module__ == IMPORTED:
+            value.__module__ = STARTED
+            _name_as_started(dict(vars(value)))
+
+
 @contextlib.contextmanager
-def _leaving_returns() -> Iterator[None]:
-    """Turn ``os._exit(0)`` in this process's main thread into the exception `_Left`, except in forked processes."""
+def _leaving_returns() -> Iterator[list[bool]]:
+    """Turn ``os._exit(0)`` in this process's main thread into the exception `_Left`, except in forked processes.
+
+    The yielded list is empty until then. The program may catch the exception, and then call ``os._exit`` again.
+    """
     leave = os._exit
     pid = os.getpid()
+    has_left: list[bool] = []
 
     def leave_or_return(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == pid and threading.current_thread() is threading.main_thread():
+        is_rank = os.getpid() == pid and threading.current_thread() is threading.main_thread()
+        if is_rank and (status == 0 or has_left):
+            has_left.append(True)
             raise _Left
         leave(status)
 
     os._exit = leave_or_return
     try:
-        yield
+        yield has_left
     finally:
         os._exit = leave
+
+
+def _finish(names: Mapping[str, Any]) -> None:
+    """Wait for the program's threads and write the contents of its open files, as Python does when a program ends.
+
+    Args:
+        names: the variables of the program. A file that it opened before the fork must be one of them.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # also ends the threads of executors
+    streams = {id(each) for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
+    objects = [*gc.get_objects(), *names.values()]
+    files = [each for each in objects if issubclass(type(each), _FILE) and id(each) not in streams]
+    compressed = [each for each in files if type(each).__module__ != "_io"]  # writes its end when it is closed
+    writes = [each.flush for each in files] + [each.close for each in compressed] + [each.flush for each in files]
+    for write in writes:  # a text file may write into a compressed file, which writes into another file
+        with contextlib.suppress(Exception):  # Python ignores such an exception too
+            write()
 
 
 @contextlib.contextmanager
