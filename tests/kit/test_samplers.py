@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from samestep.sharding import GlobalBatches
-from samestep.torch import EvalSampler, FixedRows, GlobalBatchSampler, Rows, ranks
+from samestep.step_timer import StepTimer
+from samestep.torch import EvalSampler, FixedRows, GlobalBatchSampler, Rows, exact, global_mean, ranks
+from samestep.torch.reduction import time_phases
 from torch.utils.data import DataLoader
 
 
@@ -187,6 +189,47 @@ def test_scale_has_the_gradient_of_the_mean_and_the_value_of_this_ranks_part() -
     loss.grad = None
     with_virtual_ranks.scale(loss).backward()
     assert loss.grad == torch.tensor(1 / 4)
+
+
+@pytest.mark.parametrize(("settings", "factor"), [({"accumulate": 2}, 2), ({"virtual_ranks": 2}, 1)])
+def test_scale_divides_by_the_weight_of_the_step(settings: dict[str, int], factor: int) -> None:
+    sampler = GlobalBatchSampler(10, 4, 1, 2, **settings)
+    next(batches(sampler))
+    loss = torch.tensor(6.0, requires_grad=True)
+    sampler.scale(loss, of=12.0).backward()
+    assert loss.grad == torch.tensor(factor / 12)
+    assert sampler.scale(0 * loss, of=0.0) == 0
+
+
+def test_global_mean_is_refused_over_sub_shards() -> None:
+    """Its gradient would be too large by the world size, and ranks may call it different numbers of times."""
+    sampler = GlobalBatchSampler(10, 4, 0, 1, virtual_ranks=2)
+    micro_batches = sampler.micro_batches(next(batches(sampler)))
+    loss = torch.tensor(6.0, requires_grad=True)
+    for _ in micro_batches:
+        with pytest.raises(RuntimeError, match=r"use sampler.scale\(loss_sum, of=...\)"):
+            global_mean(loss, of=12.0)
+    assert global_mean(loss, of=12.0) == 0.5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_micro_batch_with_one_value_per_channel_is_refused(size: int) -> None:
+    """Its variance is 0. A batch of 3 rows has micro-batches of 1 and of 2 rows."""
+    sampler = GlobalBatchSampler(size, size, 0, 1, accumulate=2)
+    norm = exact(torch.nn.BatchNorm1d(3), sampler)
+    indices = next(batches(sampler))
+    with pytest.raises(ValueError, match="more than 1 value per channel in the micro-batch: use drop_last=True"):
+        for rows in sampler.micro_batches(indices):
+            norm(torch.randn(len(rows), 3))
+
+
+def test_frozen_parameters_are_not_timed() -> None:
+    model = torch.nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    time_phases(model, optimizer, StepTimer())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
 
 
 def test_evaluation_blocks_are_the_same_at_any_number_of_ranks() -> None:

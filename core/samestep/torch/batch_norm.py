@@ -186,15 +186,17 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         return y.to(x.dtype)  # type: ignore[no-any-return]
 
     def _check_count(self, x: Tensor, total: Tensor) -> None:
-        """Raise ValueError on all ranks if the global batch has only 1 value per channel."""
-        if torch.compiler.is_compiling():
+        """Raise ValueError on all ranks if the global batch or micro-batch has only 1 value per channel."""
+        if torch.compiler.is_compiling() or math.prod(x.shape[2:]) > 1:
             return
-        is_small = self.rows is None or self.rows.rows().size == 1  # avoids a wait for ``total`` on a GPU
-        is_small = is_small and math.prod(x.shape[2:]) == 1
+        # Reading ``total`` would wait for the GPU in each step.
+        most_micro_batches = getattr(self.rows, "accumulate", 1)
+        is_small = self.rows is None or self.rows.rows().size < 2 * most_micro_batches
         if is_small and total <= 1:
+            where = "micro-batch" if most_micro_batches > 1 else "global batch"
             raise ValueError(
-                "batch norm needs more than 1 value per channel in the global batch: use drop_last=True, or another "
-                "batch size"
+                f"batch norm needs more than 1 value per channel in the {where}: use drop_last=True, or another batch "
+                "size"
             )
 
     @torch.no_grad()

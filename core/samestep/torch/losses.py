@@ -10,6 +10,9 @@ from torch import Tensor
 from samestep.torch.ranks import GroupOrAxis, all_reduce, collective_device, place, process_group
 
 
+in_sub_shards = False  # whether the loop iterates over `GlobalBatchSampler.micro_batches` with virtual ranks
+
+
 class _WithGradient(torch.autograd.Function):
     """An operation that returns ``value``, with ``slope`` as the gradient with respect to ``loss``."""
 
@@ -50,7 +53,8 @@ def global_mean(
     ``loss_sum``, because this function cannot detect the mistake.
 
     If a step accumulates gradients of several micro-batches, pass the weight of the complete step as ``of``:
-    ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean.
+    ``of = global_sum(mask.sum())[0]``. The values of the micro-batches then add up to the step's mean. With virtual
+    ranks, call `GlobalBatchSampler.scale` instead.
 
     Args:
         loss_sum: a loss with ``reduction="sum"``, or a sum of masked or weighted losses; scalar tensor.
@@ -63,7 +67,13 @@ def global_mean(
     Raises:
         ValueError: an argument has dimensions, both or neither of ``weight_sum`` and ``of`` are given, or ``group`` is
             a mesh of several axes.
+        RuntimeError: the loop iterates over micro-batches with virtual ranks.
     """
+    if in_sub_shards:
+        raise RuntimeError(
+            "with virtual_ranks, ranks may have different numbers of micro-batches, so global_mean cannot reduce over "
+            "them: use sampler.scale(loss_sum, of=...), with global_sum of the step's weights before the micro-batches"
+        )
     check_scalar("loss_sum", loss_sum)
     if (weight_sum is None) == (of is None):
         raise ValueError("global_mean needs either weight_sum or of")

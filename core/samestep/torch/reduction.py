@@ -104,6 +104,7 @@ def time_phases(model: nn.Module, optimizer: Optimizer, timer: StepTimer) -> Non
         timer: the timer to mark.
     """
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: timer.mark(COMPUTE))
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: timer.mark(COMPUTE))
     optimizer.register_step_pre_hook(lambda *step: timer.mark(COMMUNICATION))
     optimizer.register_step_post_hook(lambda *step: timer.mark(OPTIMIZER))

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch.batch_rows import rows_of
-from samestep.torch.losses import with_gradient
+from samestep.torch import losses
 from samestep.torch.ranks import Group, GroupOrAxis, Place, has_group, place, process_group
 
 Batch = TypeVar("Batch")
@@ -215,6 +215,11 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self.batches.virtual_ranks
 
     @property
+    def accumulate(self) -> int:
+        """The largest number of micro-batches per step without virtual ranks."""
+        return self.batches.accumulate
+
+    @property
     def sampler(self) -> GlobalBatchSampler:
         """This object, because Lightning calls `set_epoch` only on ``loader.batch_sampler.sampler``."""
         return self
@@ -335,9 +340,11 @@ class GlobalBatchSampler(Sampler[Indices]):
             self._micro_rows = own_rows
             end = begin + own_rows.local
             self._seed_generators()
+            losses.in_sub_shards = self.virtual_ranks is not None
             try:
                 yield rows_of(batch, rows, begin, end)
             finally:
+                losses.in_sub_shards = False
                 self.micro_batch = None
                 self._micro_rows = None
             begin = end
@@ -367,21 +374,25 @@ class GlobalBatchSampler(Sampler[Indices]):
             )
         return self.step - 1
 
-    def scale(self, loss_sum: Tensor, grad_scale: float | None = None) -> Tensor:
+    def scale(
+        self, loss_sum: Tensor, grad_scale: float | None = None, of: Tensor | float | None = None
+    ) -> Tensor:
         """Return a loss with the gradient of the mean over the global batch's losses, without communication.
 
         Args:
             loss_sum: sum of the losses of this rank's batch or micro-batch, scalar tensor.
+            of: sum of the losses' weights over all ranks and micro-batches of the step, from `global_sum`; for example
+                the number of tokens. The default is the number of examples. If ``of`` is 0, ``loss_sum`` must be 0.
             grad_scale: factor of the gradient. The default is 1 with ``virtual_ranks``, else the world size, because
                 DDP divides by the world size. Pass 1 if gradients are summed over ranks.
 
         Returns:
             This rank's part of the mean. The parts of all ranks and micro-batches add up to the mean.
         """
-        size = self.batches.num_losses(self._current_step())
+        size = self.batches.num_losses(self._current_step()) if of is None else float(of) or 1.0
         if grad_scale is None:
             grad_scale = 1 if self.virtual_ranks else self.batches.world_size
-        return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
+        return losses.with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the settings that determine the order of examples.
