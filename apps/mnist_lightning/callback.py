@@ -23,7 +23,15 @@ class RunCallback(pl.Callback):
         self.actions = StepActions(sync=False, log=False, evaluate=False, save=False)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set Lightning's counters to the first step, as if Lightning had loaded its own checkpoint."""
+        """Set Lightning's counters to the first step, as if Lightning had loaded its own checkpoint.
+
+        Raises:
+            NonRetryableError: a resume would not continue a setting of Lightning.
+        """
+        if trainer.lr_scheduler_configs:
+            raise NonRetryableError("no checkpoint has an lr_scheduler: set the rate from run.step in training_step")
+        if trainer.accumulate_grad_batches != 1:
+            raise NonRetryableError("accumulate_grad_batches would count each batch as a step: leave it at 1")
         fit = trainer.fit_loop
         first = self.run.first_step
         epoch = first // len(self.data.sampler)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from samestep import ConfigError
 from samestep.best import BestEvaluation
 from samestep.sharding import GlobalBatches
 from samestep.step_sync import Totals
@@ -44,7 +45,16 @@ class Progress:
             state: the result of `state` that the checkpoint stores; {} for a new run.
             seconds: the total duration of earlier starts, in seconds.
             keep_best: the value of --keep-best.
+
+        Raises:
+            ConfigError: the checkpoint's run has another number of training examples.
         """
+        stored = state.get("train_examples", batches.n)
+        if stored != batches.n and first_step < last_step:
+            raise ConfigError(
+                f"the checkpoint was trained on {stored:,} examples, not on {batches.n:,}, and the order of examples "
+                "depends on their number: set the data back, or pass another --run-dir"
+            )
         self.batches = batches
         self.first_step = first_step
         self.last_step = last_step
@@ -105,6 +115,7 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""
         state: dict[str, Any] = {
+            "train_examples": self.batches.n,
             "epoch_loss_sum": self._epoch_loss,
             "epoch_correct": self._epoch_correct,
             "train_loss": self.train_loss,

@@ -291,7 +291,8 @@ class Run:
                 checkpoints. If `samestep.torch.exact` computes dropout, include `samestep.sharding.RANDOM_NUMBERS`.
 
         Raises:
-            ConfigError: the app does not support --trace-every.
+            ConfigError: the app does not support --trace-every, or the dataset has another number of training examples
+                than at the checkpoint.
             NonRetryableError: a value of the state cannot be stored as JSON, or a file cannot be written.
         """
         state = self.restored.state
@@ -573,11 +574,11 @@ class Run:
         groups = self.parts.groups()
         self.guard.check_weights(groups["model"], self.step)
         seconds = self.progress.seconds
-        samples = 0 if self.options.evaluate_only else self.progress.batches.samples_seen(self.last_step)
+        samples = 0 if self.options.evaluate_only else self.progress.batches.samples_seen(self.step)
         digest, best = self.storage.write_final(self, {name: groups[name] for name in ("model", self.evaluated)})
         self.recorder.result = {
             "train_examples": self.progress.batches.n,
-            "steps": self.last_step,
+            "steps": self.step,  # less than last_step if the program has left the loop early
             "train_loss": self.progress.train_loss,
             **evaluation,
             **best,

@@ -24,7 +24,7 @@ from samestep import ConfigError
 
 IMPORTED = "__mp_main__"
 STARTED = "__main__"
-_FILE = io.IOBase.__base__  # base class of all files, of Python's own and of a program's
+_FILE: Any = io.IOBase.__base__  # base class of all files, of Python's own and of a program's
 # numpy's import starts OpenBLAS's threads, and a process with threads cannot fork ranks. OPENBLAS_NUM_THREADS does
 # not change torch's number of threads. If torch counts GPUs through CUDA instead of NVML, forked processes cannot use
 # CUDA.

@@ -1276,8 +1276,14 @@ def test_a_checkpoint_says_what_a_resume_must_repeat(run_dir: Path) -> None:
     assert found.resume_invariants == resume_invariants(ranks[0].options)
     assert found.resume_invariants["momentum"] == 0.25
     wanted = {"requested_dataset", "dataset_fingerprint", "epoch_loss_sum", "epoch_correct", "train_loss", "seconds"}
-    assert found.state.keys() == {*wanted, "threads", "metadata"}
+    assert found.state.keys() == {*wanted, "train_examples", "threads", "metadata"}
     assert (found.state["epoch_loss_sum"], found.state["train_loss"]) == (0.0, mean_loss(range(8, 12)))
+
+
+def test_a_program_that_leaves_its_loop_reports_the_steps_that_it_took(run_dir: Path) -> None:
+    all_done(job(2, options_for(run_dir), Faults(leaves_after=7)))
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["steps"] == 7
 
 
 # --- who is alive ----------------------------------------------------------------------------------------------------

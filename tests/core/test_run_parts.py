@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from samestep import NonRetryableError, RetryableError, log, step_sync, stop
+from samestep import ConfigError, NonRetryableError, RetryableError, log, step_sync, stop
 from samestep.arithmetic import Arithmetic
 from samestep.best import BestEvaluation
 from samestep.cadence import Cadence
@@ -124,6 +124,14 @@ def test_progress_resumes_from_its_own_state() -> None:
     resumed.add(Totals(loss=6.0, running_loss=6.0, counts={"correct": 5}))  # a new epoch has its own sums
     assert (resumed.train_loss, resumed.train_accuracy) == (1.0, 5 / 6) == (whole.train_loss, whole.train_accuracy)
     assert resumed.seconds > 100.0
+
+
+def test_progress_refuses_another_number_of_examples() -> None:
+    state = Progress(BATCHES, 2, last_step=8, state={}).state()
+    other = GlobalBatches(10, 6, seed=1)
+    with pytest.raises(ConfigError, match=r"was trained on 20 examples, not on 10, .* or pass another --run-dir"):
+        Progress(other, 2, last_step=8, state=state)
+    Progress(other, 2, last_step=2, state=state)  # an evaluation takes no further step
 
 
 class Strict(Monitor):

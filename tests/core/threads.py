@@ -175,6 +175,7 @@ class Faults:
     spend: Callable[[int, int, str], None] = lambda rank, step, phase: None  # called in each phase; steps from 0
     loss_scale: Mapping[int, float] = field(default_factory=dict)  # factor of a step's loss, by step
     accuracy: Mapping[int, float] = field(default_factory=dict)  # test accuracy, by number of updates
+    leaves_after: int | None = None  # number of updates after which the program leaves its loop
 
 
 @dataclass
@@ -244,6 +245,8 @@ def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) 
             me.lines.append(counted("log_metrics", partial(run.log_metrics, tested)))
         if actions.save:
             counted("save", run.save)
+        if run.step == faults.leaves_after:
+            break
     tested = run.eval_metrics or evaluate(model, data.test_labels, ranks, world, faults)
     faults.before_finish(world.rank, model)
     counted("finish", partial(run.finish, tested))

@@ -217,10 +217,9 @@ def test_a_micro_batch_with_one_value_per_channel_is_refused(size: int) -> None:
     """Its variance is 0. A batch of 3 rows has micro-batches of 1 and of 2 rows."""
     sampler = GlobalBatchSampler(size, size, 0, 1, accumulate=2)
     norm = exact(torch.nn.BatchNorm1d(3), sampler)
-    indices = next(batches(sampler))
+    micro_batches = sampler.micro_batches(next(batches(sampler)))
     with pytest.raises(ValueError, match="more than 1 value per channel in the micro-batch: use drop_last=True"):
-        for rows in sampler.micro_batches(indices):
-            norm(torch.randn(len(rows), 3))
+        [norm(torch.randn(len(rows), 3)) for rows in micro_batches]
 
 
 def test_frozen_parameters_are_not_timed() -> None:

@@ -113,6 +113,14 @@ def test_state_that_does_not_fit_is_named() -> None:
             weights.load_optimizer(model, optimizer, {name: wrong})
 
 
+def test_a_trained_parameter_outside_the_model_is_refused() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(3))})
+    with pytest.raises(NonRetryableError, match=r"SGD trains a parameter of shape \[3\] that is not part of the model"):
+        weights.optimizer_arrays(model, optimizer)
+
+
 @pytest.mark.parametrize("setting", ["fused", "capturable", "foreach"])
 def test_a_restored_counter_is_where_the_optimizer_reads_it(setting: str) -> None:
     """torch's device meta simulates a GPU."""

@@ -149,6 +149,47 @@ def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
     assert shared == ["cuda:0", "cuda:0", [0], 2, 3]
 
 
+# --- settings of Lightning that no checkpoint has ---------------------------------------------------------------------
+
+REFUSED = """
+import json
+import sys
+import pytorch_lightning as pl
+import torch
+from callback import RunCallback
+from samestep import NonRetryableError
+
+class Module(pl.LightningModule):
+    def __init__(self, has_scheduler):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.has_scheduler = has_scheduler
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if self.has_scheduler else []
+        return [optimizer], schedulers
+
+def refused(has_scheduler, accumulate):
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    callback = RunCallback(None, None)
+    trainer = pl.Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, callbacks=[callback], **quiet)
+    try:
+        trainer.fit(Module(has_scheduler), torch.utils.data.DataLoader(torch.ones(4, 3)))
+    except NonRetryableError as error:
+        return str(error)
+
+print(json.dumps([refused(True, 1), refused(False, 2)]))
+"""
+
+
+def test_a_schedule_or_an_accumulation_that_a_resume_would_not_continue_is_refused() -> None:
+    schedule, accumulation = told_by("mnist_lightning", REFUSED)
+    assert schedule == "no checkpoint has an lr_scheduler: set the rate from run.step in training_step"
+    assert accumulation == "accumulate_grad_batches would count each batch as a step: leave it at 1"
+
+
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------
 
 

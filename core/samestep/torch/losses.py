@@ -9,7 +9,6 @@ from torch import Tensor
 
 from samestep.torch.ranks import GroupOrAxis, all_reduce, collective_device, place, process_group
 
-
 in_sub_shards = False  # whether the loop iterates over `GlobalBatchSampler.micro_batches` with virtual ranks
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
-from samestep.torch.batch_rows import rows_of
 from samestep.torch import losses
+from samestep.torch.batch_rows import rows_of
 from samestep.torch.ranks import Group, GroupOrAxis, Place, has_group, place, process_group
 
 Batch = TypeVar("Batch")
@@ -374,9 +374,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             )
         return self.step - 1
 
-    def scale(
-        self, loss_sum: Tensor, grad_scale: float | None = None, of: Tensor | float | None = None
-    ) -> Tensor:
+    def scale(self, loss_sum: Tensor, grad_scale: float | None = None, of: Tensor | float | None = None) -> Tensor:
         """Return a loss with the gradient of the mean over the global batch's losses, without communication.
 
         Args:

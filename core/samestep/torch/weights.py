@@ -60,9 +60,16 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     """Return the optimizer's state as arrays named ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
 
     Raises:
-        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype.
+        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype, or a
+            parameter is not part of the model.
     """
     arrays = {}
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in own:
+                problem = f"{type(optimizer).__name__} trains a parameter of shape {list(parameter.shape)}"
+                raise NonRetryableError(f"{problem} that is not part of the model: no checkpoint has it")
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and not shape_mismatch_error(value, parameter):
