@@ -195,6 +195,13 @@ def _check_evaluate_only(options: Options) -> None:
         raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
 
 
+def path(text: str) -> Path:
+    """Convert an option's value to a path. An empty value, as of an unset variable, would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty: name a path, or leave the option out")
+    return Path(text)
+
+
 def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
     """Return an argparse type for integers in [minimum, maximum]."""
 
@@ -424,14 +431,14 @@ class CommonOptions(Options):
     # The launch script resolves the dataset before the ranks start. This option has the name that the user requested.
     requested_dataset: str | None = option(None, argparse.SUPPRESS, group=DATA, may_change=True)
     data_dir: Path = option(
-        Path("data"), "folder to search for datasets first", group=DATA, may_change=True, type=Path, metavar="DIR"
+        Path("data"), "folder to search for datasets first", group=DATA, may_change=True, type=path, metavar="DIR"
     )
     run_dir: Path = option(
         None,
         "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)",
         group=CHECKPOINT,
         may_change=True,
-        type=Path,
+        type=path,
         metavar="DIR",
     )
     resume: bool = option(
@@ -446,7 +453,7 @@ class CommonOptions(Options):
         "initial weights: the model.safetensors of any run",
         group=CHECKPOINT,
         may_change=True,
-        type=Path,
+        type=path,
         metavar="FILE",
     )
     checkpoint_every: int = option(

@@ -38,10 +38,13 @@ STAMP = "samestep-stamp"
 END_SECONDS = 2.0  # seconds to wait for the end of a set-up step after TERM, and again after KILL
 IS_PYTHON = ["-c", "import sys; print(sys.version_info >= (3, 9))"]
 PACKAGE_FOLDERS = ("core", "launch", "observe", "check")
+# A program that runs the command ``samestep``. Unlike ``python -m samestep``, it imports no module from the current
+# folder, which may be a stranger's run dir. sys.path begins with "", unless Python has a safe path.
+START = "import sys; sys.path[0] or sys.path.pop(0); from samestep.__main__ import main; sys.exit(main())"
 # The command ``samestep`` of an environment, run by sh because a #! line cannot contain a path with spaces.
 COMMAND = """\
 #!/bin/sh
-exec {python} -m samestep "$@"
+exec {python} -c {start} "$@"
 """
 BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock with a local version label, such as torch==2.13.0+cpu
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # index of the CPU builds that PyPI lacks, such as torch 2.13.0+cpu
@@ -270,7 +273,8 @@ class Environment:
         site_packages = next(venv.glob("lib/python*/site-packages"))
         (site_packages / "samestep.pth").write_text("".join(f"{path}\n" for path in source_path(self.root)))
         command = venv / "bin" / "samestep"
-        command.write_text(COMMAND.format(python=shlex.quote(str(venv / "bin" / "python"))))
+        python = shlex.quote(str(venv / "bin" / "python"))
+        command.write_text(COMMAND.format(python=python, start=shlex.quote(START)))
         command.chmod(0o755)
 
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:

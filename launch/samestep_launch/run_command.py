@@ -46,6 +46,7 @@ from samestep.options import (
     add_preemption_notice,
     add_start_method,
     bounded_int,
+    path,
     seconds,
 )
 
@@ -74,8 +75,8 @@ def _main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"PROGRAM {options.program}: the file is missing: name a Python program")
     if options.start_method == FORK:
         _check_fork(options.launcher, program)
-    launcher = _find_launcher(options.launcher, options.nproc)
     nodes = read_nodes(os.environ)
+    launcher = _find_launcher(options.launcher, options.nproc, machines=nodes.count)
     check_interface(os.environ)
     check_imports()
     warn_of_other_ranks(os.environ, nodes)
@@ -113,7 +114,7 @@ def build_parser() -> Parser:
     without = "(default: torchrun if torch is installed, else none for -n 1)"
     add("--launcher", choices=LAUNCHERS, metavar="NAME", help=f"launcher: {', '.join(LAUNCHERS)} {without}")
     add = parser.group(GROUPS[2]).add_argument
-    add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/<program>/<UTC time>)")
+    add("--run-dir", type=path, metavar="DIR", help="directory of the run (default: runs/<program>/<UTC time>)")
     add = parser.group(GROUPS[3]).add_argument
     add_start_method(parser, EXEC)
     limit = "maximum number of restarts after failures (default: 3)"
@@ -142,17 +143,29 @@ def _check_fork(launcher: str | None, program: Path) -> None:
     programs.check(program)
 
 
-def _find_launcher(name: str | None, nproc: int) -> Launcher | None:
+def _find_launcher(name: str | None, nproc: int, machines: int) -> Launcher | None:
     """Return the launcher to use; None for one process without a launcher.
 
+    Args:
+        name: the value of --launcher, or None.
+        nproc: number of ranks on this machine.
+        machines: number of machines.
+
     Raises:
-        ConfigError: the launcher is not installed, or several ranks need a launcher but ``name`` and torch are missing.
+        ConfigError: the launcher is not installed or starts ranks only on its own machine, or several ranks need a
+            launcher but ``name`` and torch are missing.
     """
+    suitable = [each for each, launcher in LAUNCHERS.items() if machines == 1 or "{node_rank}" in launcher.command]
     if name is None and importlib.util.find_spec("torch") is None:
-        if nproc > 1:
-            raise ConfigError(f"-n {nproc}: {sys.executable} has no torch: name a --launcher of {', '.join(LAUNCHERS)}")
+        if nproc > 1 or machines > 1:
+            several = f"-n {nproc}" if nproc > 1 else f"{machines} machines"
+            raise ConfigError(f"{several}: {sys.executable} has no torch: name a --launcher of {', '.join(suitable)}")
         return None
-    launcher = LAUNCHERS[name or "torchrun"]
+    name = name or "torchrun"
+    if name not in suitable:
+        remedy = f"use --launcher {' or '.join(suitable)}, or {name} itself with its list of hosts"
+        raise ConfigError(f"--launcher {name} starts ranks on one machine, but the job has {machines}: {remedy}")
+    launcher = LAUNCHERS[name]
     if launcher.module and importlib.util.find_spec(launcher.module) is None:
         raise ConfigError(f"--launcher {name}: {sys.executable} has no module {launcher.module}: install it there")
     if launcher.program and shutil.which(launcher.program) is None:

@@ -24,7 +24,7 @@ from samestep.root import Root
 from samestep.untrusted import shown
 
 from samestep_launch.environments import TRACKERS as NAME
-from samestep_launch.environments import Environment
+from samestep_launch.environments import START, Environment
 from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
@@ -98,7 +98,7 @@ class TrackerProcess:
             self._process = self._popen(run_dir)
 
     def _popen(self, run_dir: Path) -> subprocess.Popen[str] | None:
-        command = [self._python, "-m", "samestep", "track", str(run_dir), "--to", ",".join(self._names)]
+        command = [self._python, "-c", START, "track", str(run_dir), "--to", ",".join(self._names)]
         try:
             descriptor = Root(run_dir).open("log/track.log", os.O_WRONLY | os.O_APPEND)
             with os.fdopen(descriptor, "ab") as log:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from processes import wait_for
 from samestep.env import World
 from samestep.job_info import JobInfo
 from samestep.recovery import watchdog
+from samestep.recovery.rank_files import stacks
 
 CORE = str(Path(samestep.__file__).parents[1])
 LIMIT = 15.0  # seconds; every wait ends sooner
@@ -203,7 +208,7 @@ def test_a_heartbeat_during_a_garbage_collection_does_not_hang_the_process() -> 
     """In Python 3.11.7, `sys._current_frames` deadlocks if a finalizer releases the GIL to another thread."""
     program = """
 import gc, os, threading
-from samestep.recovery.rank_files import current_frames
+from samestep.recovery.rank_files import stacks
 
 class Cycle:
     def __init__(self):
@@ -211,7 +216,7 @@ class Cycle:
 
 def beat():
     for _ in range(500):
-        current_frames()
+        stacks()
         Cycle()
         threading.Thread(target=Cycle).start()  # which takes the lock of all threads' states
 
@@ -225,6 +230,44 @@ assert gc.isenabled()
 """
     environment = {**os.environ, "PYTHONPATH": CORE}
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, timeout=60, check=True)
+
+
+def test_no_garbage_is_collected_while_the_frames_of_a_thread_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer may release the GIL, and the thread then frees a frame that the heartbeat's thread reads."""
+    walk = traceback.walk_stack
+    collects = []
+
+    def watched(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+        for each in walk(frame):
+            collects.append(gc.isenabled())
+            yield each
+
+    monkeypatch.setattr(traceback, "walk_stack", watched)
+    main = threading.main_thread().ident or 0
+    calls = stacks(main)[main]
+    assert len(calls) == len(collects) > 0
+    assert not any(collects)
+    assert gc.isenabled()
+
+
+FAILS_ONCE = """
+values, calls = watchdog.Watchdog.values, []
+def fail_once(dog):
+    calls.append(1)
+    if len(calls) == 2:
+        raise AttributeError("a frame that is gone")
+    return values(dog)
+watchdog.Watchdog.values = fail_once
+"""
+
+
+def test_a_heartbeat_that_fails_is_followed_by_others(job: Job) -> None:
+    """Without heartbeats, the launch script would end a healthy job."""
+    option, code, settings = job.rank_command(timeout=LIMIT)
+    job.start([option, code.replace("dog = ", f"{FAILS_ONCE}dog = ", 1), settings])
+    first = job.alive(0, lambda seen: True)
+    for _ in range(3):
+        first = job.alive(0, lambda seen: seen["time"] > first["time"])  # noqa: B023
 
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:

@@ -192,7 +192,7 @@ def test_scale_has_the_gradient_of_the_mean_and_the_value_of_this_ranks_part() -
 
 
 @pytest.mark.parametrize(("settings", "factor"), [({"accumulate": 2}, 2), ({"virtual_ranks": 2}, 1)])
-def test_scale_divides_by_the_weight_of_the_step(settings: dict[str, int], factor: int) -> None:
+def test_scale_divides_by_the_weight_of_the_step(settings: dict[str, Any], factor: int) -> None:
     sampler = GlobalBatchSampler(10, 4, 1, 2, **settings)
     next(batches(sampler))
     loss = torch.tensor(6.0, requires_grad=True)

@@ -138,6 +138,17 @@ def street(project: ScratchProject, tmp_path: Path) -> Iterator[Street]:
     assert gone(made.project.processes)
 
 
+def test_the_command_of_an_environment_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """The current folder may be a stranger's run dir."""
+    (tmp_path / "importlib.py").write_text("raise SystemExit('a stranger')")
+    (tmp_path / "samestep.py").write_text("raise SystemExit('a stranger')")
+    command = environments.COMMAND.format(python=sys.executable, start=shlex.quote(environments.START))
+    shell = ["sh", "-c", command.replace('"$@"', "--version")]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("samestep ")
+
+
 def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Street) -> None:
     done = end_of(street.start())
     assert done.returncode == 0, done.stderr
@@ -153,7 +164,8 @@ def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Str
     assert (venv / "requirements.txt").read_text() == "# Made of toy's\ntorch==1.0\n"
     (path_file,) = venv.glob("lib/python*/site-packages/samestep.pth")
     assert path_file.read_text().splitlines() == [str(street.root / folder) for folder in PACKAGES]
-    assert (venv / "bin" / "samestep").read_text().endswith(f'exec {venv}/bin/python -m samestep "$@"\n')
+    start = shlex.quote(environments.START)
+    assert (venv / "bin" / "samestep").read_text().endswith(f'exec {venv}/bin/python -c {start} "$@"\n')
     again = end_of(street.start())
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
     assert len(street.notes()) == 2

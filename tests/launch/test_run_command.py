@@ -122,6 +122,7 @@ def test_help_teaches(command: Command) -> None:
         (["run", "--max-restart=1", "p.py"], "did you mean --max-restarts?"),
         (["run", "--grace=0", "p.py"], "--grace"),
         (["run", "--run-dir=p.py", "p.py"], "--run-dir p.py is not a directory"),
+        (["run", "--run-dir=", "p.py"], "--run-dir: the value is empty: name a path, or leave the option out"),
         (["run", "--run-dir=a\nb", "p.py"], r"--run-dir '/"),
         (["run", "--run-dir=a\udcffb", "p.py"], r"a\udcffb' is not UTF-8"),
         (["run", f"--run-dir={'x' * 300}", "p.py"], ": File name too long: "),
@@ -141,6 +142,24 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: Command, words: list[str
     assert text in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path.name for path in command.work.iterdir()] == ["p.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], " has no torch: name a --launcher of msrun, torchrun, paddle"),
+        (["--launcher=mpirun"], "--launcher mpirun starts ranks on one machine, but the job has 2: use --launcher "),
+    ],
+)
+def test_a_launcher_that_would_start_a_job_on_each_machine_is_refused(
+    command: Command, words: list[str], text: str
+) -> None:
+    (command.work / "p.py").write_text("")
+    machines = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = end_of(command.call("run", *words, "p.py", **machines))
+    assert done.returncode == 2, done
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_program_gets_its_arguments_its_run_dir_and_no_other_jobs_variables(command: Command) -> None:

@@ -46,7 +46,7 @@ def check(run_dir: Path) -> None:
 
 
 def tracker_processes(harness: Harness) -> list[int]:
-    return [pid for pid, command in harness.left_running().items() if "-m samestep track " in command]
+    return [pid for pid, command in harness.left_running().items() if "samestep.__main__" in command]
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.soak)])

@@ -26,7 +26,7 @@ from typing import Any
 
 from samestep.env import detect
 from samestep.job_info import JobInfo
-from samestep.recovery.rank_files import PROGRAM, CodeLocation, current_frames, own_location, stack
+from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, stacks
 from samestep.untrusted import (
     MAX_LINE,
     check,
@@ -93,12 +93,12 @@ def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callabl
 def _threads() -> list[dict[str, Any]]:
     """Return the stacks of all threads except the calling thread, with the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = current_frames()
-    frames.pop(threading.get_ident(), None)
+    found = stacks()
+    found.pop(threading.get_ident(), None)
     main = threading.main_thread().ident
     threads = []
-    for ident in sorted(frames, key=lambda ident: ident != main):
-        calls = [call.with_code() for call in stack(frames[ident])]
+    for ident in sorted(found, key=lambda ident: ident != main):
+        calls = [call.with_code() for call in found[ident]]
         threads.append({"name": names.get(ident, str(ident)), "calls": calls})
     return threads
 

@@ -63,23 +63,29 @@ class CodeLocation(NamedTuple):
         return f"{place} ({code})"
 
 
-def current_frames() -> dict[int, FrameType]:
-    """Return each thread's frame by thread id, with garbage collection disabled during the call.
+def stacks(thread: int | None = None) -> dict[int, list[CodeLocation]]:
+    """Return the locations of each thread's calls by thread id, the innermost first, or of only one thread.
 
-    Before Python 3.11.9, a garbage collection in `sys._current_frames` may deadlock: `sys._current_frames` holds the
-    lock of all thread states while a finalizer releases the GIL (https://github.com/python/cpython/issues/106883).
+    Garbage collection is disabled until all frames are read. Otherwise a collection may begin in this thread, and a
+    finalizer may release the GIL. Before Python 3.11.9, `sys._current_frames` then deadlocks, because it holds the lock
+    of all thread states (https://github.com/python/cpython/issues/106883). And while ``f_back`` creates a frame object,
+    the other thread may free the frame itself, which ended healthy ranks with SIGSEGV in Python 3.11.7.
+
+    Args:
+        thread: the id of the thread to read; None for all threads.
     """
     with _reading_frames:
         was_enabled = gc.isenabled()
         gc.disable()
-        frames = sys._current_frames()
-        if was_enabled:
-            gc.enable()
-        return frames
+        try:
+            frames = sys._current_frames()
+            return {ident: _calls(frame) for ident, frame in frames.items() if thread in (None, ident)}
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
-def stack(frame: FrameType | None) -> list[CodeLocation]:
-    """Return the locations of a thread's calls, the innermost first."""
+def _calls(frame: FrameType) -> list[CodeLocation]:
     calls = []
     for call, line in traceback.walk_stack(frame):
         calls.append(CodeLocation(call.f_code.co_filename, line, function=call.f_code.co_name))

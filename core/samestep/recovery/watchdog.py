@@ -35,7 +35,7 @@ from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.launcher_process import LauncherProcess
 from samestep.recovery.progress_clock import ProgressClock
-from samestep.recovery.rank_files import current_frames, is_in_collective, own_location, stack
+from samestep.recovery.rank_files import is_in_collective, own_location, stacks
 from samestep.recovery.straggler import StragglerDetector
 from samestep.root import Root
 from samestep.untrusted import write_json
@@ -283,7 +283,8 @@ class Watchdog(Monitor):
     def _write_heartbeats(self) -> None:
         """Write heartbeats until the rank is done. A disk that hangs blocks this thread, but not `_watch`."""
         while not self._stopped.wait(_TICK):
-            self._write_heartbeat()
+            with contextlib.suppress(Exception):  # without heartbeats, the launch script would end the job
+                self._write_heartbeat()
             if self._clock.waited() > self._clock.limit() / 2:
                 with contextlib.suppress(Exception):
                     from samestep.recovery import hang_diagnosis  # import it now, because `end` has a deadline
@@ -312,7 +313,8 @@ class Watchdog(Monitor):
 
     def values(self) -> dict[str, Any]:
         """Return the values of a heartbeat. ``at`` is the main thread's file, line and function in the program."""
-        calls = stack(current_frames().get(threading.main_thread().ident or 0))
+        main = threading.main_thread().ident or 0
+        calls = stacks(main)[main]
         waiting = self._collective is not None or is_in_collective(calls)
         return {
             "rank": self._world.rank,
