@@ -23,8 +23,8 @@ from samestep.options import bounded_float
 from samestep.root import Root
 from samestep.untrusted import shown
 
-from samestep_launch.environments import TRACKERS as NAME
 from samestep_launch.environments import START, Environment
+from samestep_launch.environments import TRACKERS as NAME
 from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}

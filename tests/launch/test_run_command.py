@@ -147,7 +147,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: Command, words: list[str
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], " has no torch: name a --launcher of msrun, torchrun, paddle"),
+        ([], " has no torch: name a --launcher of torchrun, msrun, paddle"),
         (["--launcher=mpirun"], "--launcher mpirun starts ranks on one machine, but the job has 2: use --launcher "),
     ],
 )
