@@ -46,6 +46,8 @@ Arrays = dict[str, NDArray[Any]]
 _SURROGATE = re.compile("[\ud800-\udfff]")  # characters that UTF-8 cannot encode
 FORMAT = manifest.FORMAT
 _MANIFEST = "manifest.json"
+TRANSIENT = {errno.EAGAIN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+RETRY_SECONDS = (0.5, 2.0)  # waits before another attempt to read a checkpoint
 REPORTED_WAIT = 0.5  # minimum seconds of a wait that `wait_for_previous` reports
 _pending: dict[int, Future[None]] = {}  # the checkpoint that a thread is writing, by rank
 _threads: dict[int, _WriterThread] = {}  # the threads that write, by rank
@@ -256,9 +258,13 @@ def finish(writer: int | None = None) -> None:
     """
     writers = list(_pending) if writer is None else [writer]
     for each in writers:
-        pending = _pending.pop(each, None)
+        pending = _pending.get(each)
         if pending:
-            pending.result()
+            try:
+                pending.result()
+            finally:
+                if pending.done():  # after Ctrl-C, the exit function still waits for a write that goes on
+                    _pending.pop(each, None)
 
 
 @atexit.register
@@ -542,9 +548,22 @@ def _check_groups(candidate: Checkpoint, groups: GroupNames) -> None:
 def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read and verify a checkpoint. Without ``verify``, check only the manifest and the files' sizes.
 
+    A file that cannot be read is read again after some seconds, because a network file system may recover.
+
     Raises:
         CorruptCheckpoint: the manifest or another file is missing, unreadable or corrupt, or of another format.
     """
+    for seconds in RETRY_SECONDS:
+        try:
+            return _read_once(folder, verify)
+        except CorruptCheckpoint as error:
+            if getattr(error.__cause__, "errno", None) not in TRANSIENT:
+                raise
+        time.sleep(seconds)
+    return _read_once(folder, verify)
+
+
+def _read_once(folder: Path, verify: bool) -> Checkpoint:
     try:
         body = _read_manifest(folder)
         contents = {}

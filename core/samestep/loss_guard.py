@@ -38,14 +38,16 @@ class LossGuard:
         one.
 
         Args:
-            evaluation: numbers by name.
+            evaluation: numbers by name, also as scalars of numpy or of a framework.
             step: number of updates done.
             is_of_update: whether the evaluation follows an update of this start.
 
         Raises:
             RetryableError: the first such evaluation follows an update, its test loss is not finite, and no earlier
                 start failed at this step.
+            NonRetryableError: a value is not a number.
         """
+        evaluation = {name: plain_number(name, value) for name, value in evaluation.items()}
         overflowed = [name for name, value in evaluation.items() if value is not None and not math.isfinite(value)]
         values = {**evaluation, **dict.fromkeys(overflowed)}
         is_new = bool(overflowed) and not self._is_overflowed
@@ -75,3 +77,19 @@ class LossGuard:
             array = np.asarray(getattr(weight, "values", weight))
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonRetryableError(f"at step {step} weights are NaN or infinite: lower --lr")
+
+
+def plain_number(name: str, value: Any) -> Any:
+    """Return a number of an evaluation as Python's own number; None for None.
+
+    Raises:
+        NonRetryableError: the value is not a number.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a scalar of numpy, or a tensor
+        value = value.item()
+    if value is not None and not isinstance(value, (int, float)):
+        kind = type(value).__name__
+        raise NonRetryableError(
+            f"the evaluation's {name} is a {kind}, not a number: return a number, such as by item()"
+        )
+    return value

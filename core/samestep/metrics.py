@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import socket
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from samestep import checkpoint, log, untrusted
+from samestep import NonRetryableError, checkpoint, log, untrusted
 from samestep.env import World
 from samestep.job_info import JobInfo
 from samestep.options import Options, as_json
@@ -77,13 +78,41 @@ class Metrics:
             NonRetryableError: the write fails, such as on a full disk.
         """
         with checkpoint.writing(self._path):
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(encode(values) + "\n")
 
     def sync(self) -> None:
         """Sync the files to the disk. A checkpoint's thread calls this method before it writes the manifest."""
         os.fsync(self._file.fileno())
         self.losses.sync()
         self.trace.sync()
+
+
+def encode(values: Mapping[str, Any]) -> str:
+    """Return values as a JSON object. NaN and infinities become null, because JSON has no such numbers.
+
+    Raises:
+        NonRetryableError: a value is neither a JSON value nor a scalar of numpy or of a framework.
+    """
+    fields = []
+    for name, value in values.items():
+        try:
+            fields.append(f"{json.dumps(name)}: {json.dumps(_plain(value))}")
+        except (TypeError, ValueError) as error:
+            raise NonRetryableError(f"{name} cannot be stored as JSON ({error}): pass a number") from error
+    return f"{{{', '.join(fields)}}}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with Python's own numbers, and with None for NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a scalar of numpy, or a tensor
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +174,7 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
         fields[name] = vars(options)[name]
     fields.update(values)
     fields["run_dir"] = str(options.run_dir)
-    text = json.dumps(fields)
+    text = encode(fields)
     name = "evaluation.json" if options.evaluate_only else "result.json"
     with checkpoint.writing(options.run_dir / name):
         checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -17,10 +18,13 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,7 +32,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from samestep import ConfigError, NonRetryableError, checkpoint, rundir, snapshot
+from samestep import ConfigError, NonRetryableError, checkpoint, rundir, snapshot, untrusted
 from samestep.checkpoint import Arrays, Checkpoint, CorruptCheckpoint
 from samestep.recovery import replica_check
 
@@ -663,6 +667,42 @@ def test_a_program_that_forgets_to_finish_keeps_its_last_checkpoint(tmp_path: Pa
     done = python(SAVE + "save(1, 10**6)\n", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert steps(tmp_path) == [1]
+
+
+def test_an_interrupted_wait_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit function waits for a write that Ctrl-C left alone."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(checkpoint.Snapshot, "close", lambda snapshot: goes_on.wait(60))
+    checkpoint.save(tmp_path, "app", 1, values(), {}, ARITHMETIC, keep=1)
+    monkeypatch.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.finish()
+    monkeypatch.undo()
+    goes_on.set()
+    checkpoint.finish()
+    assert [path.name for path in checkpoint.folders(tmp_path)] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(("code", "step"), [(errno.ESTALE, 2), (errno.EACCES, 1)])
+def test_a_file_that_a_network_disk_cannot_read_at_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: int
+) -> None:
+    """A resume would set the checkpoint aside, and lose its steps."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    read_bytes = untrusted.read_bytes
+    failures = [OSError(code, os.strerror(code))]
+
+    def fail_once(path: Path, *rest: Any) -> bytes:
+        if failures:
+            raise failures.pop()
+        return read_bytes(path, *rest)
+
+    monkeypatch.setattr(untrusted, "read_bytes", fail_once)
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0.01,))
+    found = checkpoint.newest(tmp_path, lambda text: None)
+    assert found is not None
+    assert found.step == step
 
 
 def test_a_disk_that_fails_later_is_reported_by_the_next_call(tmp_path: Path) -> None:

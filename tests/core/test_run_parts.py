@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from samestep import ConfigError, NonRetryableError, RetryableError, log, step_sync, stop
+from samestep import ConfigError, NonRetryableError, RetryableError, log, metrics, step_sync, stop
 from samestep.arithmetic import Arithmetic
 from samestep.best import BestEvaluation
 from samestep.cadence import Cadence
@@ -165,6 +166,26 @@ def test_loss_guard_names_the_value_that_is_not_finite(warnings: list[str]) -> N
     guard.check_evaluation({"test_loss": 1.0, "test_examples": None}, 9)
     guard.check_evaluation({"test_loss": math.nan}, 10)  # None in the line above did not count as an overflow
     assert len(warnings) == 2
+
+
+def test_loss_guard_returns_pythons_own_numbers() -> None:
+    """A line of metrics.jsonl and the state of a checkpoint are JSON."""
+    evaluation = {"test_loss": np.float32(0.5), "hits": np.array(3), "none": None}
+    found = LossGuard(Strict()).check_evaluation(evaluation, 8)
+    assert json.dumps(found) == '{"test_loss": 0.5, "hits": 3, "none": null}'
+    for value, kind in (([1.0], "list"), ("high", "str"), (np.ones(2), "ndarray")):
+        with pytest.raises(
+            NonRetryableError, match=f"the evaluation's worst is a {kind}, not a number: return a number"
+        ):
+            LossGuard(Strict()).check_evaluation({"worst": value}, 8)
+
+
+def test_a_line_of_metrics_is_json_also_with_nan() -> None:
+    line = {"step": 1, "loss": 0.5, "norm": math.nan, "norms": {"a": -math.inf, "b": [1, np.float32(2)]}, "text": "a\n"}
+    found = json.loads(metrics.encode(line), parse_constant=pytest.fail)
+    assert found == {**line, "norm": None, "norms": {"a": None, "b": [1, 2.0]}}
+    with pytest.raises(NonRetryableError, match=r"norm cannot be stored as JSON \(.*\): pass a number"):
+        metrics.encode({"norm": {1, 2}})
 
 
 def test_loss_guard_reads_weights_only_after_an_evaluation_that_overflowed(warnings: list[str]) -> None:
