@@ -149,6 +149,57 @@ print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
         assert word in outcome.stderr
 
 
+TURNS = """
+import json
+from pathlib import Path
+from data import ChatTokenizer, tokenize
+from samestep import ConfigError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+words = ["<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+inner = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+inner.decoder = decoders.ByteLevel()
+inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>")
+fast.add_tokens([AddedToken("<end_of_turn>", special=True)])
+template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<end_of_turn>\\n{% endfor %}"
+template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+turns = [dict(role="user", content="a"), dict(role="assistant", content="b")] * 2
+found = []
+for fast.chat_template, messages in ((template, turns), (None, turns[:2])):
+    sample = tokenize(ChatTokenizer(fast, Path("m")), messages)
+    found += [fast.decode(sample.tokens), fast.decode(sample.tokens[sample.is_target])]
+fast.chat_template = template
+found.append(fast.apply_chat_template(turns, tokenize=False))
+try:
+    tokenize(ChatTokenizer(fast, Path("m")), [dict(role="user", content="<end_of_turn>"), turns[1]])
+except ValueError as error:
+    found.append(str(error))
+for fast.chat_template in (template.replace("<end_of_turn>", ""), "{{ raise_exception('odd') }}"):
+    try:
+        ChatTokenizer(fast, Path("m"))
+    except ConfigError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_text_ends_with_the_end_token_of_the_chat_template() -> None:
+    """The end token of Gemma's turns is not eos_token. Without a template, a prompt begins with BOS if a text does."""
+    tokens, targets, tokens_without, targets_without, text, *refusals = told_by("llm_finetune", TURNS)
+    assert tokens + "\n" == text
+    assert targets == "b<end_of_turn>" * 2
+    assert (tokens_without, targets_without) == ("<bos>a\nb<eos>", "b<eos>")
+    assert refusals == [
+        "a text has '<end_of_turn>', which is a token of the model: take it out",
+        "--model m: its chat template has no end token after the assistant's text: add eos_token",
+        "--model m: its chat template fails (odd): correct the template",
+    ]
+
+
 @pytest.mark.soak  # this test downloads 93 MB once, and takes minutes
 def test_smollm2_learns_and_keeps_its_bits(harness: Harness) -> None:
     """Train with the default options. Then compare 2 ranks that stop and resume with 1 rank, bit for bit in float32."""
