@@ -154,8 +154,8 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
     """Return the model in training mode. If --lora is above 0, only LoRA's matrices require gradients.
 
     Raises:
-        ConfigError: the folder has no usable model, the tokenizer has more tokens than the embedding has rows, or a
-            name of --lora-targets matches no linear layer, or the model cannot compute in --dtype.
+        ConfigError: the folder has no usable model, or the tokenizer has more tokens than the embedding has rows. The
+            model cannot compute in --dtype, or a name of --lora-targets matches no linear layer.
     """
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(options.seed)

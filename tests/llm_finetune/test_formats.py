@@ -77,6 +77,38 @@ def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
     assert (done.returncode, done.stderr) == (2, f"error: {adapter} exists: name a new folder\n")
 
 
+TIED = """
+import json
+from pathlib import Path
+import torch
+from finished import load_base, load_trained
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+run_dir, adapter, merged = (Path(path) for path in {paths!r})
+tokens = torch.arange(30)[None]
+_, _, model = load_base(run_dir)
+load_trained(run_dir, model)
+found = PeftModel.from_pretrained(load_base(run_dir)[2].unload(), adapter)
+reloaded = AutoModelForCausalLM.from_pretrained(merged)
+with torch.no_grad():
+    trained, adapted, exported = (each.eval()(input_ids=tokens).logits for each in (model, found, reloaded))
+print(json.dumps([torch.equal(adapted, trained), float((exported - trained).abs().max())]))
+"""
+
+
+def test_an_export_merges_the_head_but_not_the_embedding(harness: Harness) -> None:
+    """The tiny model's lm_head and embedding share a weight. LoRA trains only lm_head."""
+    run_dir = harness.folder / "run"
+    harness.train(1, *harness.app.small, *SHORT, "--lora-targets=q_proj,lm_head", "--lr=0.1", run_dir=run_dir)
+    paths = [str(run_dir), str(harness.folder / "adapter"), str(harness.folder / "merged")]
+    run_program(str(APP / "export.py"), *paths[:2])
+    run_program(str(APP / "export.py"), paths[0], paths[2], "--merge")
+    adapter_is_equal, merge_error = told_by("llm_finetune", TIED.format(paths=paths))
+    assert adapter_is_equal
+    assert merge_error < 1e-4
+
+
 TOKENS = """
 import json
 from data import tokenize
