@@ -24,6 +24,7 @@ HELD_OUT = 10  # 1 / HELD_OUT of the samples, but at least one sample, are the t
 IGNORED = -100  # the label of a position whose next token is not a target
 PADDING = -101  # the label of a position after the end of a sample
 COUNTED_STEPS = 100  # number of steps that `idle_share` counts
+PROBE = "samestep"  # an assistant's text, after which `ChatTokenizer` finds the end token
 
 
 class Tokenizer(Protocol):
@@ -72,17 +73,37 @@ class ByteTokenizer:
 class ChatTokenizer:
     """A tokenizer of Hugging Face with its chat template. Without a template, a prompt is one text and a newline.
 
+    A prompt without a template begins with the token, if any, that the tokenizer itself puts before a text.
+
     Raises:
-        ConfigError: the tokenizer has no end token.
+        ConfigError: the tokenizer has no end token, or its chat template writes none.
     """
 
     def __init__(self, inner: Any, folder: Path) -> None:
         if inner.eos_token is None:
             raise ConfigError(f"--model {folder}: its tokenizer has no end token: set eos_token")
         self._inner = inner
-        self.end = inner.eos_token
-        self.special = inner.all_special_tokens
+        adds_start = inner("")["input_ids"][:1] == [inner.bos_token_id]
+        self._start = inner.bos_token if adds_start else ""
+        self.end = self._end_of_turn(folder) if inner.chat_template else inner.eos_token
+        self.special = [*inner.all_special_tokens, self.end]
         self.size = 1 + max(inner.get_vocab().values())
+
+    def _end_of_turn(self, folder: Path) -> str:
+        """Return the token that the chat template writes after an assistant's text. It can differ from eos_token."""
+        messages = [{"role": "user", "content": "user"}, {"role": "assistant", "content": PROBE}]
+        try:
+            text = self._inner.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, ValueError) as error:
+            reason = log.first_line(str(error))
+            raise ConfigError(f"--model {folder}: its chat template fails ({reason}): correct the template") from None
+        tokens = self.encode(text.partition(PROBE)[2].lstrip())
+        if not tokens or tokens[0] not in self._inner.added_tokens_decoder:
+            raise ConfigError(
+                f"--model {folder}: its chat template has no end token after the assistant's text: add eos_token"
+            )
+        end: str = self._inner.convert_ids_to_tokens(tokens[0])
+        return end
 
     def prompt(self, messages: Messages) -> str:
         if not self._inner.chat_template:
@@ -90,7 +111,7 @@ class ChatTokenizer:
                 raise ValueError(
                     "the model has no chat template: give prompt and completion, or choose another --model"
                 )
-            return f"{messages[0]['content']}\n"
+            return f"{self._start}{messages[0]['content']}\n"
         try:
             text: str = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:

@@ -20,6 +20,7 @@ from finished import load_base, load_trained
 from model import causal_model
 from options import model_folder
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from samestep import ConfigError, log
 from samestep.options import Options
 from torch import nn
@@ -89,9 +90,18 @@ def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Pat
     shutil.copyfile(run_dir / "model.safetensors", folder / "adapter_model.safetensors")
 
 
+def untie_head(causal: Any) -> None:
+    """Give lm_head a weight of its own if it has LoRA, so that merging does not change the input embedding too."""
+    head = causal.lm_head
+    if isinstance(head, BaseTunerLayer) and head.weight is causal.get_input_embeddings().weight:
+        head.get_base_layer().weight = nn.Parameter(head.weight.detach().clone())
+        causal.config.tie_word_embeddings = False
+
+
 def write_model(options: Options, model: nn.Module, folder: Path) -> None:
     """Write the model with all weights to ``folder``, and the tokenizer's files unless --model is tiny."""
     if isinstance(model, PeftModel):
+        untie_head(causal_model(model))
         model.merge_and_unload().save_pretrained(folder)
     else:
         causal_model(model).save_pretrained(folder)

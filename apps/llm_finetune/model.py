@@ -54,8 +54,7 @@ class TokenLoss(nn.Module):
             tokens, labels, positions = pack(tokens, labels)
         is_target = labels >= 0
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
-            hidden = causal.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-            scores = causal.lm_head(hidden[is_target])
+            scores = target_scores(causal, tokens, positions, is_target)
         # The loss function of transformers would round the scores of a float64 model to float32.
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
 
@@ -68,6 +67,20 @@ class TokenLoss(nn.Module):
         return torch.stack(sums).sum() * 0
 
 
+def target_scores(causal: Any, tokens: Tensor, positions: Tensor | None, is_target: Tensor) -> Tensor:
+    """Return the scores of the target tokens [targets, vocabulary].
+
+    Args:
+        causal: transformers model.
+        tokens: int64 [m, length].
+        positions: int64 [m, length], or None if each row has one sample.
+        is_target: bool [m, length].
+    """
+    hidden = causal.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+    scores: Tensor = causal.lm_head(hidden[is_target])
+    return scores
+
+
 def pack(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert padded tokens and labels [m, length] to tokens, labels and positions int64 [1, tokens of all samples].
 
@@ -77,6 +90,20 @@ def pack(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_token = labels != PADDING
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return tokens[is_token][None], labels[is_token][None], positions[is_token][None]
+
+
+@torch.no_grad()
+def check_scores(model: Any, folder: Path) -> None:
+    """Raise ConfigError if the model does more than lm_head after its last layer, such as scale or cap the scores.
+
+    All tokens are targets here, so both computations have the same shapes, and the same bits without such a step.
+    """
+    tokens = torch.arange(8)[None]
+    expected = model(input_ids=tokens, use_cache=False).logits[0]
+    scores = target_scores(model, tokens, None, torch.ones_like(tokens, dtype=torch.bool))
+    if (scores - expected).abs().max() > 1e-5 * expected.abs().max():
+        kind = type(model).__name__
+        raise ConfigError(f"--model {folder} is a {kind}, which changes lm_head's scores: use a model such as Llama")
 
 
 @torch.inference_mode()
@@ -127,8 +154,8 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
     """Return the model in training mode. If --lora is above 0, only LoRA's matrices require gradients.
 
     Raises:
-        ConfigError: the folder has no usable model, the tokenizer has more tokens than the embedding has rows, or a
-            name of --lora-targets matches no linear layer.
+        ConfigError: the folder has no usable model, or the tokenizer has more tokens than the embedding has rows. The
+            model cannot compute in --dtype, or a name of --lora-targets matches no linear layer.
     """
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(options.seed)
@@ -169,7 +196,8 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
     """Return the model of --model, in ``dtype`` and without LoRA.
 
     Raises:
-        ConfigError: the folder's model cannot be loaded, or has no attribute ``model`` or ``lm_head``.
+        ConfigError: the folder's model cannot be loaded, has no attribute ``model`` or ``lm_head``, or changes the
+            scores of ``lm_head``.
     """
     folder = model_folder(options.model)
     if folder is None:
@@ -182,6 +210,7 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         kind = type(model).__name__
         raise ConfigError(f"--model {folder} is a {kind}, without .model and .lm_head: use a model such as Llama")
+    check_scores(model, folder)
     return model
 
 
@@ -206,10 +235,17 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def compute_norms_in_float64(model: nn.Module) -> None:
-    """Replace the forward pass of transformers' RMSNorm, which always computes in float32, by torch's rms_norm."""
+    """Replace the forward pass of transformers' RMSNorm, which always computes in float32, by torch's rms_norm.
+
+    Raises:
+        ConfigError: a norm is not torch's rms_norm. Gemma's norms multiply by 1 + weight.
+    """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
             norm = cast(Any, module)
+            if not hasattr(norm, "variance_epsilon"):  # transformers names it so in norms that multiply by weight
+                raise ConfigError(f"--dtype float64: the model's {kind} cannot compute in float64: leave it out")
             norm.forward = lambda x, norm=norm: F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 

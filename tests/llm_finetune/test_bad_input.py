@@ -119,6 +119,37 @@ def test_a_model_and_a_tokenizer_that_do_not_fit_are_named(tmp_path: Path) -> No
         assert expected in message
 
 
+OTHER_HEADS = """
+import transformers
+
+sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+for name, options in {heads!r}.items():
+    kind = name.split()[0]
+    config = getattr(transformers, f"{{kind}}Config")(**sizes, num_key_value_heads=2, pad_token_id=0, **options)
+    getattr(transformers, f"{{kind}}ForCausalLM")(config).save_pretrained(folder.with_name(name))
+    tokenizer.save_pretrained(folder.with_name(name))
+"""
+HEADS: dict[str, dict[str, Any]] = {
+    "Cohere": {"logit_scale": 0.0625},
+    "Granite": {"logits_scaling": 8.0},
+    "Gemma2": {"head_dim": 8},  # the default caps the scores at 30
+    "Gemma2 without cap": {"head_dim": 8, "final_logit_softcapping": None},
+    "Qwen2": {},
+}
+
+
+def test_a_model_that_changes_the_scores_of_its_head_is_refused(tmp_path: Path) -> None:
+    """The app computes lm_head itself. It trains models whose logits are the output of lm_head."""
+    make_folder(tmp_path / "base", OTHER_HEADS.format(heads=HEADS))
+    messages = messages_of([[f"--model={tmp_path / name}"] for name in HEADS])
+    for message, kind in zip(messages[:3], HEADS):
+        assert f"is a {kind}ForCausalLM, which changes lm_head's scores" in message
+    assert messages[3:] == ["no mistake", "no mistake"]
+    options = ["--dtype=float64", f"--model={tmp_path / 'Gemma2 without cap'}"]
+    expected = "--dtype float64: the model's Gemma2RMSNorm cannot compute in float64: leave it out"
+    assert messages_of([options]) == [expected]
+
+
 def test_the_launch_script_names_a_bad_row_before_it_starts_a_rank(harness: Harness) -> None:
     path = harness.folder / "rows.jsonl"
     path.write_bytes(GOOD + b"x\n")

@@ -77,6 +77,38 @@ def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
     assert (done.returncode, done.stderr) == (2, f"error: {adapter} exists: name a new folder\n")
 
 
+TIED = """
+import json
+from pathlib import Path
+import torch
+from finished import load_base, load_trained
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+run_dir, adapter, merged = (Path(path) for path in {paths!r})
+tokens = torch.arange(30)[None]
+_, _, model = load_base(run_dir)
+load_trained(run_dir, model)
+found = PeftModel.from_pretrained(load_base(run_dir)[2].unload(), adapter)
+reloaded = AutoModelForCausalLM.from_pretrained(merged)
+with torch.no_grad():
+    trained, adapted, exported = (each.eval()(input_ids=tokens).logits for each in (model, found, reloaded))
+print(json.dumps([torch.equal(adapted, trained), float((exported - trained).abs().max())]))
+"""
+
+
+def test_an_export_merges_the_head_but_not_the_embedding(harness: Harness) -> None:
+    """The tiny model's lm_head and embedding share a weight. LoRA trains only lm_head."""
+    run_dir = harness.folder / "run"
+    harness.train(1, *harness.app.small, *SHORT, "--lora-targets=q_proj,lm_head", "--lr=0.1", run_dir=run_dir)
+    paths = [str(run_dir), str(harness.folder / "adapter"), str(harness.folder / "merged")]
+    run_program(str(APP / "export.py"), *paths[:2])
+    run_program(str(APP / "export.py"), paths[0], paths[2], "--merge")
+    adapter_is_equal, merge_error = told_by("llm_finetune", TIED.format(paths=paths))
+    assert adapter_is_equal
+    assert merge_error < 1e-4
+
+
 TOKENS = """
 import json
 from data import tokenize
@@ -147,6 +179,57 @@ print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
         path.write_text(content)
         assert outcome.code == 2
         assert word in outcome.stderr
+
+
+TURNS = """
+import json
+from pathlib import Path
+from data import ChatTokenizer, tokenize
+from samestep import ConfigError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+words = ["<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+inner = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+inner.decoder = decoders.ByteLevel()
+inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>")
+fast.add_tokens([AddedToken("<end_of_turn>", special=True)])
+template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<end_of_turn>\\n{% endfor %}"
+template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+turns = [dict(role="user", content="a"), dict(role="assistant", content="b")] * 2
+found = []
+for fast.chat_template, messages in ((template, turns), (None, turns[:2])):
+    sample = tokenize(ChatTokenizer(fast, Path("m")), messages)
+    found += [fast.decode(sample.tokens), fast.decode(sample.tokens[sample.is_target])]
+fast.chat_template = template
+found.append(fast.apply_chat_template(turns, tokenize=False))
+try:
+    tokenize(ChatTokenizer(fast, Path("m")), [dict(role="user", content="<end_of_turn>"), turns[1]])
+except ValueError as error:
+    found.append(str(error))
+for fast.chat_template in (template.replace("<end_of_turn>", ""), "{{ raise_exception('odd') }}"):
+    try:
+        ChatTokenizer(fast, Path("m"))
+    except ConfigError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_text_ends_with_the_end_token_of_the_chat_template() -> None:
+    """The end token of Gemma's turns is not eos_token. Without a template, a prompt begins with BOS if a text does."""
+    tokens, targets, tokens_without, targets_without, text, *refusals = told_by("llm_finetune", TURNS)
+    assert tokens + "\n" == text
+    assert targets == "b<end_of_turn>" * 2
+    assert (tokens_without, targets_without) == ("<bos>a\nb<eos>", "b<eos>")
+    assert refusals == [
+        "a text has '<end_of_turn>', which is a token of the model: take it out",
+        "--model m: its chat template has no end token after the assistant's text: add eos_token",
+        "--model m: its chat template fails (odd): correct the template",
+    ]
 
 
 @pytest.mark.soak  # this test downloads 93 MB once, and takes minutes
