@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from augment import PADDING, choices, crop_and_flip
 from numpy.typing import NDArray
+from samestep import ConfigError
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.torch import DataLoader, GlobalBatchSampler
@@ -122,11 +123,30 @@ def no_empty_shards(sampler: GlobalBatchSampler, step: int) -> bool:
     return smallest >= batches.world_size
 
 
+def to_rgb(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return images [n, 32, 32, 3]. Gray images [n, s, s] get a black border and three equal channels.
+
+    Raises:
+        ConfigError: the images have another size. A crop of --input loader would then differ from one of memory.
+    """
+    given = images.shape[1:]
+    if images.ndim == 3:
+        edge = max(0, SIDE - images.shape[1]) // 2
+        padded = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))
+        images = padded[..., None].repeat(3, axis=3)
+    if images.shape[1:] != (SIDE, SIDE, 3):
+        raise ConfigError(
+            f"images of shape {[*given]} cannot be padded to [{SIDE}, {SIDE}, 3]: resize the images, or change SIDE in "
+            "data.py"
+        )
+    return images
+
+
 def load(options: Options, device: torch.device) -> tuple[Split, Split]:
     """Return the training set and the test set. The training set stays on the CPU with --input loader.
 
     Raises:
-        ConfigError: a file is missing or damaged.
+        ConfigError: a file is missing or damaged, or has images of another size.
     """
     found = datasets.load(options.dataset, options.data_dir)
     name = options.dataset.removeprefix("synthetic-")
@@ -138,12 +158,8 @@ def load(options: Options, device: torch.device) -> tuple[Split, Split]:
     def split(
         images: NDArray[np.uint8], labels: NDArray[np.uint8], device: torch.device, augment_seed: int | None = None
     ) -> Split:
-        if images.ndim == 3:  # grayscale: pad to 32 x 32 with black, and repeat in three channels
-            edge = (SIDE - images.shape[1]) // 2
-            padded = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))
-            images = padded[..., None].repeat(3, axis=3)
         return Split(
-            torch.from_numpy(images).to(device),
+            torch.from_numpy(to_rgb(images)).to(device),
             torch.from_numpy(labels).long().to(device),
             mean=mean.to(device),
             std=std.to(device),

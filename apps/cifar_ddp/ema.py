@@ -8,7 +8,7 @@ import torch
 from samestep.checkpoint import Arrays
 from samestep.run import Groups
 from samestep.torch import weights
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -30,11 +30,18 @@ class Average:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         pace = 1 - min(self._decay, (step + 1) / (step + 10))
-        for averaged, current in zip(self.model.state_dict().values(), model.state_dict().values()):
-            if averaged.is_floating_point():
-                averaged.lerp_(current, pace)
-            else:
-                averaged.copy_(current)  # an integer, such as BatchNorm2d.num_batches_tracked
+        saved = self.model.state_dict().keys()
+        averages = named_tensors(self.model)
+        for name, current in named_tensors(model).items():
+            if name in saved and current.is_floating_point():
+                averages[name].lerp_(current, pace)
+            else:  # an integer, such as BatchNorm2d.num_batches_tracked, or a buffer that checkpoints do not contain
+                averages[name].copy_(current)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and buffers by name. The state_dict would list a weight that two layers share twice."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> dict[str, Arrays]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from samestep import ConfigError
 from samestep.options import Options
 from samestep.sharding import sample_bits
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ class RMSNorm(nn.Module):
         mean_square = wide.square().mean(-1, keepdim=True)
         normalized = wide * torch.rsqrt(mean_square + 1e-6)
         return normalized.to(x.dtype) * self.weight
+
+
+NORMS = (RMSNorm, nn.RMSNorm, nn.LayerNorm)  # modules whose weights start at 1
 
 
 def rotation(length: int, size: int, like: Tensor) -> Tensor:
@@ -155,7 +159,11 @@ class GPT(nn.Module):
 
 
 def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
-    """Return this rank's shard of the model on ``mesh`` (dp, tp), with initial weights drawn from --seed."""
+    """Return this rank's shard of the model on ``mesh`` (dp, tp), with initial weights drawn from --seed.
+
+    Raises:
+        ConfigError: the model has a buffer, or a parameter for which `initialize` has no rule.
+    """
     dropout = options.dropout or 0.0
     with torch.device("meta"):
         model = GPT(
@@ -166,6 +174,12 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
             dropout=dropout,
         )
         model.to(dtype)
+    buffers = [name for name, _ in model.named_buffers()]
+    if buffers:  # `initialize` and the checkpoints include only parameters
+        raise ConfigError(
+            f"the model has the buffer {buffers[0]}, which the app neither initializes nor saves: compute its values "
+            "in forward, like `rotation` in model.py"
+        )
     if mesh["tp"].size() > 1:
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], tensor_parallel_plan())
@@ -195,7 +209,7 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Set the weights of norms to 1, and draw all other weights from normal distributions, the same at any mesh.
+    """Set the weights of norms to 1 and biases to 0, and draw matrices from normal distributions, the same at any mesh.
 
     Each drawn weight depends only on (seed, number of the parameter in the order of names, index).
     The factor 1 / sqrt(2 * layers) reduces the standard deviation of the output matrices of residual branches.
@@ -206,12 +220,24 @@ def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> No
         seed: seed of the weights.
         layers: number of blocks.
         mesh: mesh (dp, tp) of the ranks.
+
+    Raises:
+        ConfigError: a parameter is neither a matrix, nor a bias or the weight of a norm with one dimension.
     """
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
         local, offset, _ = place(parameter, mesh)
-        if parameter.ndim == 1:
+        module, _, kind = name.rpartition(".")
+        if parameter.ndim == 1 and kind.endswith("bias"):
+            local.zero_()
+            continue
+        if parameter.ndim == 1 and isinstance(model.get_submodule(module), NORMS):
             local.fill_(1.0)
             continue
+        if parameter.ndim != 2:
+            raise ConfigError(
+                f"the parameter {name} of shape {[*parameter.shape]} has no rule for its initial values: add a rule to "
+                "`initialize` in model.py"
+            )
         std = STD
         if name.endswith(("out.weight", "down.weight")):
             std = STD / (2 * layers) ** 0.5

@@ -345,17 +345,21 @@ for virtual_ranks in (None, 2):
         all(getattr(each, "sums", None) is None for each in frozen.modules()),
     ]
 
-# The average forgets the first weights, and counts of batches are no averages.
-model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm2d(1))
+# The average forgets the first weights, and counts of batches are no averages. Two layers share a weight.
+model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm2d(1), nn.Linear(1, 1))
+model[2].weight = model[0].weight
+model.register_buffer("mask", torch.zeros(1), persistent=False)
 average = Average(model, 0.9)
 value = average.model[0].weight.item()
 for step in range(200):
     nn.init.constant_(model[0].weight, float(step))
     model[1].num_batches_tracked.fill_(step)
+    model.mask.fill_(-np.inf)
     average.update(model, step)
     decay = min(0.9, (step + 1) / (step + 10))
     value = decay * value + (1 - decay) * step
 told["average"] = [abs(average.model[0].weight.item() - value) < 1e-3, average.model[1].num_batches_tracked.item()]
+told["average"].append(average.model.mask.item() == -np.inf)
 print(json.dumps(told))
 """
 
@@ -371,7 +375,7 @@ def test_schedules_crops_norm_and_average_equal_their_definitions() -> None:
     assert reported["norm far off"] < 1e-3
     assert reported["frozen, None virtual ranks"] == [True] * 5
     assert reported["frozen, 2 virtual ranks"] == [True] * 5
-    assert reported["average"] == [True, 199]
+    assert reported["average"] == [True, 199, True]
 
 
 STEPS = """

@@ -1,4 +1,4 @@
-"""Test how the app reads gray images in Fashion-MNIST's format."""
+"""Test how the app reads gray images in Fashion-MNIST's format, and images of other sizes."""
 
 from __future__ import annotations
 
@@ -53,3 +53,29 @@ def test_gray_images_are_padded_and_normalised(data_dir: Path) -> None:
     assert output["edge"], "the border is not background"
     assert output["labels"]
     assert output["normalised"] < 1e-12
+
+
+SIZES = """
+import json
+import sys
+import numpy as np
+from data import to_rgb
+from samestep import ConfigError
+
+told = []
+for shape in json.loads(sys.argv[1]):
+    try:
+        told.append([*to_rgb(np.zeros((2, *shape), np.uint8)).shape])
+    except ConfigError as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+def test_images_of_another_size_are_rejected() -> None:
+    """With other sizes, --input loader and memory would crop different images."""
+    accepted, *sizes = [30, 30], [27, 27], [28, 20], [40, 40], [64, 64, 3], [32, 32, 1], [784]
+    shape, *errors = told_by("cifar_ddp", SIZES, [accepted, *sizes])
+    assert shape == [2, 32, 32, 3]
+    for error, size in zip(errors, sizes, strict=True):
+        assert error.startswith(f"images of shape {size} cannot be padded to [32, 32, 3]: resize the images")

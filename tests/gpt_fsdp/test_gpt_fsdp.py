@@ -342,6 +342,57 @@ def test_a_mistake_is_reported_before_anything_starts(
     assert len(outcome.stderr.splitlines()) == 1
 
 
+CHANGED = """
+import json
+import distributed
+import model
+import torch
+import torch.distributed as dist
+from options import parse
+from samestep import ConfigError
+from torch import nn
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+options = parse(["--layers=1", "--width=48"])
+mesh = distributed.make_mesh(options, torch.device("cpu"))
+unchanged = model.GPT
+
+
+def build(add):
+    class Changed(unchanged):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            add(self)
+
+    model.GPT = Changed
+    try:
+        built = model.build_model(options, torch.float32, mesh)
+    except ConfigError as error:
+        return str(error)
+    return {name: each.full_tensor().unique().tolist() for name, each in built.named_parameters() if each.ndim == 1}
+
+
+print(json.dumps({
+    "buffer": build(lambda gpt: gpt.register_buffer("seen", torch.zeros(2))),
+    "temporary buffer": build(lambda gpt: gpt.register_buffer("mask", torch.zeros(2), persistent=False)),
+    "kernel": build(lambda gpt: gpt.add_module("conv", nn.Conv1d(4, 4, 3))),
+    "slope": build(lambda gpt: gpt.add_module("slope", nn.PReLU(8))),
+    "norm": build(lambda gpt: gpt.add_module("last", nn.LayerNorm(8))),
+}))
+"""
+
+
+def test_changed_model_has_initial_values_or_is_rejected() -> None:
+    """Without these checks, buffers have the values of uninitialized memory, and a bias starts at 1."""
+    reported = told_by("gpt_fsdp", CHANGED)
+    assert reported["buffer"].startswith("the model has the buffer seen, which the app neither initializes nor saves")
+    assert reported["temporary buffer"].startswith("the model has the buffer mask, ")
+    assert reported["kernel"].startswith("the parameter conv.weight of shape [4, 4, 3] has no rule")
+    assert reported["slope"].startswith("the parameter slope.weight of shape [8] has no rule")
+    norms = ("blocks.0.norm1.weight", "blocks.0.norm2.weight", "norm.weight", "last.weight")
+    assert reported["norm"] == {**{name: [1.0] for name in norms}, "last.bias": [0.0]}
+
+
 MARKOV = """
 import json
 import numpy as np

@@ -19,7 +19,7 @@ from samestep.sharding import sample_bits
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded, loaders
 from samestep.torch.loaders import equal
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 
 class Drawing:
@@ -200,6 +200,21 @@ def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"DrawingBatches.__getitems__ draws from torch, .*sample_bits"):
         next(iter(DataLoader(DrawingBatches(), **options)))
     next(iter(DataLoader(DrawingBatches(), **options, seeded=False)))
+
+
+def test_batches_of_a_torch_dataset_without_getitem_are_advised_to_use_sample_bits() -> None:
+    """torch's Dataset has a __getitem__ that only raises NotImplementedError, so Seeded could read no example."""
+
+    class Whole(DrawingBatches, Dataset[Any]):
+        pass
+
+    loader = DataLoader(Whole(), batch_sampler=GlobalBatchSampler(10, 4, 0, 1), collate_fn=lambda batch: batch)
+    with pytest.raises(
+        RuntimeError, match=r"Whole.__getitems__ draws from torch, .*: draw by samestep.sharding.sample"
+    ):
+        next(iter(loader))
+    with pytest.raises(TypeError, match="Whole has no examples by number: it needs __getitem__ and __len__"):
+        Seeded(Whole())
 
 
 def test_batches_of_examples_by_number_are_advised_to_be_seeded() -> None:

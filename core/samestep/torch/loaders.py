@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from samestep.sharding import sample_bits
 from samestep.torch.batch_rows import empty_batch
@@ -45,7 +45,7 @@ class Seeded(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, seed: int = 0, verify: bool = True) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not reads_examples(dataset):
             raise TypeError(f"{type(dataset).__name__} has no examples by number: it needs __getitem__ and __len__")
         self.dataset = dataset
         self.seed = seed
@@ -191,6 +191,11 @@ def read_first(dataset: Any) -> Any:
     return [dataset[0]]
 
 
+def reads_examples(dataset: Any) -> bool:
+    """Return whether a dataset has its own ``__getitem__``. The method of torch's Dataset only raises an error."""
+    return getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+
+
 def reads_batches(dataset: Any) -> bool:
     """Return whether a dataset reads batches by its own method ``__getitems__``.
 
@@ -209,7 +214,7 @@ def check_draws_nothing(dataset: Any) -> None:
     name = drawn_by(lambda: read_first(dataset))
     if name:
         remedy = "draw by samestep.sharding.sample_bits(seed, indices.epoch, indices), or pass seeded=False"
-        if hasattr(dataset, "__getitem__"):
+        if reads_examples(dataset):
             remedy = "pass Seeded(dataset), which reads one example at a time"
         raise RuntimeError(
             f"{type(dataset).__name__}.__getitems__ draws from {name}, which depends on the batches before: {remedy}"
