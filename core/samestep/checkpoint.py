@@ -263,7 +263,7 @@ def finish(writer: int | None = None) -> None:
             try:
                 pending.result()
             finally:
-                if pending.done():  # after Ctrl-C, the exit function still waits for a write that goes on
+                if pending.done():  # after Ctrl-C, the exit function must still wait for a write that runs
                     _pending.pop(each, None)
 
 

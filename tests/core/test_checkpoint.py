@@ -670,15 +670,15 @@ def test_a_program_that_forgets_to_finish_keeps_its_last_checkpoint(tmp_path: Pa
 
 
 def test_an_interrupted_wait_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit function waits for a write that Ctrl-C left alone."""
-    goes_on = threading.Event()
-    monkeypatch.setattr(checkpoint.Snapshot, "close", lambda snapshot: goes_on.wait(60))
+    """The exit function waits for a write that runs after Ctrl-C."""
+    can_close = threading.Event()
+    monkeypatch.setattr(snapshot.Snapshot, "close", lambda each: can_close.wait(60))
     checkpoint.save(tmp_path, "app", 1, values(), {}, ARITHMETIC, keep=1)
     monkeypatch.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         checkpoint.finish()
     monkeypatch.undo()
-    goes_on.set()
+    can_close.set()
     checkpoint.finish()
     assert [path.name for path in checkpoint.folders(tmp_path)] == ["step-00000001"]
 

@@ -174,9 +174,7 @@ def test_loss_guard_returns_pythons_own_numbers() -> None:
     found = LossGuard(Strict()).check_evaluation(evaluation, 8)
     assert json.dumps(found) == '{"test_loss": 0.5, "hits": 3, "none": null}'
     for value, kind in (([1.0], "list"), ("high", "str"), (np.ones(2), "ndarray")):
-        with pytest.raises(
-            NonRetryableError, match=f"the evaluation's worst is a {kind}, not a number: return a number"
-        ):
+        with pytest.raises(NonRetryableError, match=f"the evaluation's worst is a {kind}: return a number"):
             LossGuard(Strict()).check_evaluation({"worst": value}, 8)
 
 
