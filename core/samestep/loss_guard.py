@@ -89,7 +89,5 @@ def plain_number(name: str, value: Any) -> Any:
         value = value.item()
     if value is not None and not isinstance(value, (int, float)):
         kind = type(value).__name__
-        raise NonRetryableError(
-            f"the evaluation's {name} is a {kind}, not a number: return a number, such as by item()"
-        )
+        raise NonRetryableError(f"the evaluation's {name} is a {kind}: return a number, such as by item()")
     return value
