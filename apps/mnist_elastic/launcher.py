@@ -330,7 +330,7 @@ class Job:
     def _updated(self, each: Rank, values: dict[str, Any]) -> None:
         for member in self._ranks.members():  # a repeated step counts again
             member.updates += 1
-        self._history.count(values["step"])
+        self._history.update(values["step"], values["loss"])
 
     def _requested(self, each: Rank, values: dict[str, Any]) -> None:
         """Record a rank's request for a group and its state, and request the other ranks to regroup."""
@@ -355,6 +355,7 @@ class Job:
         if any(other.waits and other.rank not in values["ranks"] for other in self._ranks.all()):
             self._ranks.ask_to_regroup()
         self._ranks.group = values["group"]
+        self._history.count(values["step"], values["loss"])  # the rank that reports updates may be lost after an update
         self._history.regrouped(values["step"], values["ranks"])
 
 

@@ -370,7 +370,8 @@ class Members:
     def after_step(self, step: int) -> None:
         """Record that update ``step`` is done, handle the launcher's requests, and send a log line if one is due.
 
-        Rank 0 also sends the number of completed updates to the launcher. `record` sends a log line with an evaluation.
+        Rank 0 also sends the number of completed updates and the loss to the launcher. `record` sends a log line with
+        an evaluation.
         """
         progress = self._progress
         progress.step = step + 1
@@ -378,7 +379,7 @@ class Members:
         self._failures = 0
         self._run.count_step(progress.step)
         if self.rank == 0:
-            self.launcher.send(kind="update", step=progress.step)
+            self.launcher.send(kind="update", step=progress.step, loss=progress.loss)
         self.launcher.poll()
         actions = self._run.actions(progress.step)
         progress.evaluation_due = actions.evaluate or progress.step == self._run.last_step
@@ -465,7 +466,8 @@ class Members:
             dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
         self.regroup_due = False
         ranks = [each["rank"] for each in members]
-        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
+        progress = self._progress
+        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=progress.step, loss=progress.loss)
 
     def _quorum(self) -> list[dict[str, Any]]:
         """Wait until at least --min-ranks proposed ranks request a group, and return the states of these ranks.
