@@ -108,7 +108,7 @@ def numbers_and_codes() -> tuple[list[int], list[int | None]]:
 
 
 def history() -> tuple[dict[str, Any], list[tuple[int, float]]]:
-    """Return the result of a `History` of two updates, of which one is reported twice, and log/losses.bin."""
+    """Report two updates, the first one twice. Return the result of `History`, and the records of log/losses.bin."""
     launcher = Launcher("history")
     found = launcher.history
     found.regrouped(0, [1, 2])
