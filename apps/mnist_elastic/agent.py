@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
+from channel import connect
 from samestep import RetryableError, stop
 from start import Process, Starter
 
@@ -74,14 +74,10 @@ def _report_ended(processes: dict[int, Process], connection: Connection) -> None
 
 
 def _connect(address: str, port: int, key: bytes) -> Connection:
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            return Client((address, port), authkey=key)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RetryableError(f"no launcher listens at {address}:{port}") from error
-            time.sleep(0.2)
+    try:
+        return connect((address, port), key, CONNECT_SECONDS)
+    except (EOFError, OSError) as error:
+        raise RetryableError(f"no launcher listens at {address}:{port}") from error
 
 
 def _send(connection: Connection, **message: Any) -> None:

@@ -49,6 +49,8 @@ MAX_FAILURES = 3  # limit of consecutive failures of one rank without an update
 START_SECONDS = 60.0  # minimum time limit for a rank to load the checkpoint
 END_SECONDS = 5.0  # time limit for ranks to end after the run's last step
 JOIN_MS = 4000  # time for which the lighthouse waits for live ranks that do not request a group, in ms
+ACCEPT_SECONDS = 0.1  # time between two attempts to accept a connection, in seconds
+MAX_UNPROVEN = 100  # limit of open connections whose process has not proved that it has the job's key
 SILENT_MS = 450  # time without a heartbeat after which the lighthouse considers a rank lost, in ms
 
 
@@ -78,10 +80,22 @@ class Switchboard:
         threading.Thread(target=self._accept, args=[listener], daemon=True).start()
 
     def _accept(self, listener: Listener) -> None:
+        """Accept connections. If too many processes have not proved that they have the key, drop the oldest of them.
+
+        A flood of connections then uses a limited number of file descriptors and threads.
+        """
         arguments = (self._key, self.inbox, self._store)
+        unproven: list[Channel] = []
         while True:
-            channel = Channel(listener.accept())
-            threading.Thread(target=channel.receive, args=arguments, daemon=True).start()
+            try:
+                channel = Channel(listener.accept())
+                threading.Thread(target=channel.receive, args=arguments, daemon=True).start()
+                unproven.append(channel)
+            except (OSError, RuntimeError):  # no free file descriptor or thread
+                time.sleep(ACCEPT_SECONDS)
+            unproven = [each for each in unproven if each.is_unproven]
+            if len(unproven) > MAX_UNPROVEN:
+                unproven.pop(0).end()
 
 
 class Job:
@@ -330,7 +344,7 @@ class Job:
     def _updated(self, each: Rank, values: dict[str, Any]) -> None:
         for member in self._ranks.members():  # a repeated step counts again
             member.updates += 1
-        self._history.count(values["step"])
+        self._history.update(values["step"], values["loss"])
 
     def _requested(self, each: Rank, values: dict[str, Any]) -> None:
         """Record a rank's request for a group and its state, and request the other ranks to regroup."""
@@ -355,6 +369,7 @@ class Job:
         if any(other.waits and other.rank not in values["ranks"] for other in self._ranks.all()):
             self._ranks.ask_to_regroup()
         self._ranks.group = values["group"]
+        self._history.count(values["step"], values["loss"])  # the rank that reports updates may be lost after an update
         self._history.regrouped(values["step"], values["ranks"])
 
 

@@ -25,13 +25,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 import safetensors.numpy
 import torch
 import torch.distributed as dist
 from authentication import LauncherStore, StrangerFound, group_name, prove_key
+from channel import connect
 from numpy.typing import NDArray
 from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
 from samestep.env import World
@@ -46,7 +47,7 @@ from torchft.coordination import LighthouseClient
 
 HEARTBEAT_SECONDS = 0.1
 READY_SECONDS = 5.0  # time limit for all members to join a new group
-CONNECT_SECONDS = 10.0  # time limit for the members to connect to each other
+CONNECT_SECONDS = 10.0  # time limit for a rank to connect to the launcher, and for the members to each other
 QUORUM_SECONDS = 5.0  # time limit for the lighthouse's answer
 MAX_FAILURES = 20  # limit of consecutive failed attempts to regroup or to compute a step
 STEPS = 4096  # each sub-shard adds step % STEPS, because float32 represents such small sums exactly
@@ -115,8 +116,7 @@ class Launcher:
         return LauncherStore(connection, CONNECT_SECONDS)
 
     def _connect(self) -> Connection:
-        """Connect to the launcher. Both sides prove by an HMAC that they have the job's key."""
-        return Client(self._place, authkey=self.key)
+        return connect(self._place, self.key, CONNECT_SECONDS)
 
     def broadcast(self, content: bytes) -> bytes:
         """Return the next part of the newest checkpoint. `Run.restore` calls this method. ``content`` has no effect."""
@@ -370,7 +370,8 @@ class Members:
     def after_step(self, step: int) -> None:
         """Record that update ``step`` is done, handle the launcher's requests, and send a log line if one is due.
 
-        Rank 0 also sends the number of completed updates to the launcher. `record` sends a log line with an evaluation.
+        Rank 0 also sends the number of completed updates and the loss to the launcher. `record` sends a log line with
+        an evaluation.
         """
         progress = self._progress
         progress.step = step + 1
@@ -378,7 +379,7 @@ class Members:
         self._failures = 0
         self._run.count_step(progress.step)
         if self.rank == 0:
-            self.launcher.send(kind="update", step=progress.step)
+            self.launcher.send(kind="update", step=progress.step, loss=progress.loss)
         self.launcher.poll()
         actions = self._run.actions(progress.step)
         progress.evaluation_due = actions.evaluate or progress.step == self._run.last_step
@@ -465,7 +466,8 @@ class Members:
             dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
         self.regroup_due = False
         ranks = [each["rank"] for each in members]
-        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
+        progress = self._progress
+        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=progress.step, loss=progress.loss)
 
     def _quorum(self) -> list[dict[str, Any]]:
         """Wait until at least --min-ranks proposed ranks request a group, and return the states of these ranks.

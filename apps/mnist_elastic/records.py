@@ -54,8 +54,8 @@ class History:
     """Count updates, and record changes of the group for the result.
 
     Attributes:
-        step: number of updates that at least one rank has completed.
-        updated_at: time of the last update, on the clock `time.monotonic`.
+        step: the largest number of updates that a rank has completed. After a rollback, ranks repeat steps below it.
+        updated_at: time of the last update, which may be a repeated one, on the clock `time.monotonic`.
         rejoins: number of restarts of ranks.
     """
 
@@ -69,16 +69,29 @@ class History:
         self._pauses: list[float] = []
         self._paused_at: float | None = None
 
-    def count(self, step: int) -> None:
-        """Record that a rank has completed ``step`` updates. Do nothing if this number is already recorded."""
-        if step <= self.step:
-            return
-        self.step = step
+    def update(self, step: int, loss: float) -> None:
+        """Record that the members have just made an update, as `count` does. The update may repeat an earlier one."""
         self.updated_at = time.monotonic()
-        self._run.count_step(step)
         if self._paused_at:
             self._pauses.append(self.updated_at - self._paused_at)
             self._paused_at = None
+        self.count(step, loss)
+
+    def count(self, step: int, loss: float) -> None:
+        """Record that a rank has completed ``step`` updates, and write the loss of the last one to log/losses.bin.
+
+        Do nothing if a rank has already completed ``step`` updates, so that the file contains each step once.
+
+        Args:
+            step: number of updates done.
+            loss: summed loss of the last update's samples.
+        """
+        if step <= self.step:
+            return
+        self.step = step
+        self._run.count_step(step)
+        totals = Totals(step_losses=(loss,))
+        self._run.recorder.write_losses(self._run.progress.step_losses(totals))
 
     def repeat(self, step: int) -> None:
         """Record that the ranks repeat ``step``."""
@@ -187,7 +200,15 @@ class Records:
             return self._left is None or values["step"] > self._left[0]["step"]
         if values["final"]:
             return not self.final
-        return bool(values["step"] > self.saved)
+        return self._may_save(values["step"])
+
+    def _may_save(self, step: int) -> bool:
+        """Return whether the state after ``step`` updates can become the newest checkpoint.
+
+        A checkpoint also has the sums of all losses up to the last log line. After a rollback, the ranks repeat steps
+        before this line, and the sums do not belong to their states.
+        """
+        return step > self.saved and step >= self._logged
 
     def add(self, values: dict[str, Any], groups: Groups | None = None) -> None:
         """Write the log line and the checkpoint of a step, and keep the final state, each only once.
@@ -197,7 +218,7 @@ class Records:
             groups: arrays of the state, if the launcher requested them.
         """
         step = values["step"]
-        self._history.count(step)
+        self._history.count(step, values["loss"])
         if step > self._logged:
             self._logged = step
             self._take_totals(values)
@@ -205,7 +226,8 @@ class Records:
             self._run.log_metrics(evaluation)
         if not groups:
             return
-        if values["save"] and step > self.saved:
+        if values["save"] and self._may_save(step):
+            self._run.count_step(step)  # a lost rank may have completed more updates
             self._groups = groups
             self._run.save()
             self.saved = step
@@ -215,8 +237,9 @@ class Records:
             self.final_at = time.monotonic()
 
     def add_left(self, values: dict[str, Any], groups: Groups) -> None:
-        """Keep the last state of a rank that leaves, for `save_and_stop`."""
-        self._left = (values, groups)
+        """Keep the last state of a rank that leaves, for `save_and_stop`. An earlier state may arrive after a later."""
+        if self.wants(values):
+            self._left = (values, groups)
 
     def _keep(self, step: int, groups: Groups) -> None:
         """Store this checkpoint for ranks that join later."""
@@ -225,29 +248,40 @@ class Records:
         self._alone.parts[:] = [json.dumps(message).encode(), *contents]
 
     def _take_totals(self, values: dict[str, Any]) -> None:
-        """Pass the losses and the stop signal in ``values`` to the run, for the run's next log line and checkpoint."""
+        """Pass the step, losses and stop signal in ``values`` to the run, for its next log line and checkpoint."""
+        self._run.count_step(values["step"])  # a lost rank may have completed more updates
         totals = Totals(loss=values["loss"], running_loss=values["running_loss"], stop_signal=values["stop"])
         self._run.step_sync.apply(self._run.step, totals)
 
     def save_and_stop(self) -> None:
-        """Save the newest state of the ranks that have left, unless the newest checkpoint has it, and stop the run.
+        """Save the newest state of the ranks that have left, and stop the run.
+
+        If this state cannot be saved, a resume repeats the steps after the newest checkpoint.
 
         Raises:
             Stopped: always, after the save.
         """
+        if self._left is not None:
+            values, groups = self._left
+            self._history.count(values["step"], values["loss"])
+            if self._may_save(values["step"]):
+                self._take_totals(values)
+                if values["step"] > self._logged:
+                    self._run.log_metrics({})
+                self._groups = groups
+                self._run.save()  # raises Stopped
         number = self._run.stop_request.number or signal.SIGTERM
-        if self._left is None:
-            raise stop.Stopped(number, "stopped before the first step", is_final=False)
-        values, groups = self._left
-        if values["step"] == self.saved:
-            name = signal.Signals(number).name
-            raise stop.Stopped(number, f"stopped by {name} at step {self.saved}, which is saved")
-        self._history.count(values["step"])
-        self._take_totals(values)
-        if values["step"] > self._logged:
-            self._run.log_metrics({})
-        self._groups = groups
-        self._run.save()
+        text = f"stopped by {signal.Signals(number).name}{self._describe_stop()}"
+        raise stop.Stopped(number, text, is_final=self._left is not None)
+
+    def _describe_stop(self) -> str:
+        """Return the end of the message about a stop after which the launcher saves no state."""
+        step = self._history.step
+        if step == 0:
+            return " before the first step"
+        if step == self.saved:
+            return f" at step {step}, which is saved"
+        return f", unsaved: no rank has sent the state of step {step}; a resume starts at step {self.saved}"
 
     def finish(self) -> None:
         """Write the final weights, and print the result."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import ROOT, Harness, Job, bare, last_step, losses, recorded
 from processes import environments, listening
-from samestep import checkpoint
+from samestep import checkpoint, step_losses
 
 FAULTS = Path(__file__).parent / "faults"
 RUN = ("--dataset=mnist-5k", "--global-batch-size=100", "--checkpoint-every=50", "--log-every=1", "--virtual-ranks=4")
@@ -51,7 +51,8 @@ def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
 def check_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
     """Check that the run has the weights and logged numbers of ``reference``, and each step once."""
     assert result["weights_sha256"] == reference["weights_sha256"]
-    losses(Path(result["run_dir"]))  # fails unless each step occurs once
+    logged = losses(Path(result["run_dir"]))  # fails unless each step occurs once
+    assert step_losses.read(Path(result["run_dir"])).tolist() == [*enumerate(logged, 1)]
     assert recorded(Path(result["run_dir"])) == recorded(Path(reference["run_dir"]))
 
 

@@ -17,7 +17,7 @@ from harness import Harness, bare
 from processes import listening_ports
 from test_mnist_elastic import SHORT, check_same, heartbeats, members, waits_for  # type: ignore[import-not-found]
 
-STRANGER, PROOFS = (str(Path(__file__).parent / name) for name in ("stranger.py", "proofs.py"))
+STRANGER, PROOFS, FLOOD = (str(Path(__file__).parent / name) for name in ("stranger.py", "proofs.py", "flood.py"))
 FEW_BYTES = 1000  # more than a challenge or an error of HTTP; the model has 87,000 bytes
 
 
@@ -57,6 +57,13 @@ def test_a_member_accepts_only_proofs_made_for_it_and_its_group(harness: Harness
     refused = "the process connected as member 1 does not know this job's key"
     cases = ["key accepted", *(f"{kind} {refused}" for kind in ("other-key", "other-group", "returned"))]
     assert outcome.stdout.splitlines() == cases, outcome
+
+
+def test_a_launcher_answers_during_and_after_a_flood_of_connections(harness: Harness) -> None:
+    outcome = bare(harness, [sys.executable, FLOOD])
+    answers = ["during", "after"]
+    assert outcome.code == 0, outcome
+    assert json.loads(outcome.stdout) == {"deadline": answers, "limit": answers, "displaced": "second"}
 
 
 @pytest.mark.parametrize("kind", ["removed", "replaced", "emptied"])
