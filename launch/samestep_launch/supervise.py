@@ -268,14 +268,18 @@ def run_once(start: Start) -> LauncherEnd:
     forwarding = threading.Thread(target=forwarder.run, daemon=True)
     forwarding.start()
     try:
-        code = _run_launcher(start, errors)
+        try:
+            code = _run_launcher(start, errors)
+        finally:
+            os.close(errors)
     except BaseException:
         with contextlib.suppress(Stopped):  # another signal ends the wait
             forwarding.join(OUTPUT_SECONDS)
         raise
-    # If the console's reader pauses, wait for the reader, so that the console gets all output. A signal ends the wait.
     forwarding.join(OUTPUT_SECONDS)
-    while forwarding.is_alive() and forwarder.idle_seconds() < OUTPUT_SECONDS:
+    # If the console's reader pauses, wait until the console has all output. A signal ends this wait. After a failure,
+    # the thread continues during the next start, because a console that nobody reads must not prevent a restart.
+    while code == 0 and forwarding.is_alive() and forwarder.idle_seconds() < OUTPUT_SECONDS:
         forwarding.join(OUTPUT_SECONDS)
     seek_end(1)
     return LauncherEnd(code, forwarder.ends.describe())
@@ -286,7 +290,7 @@ def _run_launcher(start: Start, errors: int) -> int:
 
     Args:
         start: settings of the start.
-        errors: descriptor of the launcher's standard error, which this function closes.
+        errors: descriptor of the launcher's standard error.
     """
     output = errors if start.keeps_files() and _can_be_opened(1) else 1
     processes = JobProcesses(start.job)
@@ -314,7 +318,6 @@ def _run_launcher(start: Start, errors: int) -> int:
                 if process:
                     process.kill()
                     process.wait()
-                os.close(errors)
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ sys.exit(1 - attempt)
     assert "starting it again (1 of 3)" in done.stderr
 
 
-# LOUD writes 100 KB of messages, of which the pipes to the console hold a part, and succeeds.
+# LOUD writes 100 KB of messages, more than a pipe holds, and succeeds.
 LOUD = """
 note(pid=os.getpid())
 for number in range(2000):
