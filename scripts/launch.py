@@ -3,14 +3,16 @@
 The command is ``python scripts/launch.py <app> <template of the launcher> -- N [options]``.
 """
 
-import importlib.util
 import os
 import signal
 import sys
-from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Ctrl-C during the imports needs no traceback
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+
+import importlib.util
+from pathlib import Path
+
 root = Path(__file__).resolve().parents[1]
 os.environ.pop("PYTHONSAFEPATH", None)  # apps import files from their own folder
 # A project that new_app.py made has a wheel instead of the four folders below. The first stage imports from the wheel.
