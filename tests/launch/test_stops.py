@@ -59,6 +59,8 @@ def send(number, when):
         print(when, stopped.number)
 
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+for number in supervise.HANDLED:  # a shell's background jobs ignore SIGINT
+    signal.signal(number, signal.SIG_DFL)
 supervise.stop_on_signals()
 send(signal.SIGTERM, "first")
 send(signal.SIGTERM, "repeated")
