@@ -3,9 +3,14 @@
 The command is ``python scripts/launch.py <app> <template of the launcher> -- N [options]``.
 """
 
-import importlib.util
 import os
+import signal
 import sys
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Ctrl-C during the imports needs no traceback
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+
+import importlib.util
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train a CNN on CIFAR-10 with PyTorch DDP on N ranks:  bash scripts/run_cifar_ddp.sh N [options]   (--help explains)
 # torchrun's agent forks the ranks once. The launch script restarts them, because torchrun's restarts break under gloo.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" cifar_ddp \
+scripts=$(dirname "$(readlink -f "${BASH_SOURCE[0]}" 2>/dev/null || echo "${BASH_SOURCE[0]}")") # also by a link
+exec bash "$scripts/launch.sh" cifar_ddp \
   {python} -m torch.distributed.run --nnodes={nnodes} --node-rank={node_rank} --nproc-per-node={nproc} \
   --master-addr={master_addr} --master-port={master_port} --max-restarts=0 {train} {options} -- "$@"

@@ -7,8 +7,9 @@
 #   bash scripts/test.sh --help                 this text, and the environments
 # Run the tests of a change since the main branch or a REVISION:
 #   bash scripts/test.sh --changed [REVISION] [-- WORDS]
+scripts=$(dirname "$(readlink -f "${BASH_SOURCE[0]}" 2>/dev/null || echo "${BASH_SOURCE[0]}")") # also by a link
 set -euo pipefail
-CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$scripts/.."
 packages=(tox==4.67.13 tox-uv==1.37.1 uv==0.13.9)
 venv=.venvs/tox
 

@@ -6,6 +6,7 @@ This module imports the programs' packages by name at run time, so that this pac
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ PROGRAMS = {  # by command: (module, summary)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, such as "report", and return its exit code.
 
-    If the command is missing or unknown, or its package is not installed, print one line on stderr and return 2.
+    If the command is missing or unknown, or its package is not installed, print one line on stderr and return 2. After
+    Ctrl-C, return 130.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -47,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec(package) is None:
         print(f"error: samestep {name} needs the package {package}: pip install samestep", file=sys.stderr)
         return 2
-    code: int = importlib.import_module(module).main(rest)
+    try:
+        code: int = importlib.import_module(module).main(rest)
+    except KeyboardInterrupt:  # for example during the imports, before the program handles Ctrl-C
+        return 128 + signal.SIGINT
     return code
 
 

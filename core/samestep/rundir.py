@@ -6,6 +6,7 @@ A launch script calls `resolve` before it starts ranks, and reads only the check
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -395,10 +396,11 @@ class Lock:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"--run-dir {in_use}: wait for it, stop it, or choose another --run-dir")
                 time.sleep(0.2)
-        os.ftruncate(self._descriptor, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"{self._who} (host {socket.gethostname()}, pid {os.getpid()}, since {since})\n"
-        os.pwrite(self._descriptor, holder.encode(errors="replace"), 0)
+        with contextlib.suppress(OSError):  # on a full disk, messages call the holder "another process"
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(errors="replace"), 0)
 
     def _holder(self) -> str:
         """Return the file's description of the lock's holder; "another process" if the description is outdated.

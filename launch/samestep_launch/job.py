@@ -631,7 +631,7 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
             raise NonRetryableError(f"the job cannot start again: its run dir {logs.parent} was removed: {remedy}")
         decision = decide(outcome, history, job.options.max_restarts, logs)
         if decision.message:
-            print_stderr(decision.message)
+            print_stderr(decision.message, limit=supervise.CONSOLE_SECONDS)
             events.append_event(logs, events.FAILURE, source="launcher", code=outcome.code, text=decision.message)
         if decision.exit_code is not None:
             return decision.exit_code

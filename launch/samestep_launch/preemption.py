@@ -28,7 +28,7 @@ from typing import NamedTuple, Optional
 from samestep import ConfigError, untrusted
 from samestep.untrusted import shown
 
-from samestep_launch.supervise import STOPS, print_stderr
+from samestep_launch.supervise import CONSOLE_SECONDS, HANDLED, print_stderr, stop_signals
 
 POLL_SECONDS = 5.0
 TIMEOUT = 1.0  # time limit of a request in seconds
@@ -279,7 +279,7 @@ class Watcher:
 
     def run(self) -> None:
         """Check for a notice until a notice arrives or `stop` is called, and call ``act`` with the notice."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])  # the main thread must get the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # the main thread must get the signals
         while not self._stopped.is_set():
             notice = self._look()
             if notice:
@@ -330,15 +330,24 @@ def watch(source: str, record: Callable[[str], None]) -> Iterator[None]:
         yield
         return
 
+    has_notice = threading.Event()
+
     def act(notice: Notice) -> None:
-        print_stderr(str(notice))
+        print_stderr(str(notice), limit=CONSOLE_SECONDS)
         record(str(notice))
+        has_notice.set()
         main = threading.main_thread().ident
         if main is not None:
             signal.pthread_kill(main, signal.SIGTERM)
 
+    def handle(number: int, frame: object) -> None:
+        if has_notice.is_set():  # any other TERM remains ignored
+            stop_signals.handle(number, frame)
+
     place = "" if notice_file(source) else f"{service.url}: "
     watcher = Watcher(source, ask, act, place=place)
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:  # a batch script's `trap '' TERM` must not hide the notice
+        signal.signal(signal.SIGTERM, handle)
     threading.Thread(target=watcher.run, name="preemption notice", daemon=True).start()
     try:
         yield

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import signal
+import time
 from collections.abc import Callable
 from typing import IO
 
@@ -68,11 +69,12 @@ class StderrForwarder:
         self._messages: set[bytes] = set()
         self._has_error = False
         self._lost_connection = b""  # the first framework exception about a lost connection
+        self._read_begun: float | None = None  # time on the clock `time.monotonic` at which the current read began
 
     def run(self) -> None:
         """Copy the output until the last writer has closed the pipe."""
         with self._log:
-            while chunk := os.read(self._source, MAX_CHUNK):
+            while chunk := self._read():
                 self._write_log(chunk)
                 for piece in chunk.splitlines(keepends=True):
                     self._take(piece)
@@ -83,6 +85,17 @@ class StderrForwarder:
         if self._lost_connection and not self._has_error and not self.ends.describe():
             self._show_message(self._lost_connection, "\n")
         os.close(self._source)
+
+    def idle_seconds(self) -> float:
+        """Return for how many seconds `run` has waited for output; 0.0 while it writes output."""
+        begun = self._read_begun
+        return 0.0 if begun is None else time.monotonic() - begun
+
+    def _read(self) -> bytes:
+        self._read_begun = time.monotonic()
+        chunk = os.read(self._source, MAX_CHUNK)
+        self._read_begun = None
+        return chunk
 
     def _has_more(self) -> bool:
         """Wait up to `PAUSE_SECONDS` seconds; return True as soon as the pipe has more output or ends."""

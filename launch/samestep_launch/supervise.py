@@ -6,7 +6,6 @@ This module imports no third-party package.
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import shlex
 import signal
@@ -18,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
-from samestep import ConfigError, env, events, untrusted
+from samestep import ConfigError, NonRetryableError, env, events, untrusted
 from samestep.job_info import JobInfo
 from samestep.root import Root
 
@@ -29,13 +28,17 @@ from samestep_launch.job_processes import JobProcesses
 from samestep_launch.stderr_forwarder import StderrForwarder
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals at which ranks save a checkpoint and exit
+HANDLED = (*STOPS, signal.SIGHUP, signal.SIGQUIT)  # signals that stop the job; Ctrl-\ sends QUIT
 STOP_SECONDS = 10.0  # seconds from the first signal to SIGKILL if no rank can save
 # Seconds in which a second signal is ignored, unless it is Ctrl-C: Slurm signals all processes of a job step.
 REPEATED = 1.0
+CONSOLE_SECONDS = 0.5  # maximum seconds for which a message delays what the launch script does next
 POLL_SECONDS = 0.25  # seconds between checks for a watchdog's report of a stalled rank
 HEARTBEAT_SECONDS = 1.0  # seconds between checks of heartbeats; ranks write heartbeats at the same interval
 DIAGNOSIS_SECONDS = 10.0  # seconds added to --timeout, so that a watchdog's more detailed report comes first
 START_SECONDS = 60.0  # minimum time limit in seconds for a rank's first heartbeat, because imports are slow
+# Seconds without output after which the script stops reading: a process outside the job may keep the pipe open.
+OUTPUT_SECONDS = 5.0
 PAUSE_SECONDS = 5.0  # a longer gap in seconds between two checks means that this process or the machine was suspended
 HEARTBEAT = {
     "host": untrusted.text(255),
@@ -47,31 +50,71 @@ HEARTBEAT = {
 
 
 class Stopped(BaseException):
-    """This process has received the signal INT, TERM, USR1 or HUP."""
+    """This process has received a signal of `HANDLED`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
+class StopSignals:
+    """The handler of the signals that stop a job, and its state.
+
+    The first signal raises Stopped. For `REPEATED` seconds after the stop began, only Ctrl-C raises Stopped again.
+    """
+
+    def __init__(self) -> None:
+        self._begun: float | None = None  # time at which the stop began, on the clock `time.monotonic`
+        self._blocks = 0  # number of contexts `block` that the main thread is in
+        self._delayed = 0  # a signal that arrived in such a context, or 0
+
+    def begin(self) -> None:
+        """Ignore repeated signals from now on, if the stop has not begun yet."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+
+    def handle(self, number: int, frame: object) -> None:
+        """Raise Stopped, or delay or ignore the signal. Python calls this method in the main thread."""
+        is_repeated = self._begun is not None and time.monotonic() <= self._begun + REPEATED
+        if is_repeated and number != signal.SIGINT:
+            return
+        self.begin()
+        if self._blocks:
+            self._delayed = number
+        else:
+            self._delayed = 0
+            raise Stopped(number)
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """Delay the signals that arrive inside this context until its end."""
+        self._blocks += 1
+        try:
+            yield
+        finally:
+            self._blocks -= 1
+            if self._delayed and not self._blocks:
+                number = self._delayed
+                self._delayed = 0
+                raise Stopped(number)
+
+
+stop_signals = StopSignals()  # global, because signal handlers belong to the process
+
+
 def stop_on_signals() -> None:
-    """Install signal handlers that raise Stopped on INT, TERM, USR1 and HUP; skip signals that are ignored."""
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise Stopped(number)
-
-    for number in (*STOPS, signal.SIGHUP):
+    """Install signal handlers that raise Stopped on the signals of `HANDLED`; skip signals that are ignored."""
+    for number in HANDLED:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
-            signal.signal(number, stop)
+            signal.signal(number, stop_signals.handle)
 
 
-@contextlib.contextmanager
-def block_signals() -> Iterator[None]:
-    """Delay the signals that arrive inside this context until its end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def block_signals() -> contextlib.AbstractContextManager[None]:
+    """Delay the signals that arrive in the main thread inside the returned context until its end.
+
+    A signal mask would not delay them: another thread would receive the signal, and Python would run the handler in the
+    main thread.
+    """
+    return stop_signals.block()
 
 
 def environment(info: JobInfo, nproc: int, address: str | None = None) -> dict[str, str]:
@@ -209,6 +252,7 @@ def run_once(start: Start) -> LauncherEnd:
     Raises:
         Stopped: a signal arrived, and this function has stopped the job.
         ConfigError: launcher.log is not regular or cannot be written.
+        NonRetryableError: the launcher cannot be started.
     """
     log = open_log(start.logs / "launcher.log")
     with contextlib.suppress(OSError):  # a full disk must not end the job
@@ -216,28 +260,57 @@ def run_once(start: Start) -> LauncherEnd:
     # The launcher's stderr goes through this pipe. Some launchers keep their ranks' output in files, and repeat the
     # files on stdout. The stdout of these launchers goes through the pipe to the log, because the ranks open this
     # process's stdout and the pipe themselves.
-    messages, errors = os.pipe()
-    output = errors if start.keeps_files() and _can_be_opened(1) else 1
+    with _starting(start.command):
+        messages, errors = os.pipe()
     forwarder = StderrForwarder(
         messages, log, line_prefix=start.line_prefix, shows=start.shows_stderr, show=print_stderr
     )
     forwarding = threading.Thread(target=forwarder.run, daemon=True)
     forwarding.start()
+    try:
+        try:
+            code = _run_launcher(start, errors)
+        finally:
+            os.close(errors)
+    except BaseException:
+        with contextlib.suppress(Stopped):  # another signal ends the wait
+            forwarding.join(OUTPUT_SECONDS)
+        raise
+    forwarding.join(OUTPUT_SECONDS)
+    # If the console's reader pauses, wait until the console has all output. A signal ends this wait. After a failure,
+    # the thread continues during the next start, because a console that nobody reads must not prevent a restart.
+    while code == 0 and forwarding.is_alive() and forwarder.idle_seconds() < OUTPUT_SECONDS:
+        forwarding.join(OUTPUT_SECONDS)
+    seek_end(1)
+    return LauncherEnd(code, forwarder.ends.describe())
+
+
+def _run_launcher(start: Start, errors: int) -> int:
+    """Run the launcher as `run_once` does; return the exit code, or minus the number of the launcher's fatal signal.
+
+    Args:
+        start: settings of the start.
+        errors: descriptor of the launcher's standard error.
+    """
+    output = errors if start.keeps_files() and _can_be_opened(1) else 1
     processes = JobProcesses(start.job)
     stopping = _Stopping(start, processes)
     process = None
     with processes:
         try:
             info = replace(JobInfo.from_environ(start.environ), errors=errors)
-            process = start.start(start.command, {**start.environ, **info.to_environ()}, output, errors)
+            with _starting(start.command):
+                process = start.start(start.command, {**start.environ, **info.to_environ()}, output, errors)
             processes.launcher = process.pid
             code = _wait(process, processes, start)
             if -code in STOPS:  # a stop signal ended the launcher, but its ranks must still save
+                stop_signals.begin()
                 stopping.stop(process, -code)
+            return code
         except Stopped as stopped:
             after_echo = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in the same line
-            print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){start.stop_hint}")
-            stopping.stop(process, stopped.number)
+            message = f"{after_echo}stopping ({signal.Signals(stopped.number).name}){start.stop_hint}"
+            stopping.stop(process, stopped.number, message)
             raise
         finally:
             with block_signals():
@@ -245,10 +318,20 @@ def run_once(start: Start) -> LauncherEnd:
                 if process:
                     process.kill()
                     process.wait()
-                os.close(errors)
-                forwarding.join(timeout=5)
-                seek_end(1)
-    return LauncherEnd(code, forwarder.ends.describe())
+
+
+@contextlib.contextmanager
+def _starting(command: Sequence[str]) -> Iterator[None]:
+    """Convert an OSError inside this context, which starts ``command``.
+
+    Raises:
+        NonRetryableError: the system has too few files, processes or memory left, for example.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = "raise the limit that ulimit -a shows, or end other programs"
+        raise NonRetryableError(f"cannot start {command[0]}: {error.strerror}: {remedy}") from None
 
 
 def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
@@ -315,7 +398,7 @@ class HeartbeatWatch:
         fields = self._hang(now, processes)
         if fields:
             self._is_done = True
-            print_stderr(f"error: {fields['text']}")
+            print_stderr(f"error: {fields['text']}", limit=CONSOLE_SECONDS)
             events.append_event(self._logs, events.HANG, source="launcher", **fields)
         return self._is_done
 
@@ -398,18 +481,12 @@ def _can_be_opened(descriptor: int) -> bool:
     return True
 
 
-class _StopState(enum.Enum):
-    SIGNAL = "send the signal"
-    WAIT = "wait until the processes have ended, or for the deadline"
-    ENDED = "nothing more to wait for"
-
-
 class _Stopping:
     """The stop of a job: ranks save and exit within ``grace`` seconds, and the caller then kills the other processes.
 
-    Only the ranks get the signal (TERM instead of HUP), because a launcher might kill its ranks before they have saved.
-    All other processes get TERM when ranks and launcher have ended, or immediately if no rank is found. A second signal
-    ends the wait, unless it is ignored as a repetition (`REPEATED`).
+    Only the ranks get the signal (TERM instead of HUP and QUIT), because a launcher might kill its ranks before they
+    have saved. All other processes get TERM when ranks and launcher have ended, or immediately if no rank is found. A
+    second signal ends the wait.
     """
 
     def __init__(self, start: Start, processes: JobProcesses) -> None:
@@ -419,30 +496,25 @@ class _Stopping:
         self._has_heartbeat = False
         self._deadline = 0.0
 
-    def stop(self, process: Process | None, number: int) -> None:
-        """Send the signal and wait until the job's processes have ended, or until the deadline.
+    def stop(self, process: Process | None, number: int, message: str = "") -> None:
+        """Send the signal and wait until the job's processes have ended, until the deadline, or until a second signal.
 
         Args:
             process: the launcher; None before the launcher's start.
             number: number of the signal.
+            message: the line to print; "" for none.
         """
-        begun = time.monotonic()
-        state = _StopState.SIGNAL
-        while state is not _StopState.ENDED:
-            try:
-                if state is _StopState.SIGNAL:
-                    with block_signals():
-                        self._signal_ranks(process, number)
-                        state = _StopState.WAIT
-                while time.monotonic() < self._deadline and self._waits_for(process):
-                    time.sleep(0.05)
-                state = _StopState.ENDED
-            except Stopped as again:
-                if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
-                    return
-        if self._has_heartbeat and self._processes.find():
-            grace = f"{self._start.grace:g} s (--grace)"
-            print_stderr(f"killed after {grace}: steps since the last checkpoint are not saved")
+        with contextlib.suppress(Stopped):
+            with block_signals():
+                if message:
+                    print_stderr(message, limit=CONSOLE_SECONDS)
+                self._signal_ranks(process, number)
+            while time.monotonic() < self._deadline and self._waits_for(process):
+                time.sleep(0.05)
+            if self._has_heartbeat and self._processes.find():
+                grace = f"{self._start.grace:g} s (--grace)"
+                unsaved = f"killed after {grace}: steps since the last checkpoint are not saved"
+                print_stderr(unsaved, limit=CONSOLE_SECONDS)
 
     def _signal_ranks(self, process: Process | None, number: int) -> None:
         """Send the signal to the ranks, and set the deadline."""
@@ -459,7 +531,7 @@ class _Stopping:
 
     def _send(self, ranks: list[int], number: int) -> None:
         self._signaled = ranks
-        if ranks and number != signal.SIGHUP:
+        if ranks and number in STOPS:
             job_processes.send(ranks, number)
         else:
             job_processes.send(ranks or self._processes.find(), signal.SIGTERM)
@@ -512,11 +584,27 @@ def read_text(path: Any) -> str | None:
         return None
 
 
-def print_stderr(text: str, end: str = "\n") -> None:
-    """Print a line to standard error, or part of a line if ``end`` is ""; ignore write errors."""
+def print_stderr(text: str, end: str = "\n", limit: float | None = None) -> None:
+    """Print a line to standard error, or part of a line if ``end`` is ""; ignore write errors.
+
+    Args:
+        text: the text to print.
+        end: the text to print after ``text``.
+        limit: maximum seconds to wait for the console, whose reader may have stopped reading; None for no limit. After
+            the limit, a thread continues to print.
+    """
+    if limit is not None:
+        thread = threading.Thread(target=print_stderr, args=(text, end), daemon=True)
+        thread.start()
+        thread.join(limit)
+        return
     seek_end(2)
+    # At its exit, Python aborts if a thread still writes to sys.stderr, so write to the descriptor.
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    left = f"{text}{end}".encode(encoding, errors="backslashreplace")
     with contextlib.suppress(OSError):
-        print(text, end=end, file=sys.stderr, flush=True)
+        while left:
+            left = left[os.write(2, left) :]
 
 
 def seek_end(descriptor: int) -> None:

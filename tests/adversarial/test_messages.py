@@ -163,7 +163,7 @@ INVALID: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", INVALID.values(), ids=INVALID.keys())
-def test_an_invalid_message_ends_nothing_but_its_connection(message: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_message_ends_nothing_but_its_connection(message: Any, capfd: pytest.CaptureFixture[str]) -> None:
     with machine_0() as (port, host):
         if message is None:
             stranger = connect(port)
@@ -173,7 +173,7 @@ def test_an_invalid_message_ends_nothing_but_its_connection(message: Any, capsys
         else:
             assert call(port, message) == {}
         assert join(OTHER, port) == host.result(LIMIT)
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_an_invalid_message_ends_nothing_but_its_connection(message: Any, capsys
 )
 @pytest.mark.parametrize("secret", [b"", b"a guess"], ids=["none", "a guess"])
 def test_without_the_secret_nobody_ends_a_job(
-    card: dict[str, Any], secret: bytes, capsys: pytest.CaptureFixture[str]
+    card: dict[str, Any], secret: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with machine_0(SECRET) as (port, host):
         for _ in range(3):
@@ -191,10 +191,10 @@ def test_without_the_secret_nobody_ends_a_job(
                 call(port, card, secret)
         assert join(OTHER, port, SECRET) == host.result(LIMIT)
     refused = "warning: 127.0.0.1 was refused at MASTER_PORT: the secrets differ: set the same SAMESTEP_SECRET"
-    assert capsys.readouterr().err == f"{refused} on all machines\n"
+    assert capfd.readouterr().err == f"{refused} on all machines\n"
 
 
-def test_a_machine_with_another_secret_ends_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_with_another_secret_ends_alone(capfd: pytest.CaptureFixture[str]) -> None:
     with machine_0(SECRET) as (port, host):
         with pytest.raises(ConfigError, match="the secrets differ"):
             join(OTHER, port, b"another")
@@ -203,7 +203,7 @@ def test_a_machine_with_another_secret_ends_alone(capsys: pytest.CaptureFixture[
         with pytest.raises(ConfigError, match="the secrets differ"):
             join(OTHER, port, SECRET)
         assert "machine 1 of 2 did not come" in str(host.exception(LIMIT))
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.count("warning: SAMESTEP_SECRET is not set: any host that reaches MASTER_PORT can stop this job") == 1
 
 
@@ -217,7 +217,7 @@ def test_a_refusal_has_nothing_by_which_a_secret_could_be_guessed() -> None:
         assert join(OTHER, port, SECRET) == host.result(LIMIT)
 
 
-def test_an_earlier_version_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_version_is_refused_with_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
     with machine_0() as (port, host):
         earlier = connect(port)
         earlier.sendall(json.dumps({**CARD, "protocol": "samestep meeting 1"}).encode() + b"\n")
@@ -225,7 +225,7 @@ def test_an_earlier_version_is_refused_with_the_reason(capsys: pytest.CaptureFix
         earlier.close()
         assert join(OTHER, port) == host.result(LIMIT)
     assert (
-        "warning: 127.0.0.1 was refused at MASTER_PORT: the machines have different versions" in capsys.readouterr().err
+        "warning: 127.0.0.1 was refused at MASTER_PORT: the machines have different versions" in capfd.readouterr().err
     )
 
 

@@ -256,7 +256,7 @@ def taken(base: Path, what: str) -> None:
     "what", ["file", "link", "FIFO of locks", "link of locks", "directory of locks", "another user's"]
 )
 def test_without_a_folder_of_the_users_own_ports_are_chosen_without_locks(
-    base: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: Path, what: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if what == "another user's":
         (base / "samestep-12345").mkdir()
@@ -266,13 +266,13 @@ def test_without_a_folder_of_the_users_own_ports_are_chosen_without_locks(
     for _ in range(2):
         with user_folder.reserved_port(None) as port:
             assert port in user_folder.PORTS
-    (warning,) = capsys.readouterr().err.splitlines()
+    (warning,) = capfd.readouterr().err.splitlines()
     assert warning.startswith(f"warning: cannot use {base}/samestep-")
     assert not [path for path in base.rglob("*") if path.is_file() and path.name != f"samestep-{os.getuid()}"]
 
 
 def test_without_locks_in_the_file_system_a_port_is_chosen_with_one_warning(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "injected")
@@ -282,7 +282,7 @@ def test_without_locks_in_the_file_system_a_port_is_chosen_with_one_warning(
     for _ in range(2):
         with user_folder.reserved_port(None) as port:
             assert port in user_folder.PORTS
-    (warning,) = capsys.readouterr().err.splitlines()
+    (warning,) = capfd.readouterr().err.splitlines()
     assert warning == (
         f"warning: the file system of {base} has no locks, simultaneous jobs may choose the same port: "
         "set MASTER_PORT for each"

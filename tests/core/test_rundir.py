@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import select
@@ -110,6 +111,17 @@ sys.stdin.read()
     with running(code, tmp_path, until="held"):
         assert child(TRY.format("WRITER_BYTE", 0), tmp_path).returncode == 0
         assert child(TRY.format("LAUNCHER_BYTE", 0), tmp_path).returncode == 2
+
+
+def test_a_full_disk_prevents_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    rundir.Lock(tmp_path, "the first job").acquire(rundir.LAUNCHER_BYTE)
+    done = child(TRY.format("LAUNCHER_BYTE", 0), tmp_path)
+    assert done.returncode == 2
+    assert "is in use by another process" in done.stderr
 
 
 def test_the_ranks_a_job_starts_do_not_inherit_its_lock(tmp_path: Path) -> None:

@@ -122,6 +122,30 @@ SLEEPER = "import time; time.sleep(600)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 )
+# RANKS starts two ranks with heartbeats. Each rank records its signal after 0.5 s, and then ends.
+RANKS = """
+def saver(rank):
+    return f'''
+import json, os, signal, socket, sys, time
+from pathlib import Path
+def save(number, frame):
+    time.sleep(0.5)
+    with Path({str(run_dir / "notes.jsonl")!r}).open("a") as file:
+        file.write(json.dumps({{"saved": {rank}, "signal": number}}) + chr(10))
+    os._exit(128 + number)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, save)
+path = Path({str(run_dir / "log")!r}, "alive-{rank}")
+content = {{"job": "{job_info["job"]}", "host": socket.gethostname(), "pid": os.getpid(), "updates": 1}}
+path.with_suffix(".tmp").write_text(json.dumps(content))
+path.with_suffix(".tmp").rename(path)  # at once, as a rank's heartbeat
+time.sleep(600)
+'''
+
+ranks = [rank(saver(each), start_new_session=True) for each in range(2)]
+while not all((run_dir / "log" / f"alive-{each}").exists() for each in range(2)):
+    time.sleep(0.02)
+"""
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -164,7 +188,7 @@ class ScratchProject:
         self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         def signals() -> None:  # as in a login shell, independent of this process's own signals
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
         return subprocess.Popen(
@@ -223,6 +247,8 @@ def project_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("launch/samestep_launch/supervise.py", "STOP_SECONDS", "1.5"),
         ("launch/samestep_launch/supervise.py", "DIAGNOSIS_SECONDS", "1.5"),
         ("launch/samestep_launch/supervise.py", "START_SECONDS", "1.5"),
+        ("launch/samestep_launch/supervise.py", "OUTPUT_SECONDS", "0.3"),
+        ("launch/samestep_launch/preemption.py", "POLL_SECONDS", "0.2"),
         ("core/samestep/rundir.py", "LOCK_SECONDS", "0.5"),
         ("launch/samestep_launch/preflight.py", "WAIT_NOTICE_AFTER", "1.5"),
     ):

@@ -441,7 +441,7 @@ def test_without_a_place_or_a_python_it_is_one_line(street: Street) -> None:
 
 
 def test_a_pin_may_be_satisfied_under_another_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A build for other hardware has another name, and satisfies the pin too."""
     (tmp_path / "apps" / "toy").mkdir(parents=True)
@@ -460,7 +460,7 @@ def test_a_pin_may_be_satisfied_under_another_name(
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         importlib.invalidate_caches()
         Environment(tmp_path, "toy").check_requirements()
-        assert capsys.readouterr().err == message
+        assert capfd.readouterr().err == message
         shutil.rmtree(folder)
 
 

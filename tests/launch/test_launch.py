@@ -31,7 +31,7 @@ from samestep.options import Options
 from samestep_launch import app
 from samestep_launch.environments import Environment
 from samestep_launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
-from scratch_project import CORE, LIMIT, SLEEPER, STUBBORN, ScratchProject, end_of, environment, gone, wait_for
+from scratch_project import CORE, LIMIT, RANKS, SLEEPER, STUBBORN, ScratchProject, end_of, environment, gone, wait_for
 
 # --- which machine of how many? ----------------------------------------------------------------------------------
 
@@ -761,6 +761,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
         (signal.SIGTERM, 143, False),
         (signal.SIGUSR1, 138, False),
         (signal.SIGHUP, 129, False),
+        (signal.SIGQUIT, 131, False),
         (signal.SIGTERM, 143, True),
     ],
 )
@@ -792,32 +793,6 @@ def test_a_second_ctrl_c_kills_at_once(project: ScratchProject, tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     assert end_of(process).returncode == 130
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
-
-
-# RANKS starts two ranks with heartbeats. Each rank records its signal after 0.5 s, and then ends.
-RANKS = """
-def saver(rank):
-    return f'''
-import json, os, signal, socket, sys, time
-from pathlib import Path
-def save(number, frame):
-    time.sleep(0.5)
-    with Path({str(run_dir / "notes.jsonl")!r}).open("a") as file:
-        file.write(json.dumps({{"saved": {rank}, "signal": number}}) + chr(10))
-    os._exit(128 + number)
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-    signal.signal(number, save)
-path = Path({str(run_dir / "log")!r}, "alive-{rank}")
-content = {{"job": "{job_info["job"]}", "host": socket.gethostname(), "pid": os.getpid(), "updates": 1}}
-path.with_suffix(".tmp").write_text(json.dumps(content))
-path.with_suffix(".tmp").rename(path)  # at once, as a rank's heartbeat
-time.sleep(600)
-'''
-
-ranks = [rank(saver(each), start_new_session=True) for each in range(2)]
-while not all((run_dir / "log" / f"alive-{each}").exists() for each in range(2)):
-    time.sleep(0.02)
-"""
 
 
 def saved(project: ScratchProject) -> list[tuple[int, int]]:

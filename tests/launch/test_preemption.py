@@ -159,12 +159,12 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_answer_is_one_warning_and_no_notice(
-    serve: Callable[[Answers], str], capsys: pytest.CaptureFixture[str], case: str
+    serve: Callable[[Answers], str], capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     ask, answers = WRONG[case]
     acted: list[Notice] = []
     watch_for(0.1, functools.partial(ask, Service(serve(answers))), acted.append)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: --preemption-notice test: http://there: a wrong answer: ")
     assert line.endswith(": training continues, and looks again every 0.01 s")
     assert line.isprintable()
@@ -182,23 +182,23 @@ def watch_for(seconds: float, ask: preemption.Ask, act: Callable[[Notice], None]
     assert not thread.is_alive()
 
 
-def test_silence_is_one_warning_after_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silence_is_one_warning_after_a_second(capfd: pytest.CaptureFixture[str]) -> None:
     acted: list[Notice] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         service = Service(f"http://127.0.0.1:{silent.getsockname()[1]}")
         watch_for(0.1, functools.partial(ask_gcp, service), acted.append)
     assert not acted
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert "no answer within 1 s" in line or "timed out" in line
 
 
-def test_a_service_that_refuses_connections_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_that_refuses_connections_is_one_warning(capfd: pytest.CaptureFixture[str]) -> None:
     acted: list[Notice] = []
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     watch_for(0.1, functools.partial(ask_aws, Service(f"http://127.0.0.1:{port}")), acted.append)
     assert not acted
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert "Connection refused" in line
 
 
@@ -230,14 +230,14 @@ def test_a_notice_after_wrong_answers_is_acted_on_once() -> None:
     ],
 )
 def test_auto_takes_the_provider_that_the_machine_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], strings: dict[str, str], provider: str | None
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], strings: dict[str, str], provider: str | None
 ) -> None:
     for name, text in strings.items():
         (tmp_path / name).write_text(text)
     assert preemption.provider_of(tmp_path) == provider
     ask = preemption.find_source("auto", Service("http://127.0.0.1:9"), tmp_path)
     assert (ask is None) == (provider is None)
-    assert ("auto: the DMI strings of this machine name neither" in capsys.readouterr().err) == (provider is None)
+    assert ("auto: the DMI strings of this machine name neither" in capfd.readouterr().err) == (provider is None)
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "a", "http://", "http://a/b", "http://a:b", "http://u@a", "http://a:0\n"])
@@ -285,3 +285,16 @@ def test_a_notice_by_a_file_ends_the_job_as_term_does(project: ScratchProject) -
     assert any(line.startswith("stopping (SIGTERM): ") for line in lines)
     recorded = [json.loads(line) for line in (project.run_dir / "log" / "events.jsonl").read_text().splitlines()]
     assert recorded[0]["text"] == f"notice of preemption: {notice} exists"
+
+
+def test_a_notice_stops_the_job_although_term_is_ignored(project: ScratchProject) -> None:
+    """A batch script's ``trap '' TERM`` also makes the launch script ignore TERM."""
+    notice = project.work / "notice"
+    code = f"heartbeat(1)\nrank({SLEEPER!r}).wait()"
+    process = project.start(code, "1", f"--preemption-notice=file:{notice}", "--grace=2", ignored=[signal.SIGTERM])
+    wait_for(lambda: (project.run_dir / "log" / "alive-0").exists())
+    process.send_signal(signal.SIGTERM)
+    notice.touch()
+    done = end_of(process)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr.startswith(f"notice of preemption: {notice} exists\nstopping (SIGTERM)")

@@ -138,7 +138,7 @@ def test_a_machine_that_does_not_come_is_named_on_those_that_did() -> None:
     assert str(second) == str(first)
 
 
-def test_a_machine_that_finds_nobody_says_where_it_looked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_finds_nobody_says_where_it_looked(capfd: pytest.CaptureFixture[str]) -> None:
     (found,) = together(node(1), limit=0.5)
     assert isinstance(found, NonRetryableError)
     assert str(found).startswith("machine 1 (beta) did not reach machine 0 at MASTER_ADDR=127.0.0.1 MASTER_PORT=")
@@ -159,12 +159,12 @@ def test_a_machine_that_is_slow_to_prepare_is_named() -> None:
     assert str(first).startswith("machine 1 (beta) of 2 did not get ready within 1 s")
 
 
-def test_who_waits_is_told_for_whom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_is_told_for_whom(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "WAIT_NOTICE_AFTER", 1.0)
     together(node(0, 3), node(1, 3), (node(2, 3), 2.0))
-    assert "waiting for machine 2 of 3 at MASTER_ADDR=127.0.0.1" in capsys.readouterr().err
+    assert "waiting for machine 2 of 3 at MASTER_ADDR=127.0.0.1" in capfd.readouterr().err
     together((node(0), 2.0), node(1))
-    assert "waiting for machine 0 at MASTER_ADDR=127.0.0.1" in capsys.readouterr().err
+    assert "waiting for machine 0 at MASTER_ADDR=127.0.0.1" in capfd.readouterr().err
 
 
 def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_another_interface_is_refused_with_its_variable(value: str) -> None:
 def test_an_empty_interface_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     assert supervise.environment(JobInfo(job="job"), 1)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+
+
+# --- links -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (REPOSITORY / "scripts").glob("run_*.sh")))
+def test_a_symbolic_link_starts_the_script(script: str, tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    shutil.copy(REPOSITORY / "scripts" / script, scripts)
+    (scripts / "launch.sh").write_text("echo started $1\n")
+    (tmp_path / "absolute").symlink_to(scripts / script)
+    (tmp_path / "link").symlink_to("absolute")
+    command = ["bash", "link", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False)
+    app = script.removeprefix("run_").removesuffix(".sh")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"started {app}\n", "")
 
 
 # --- variables of other jobs ---------------------------------------------------------------------------------------
