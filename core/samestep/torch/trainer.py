@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from samestep.torch.batch_rows import empty_batch
 from samestep.torch.checkpoints import Checkpoints
 from samestep.torch.exact_model import exact
-from samestep.torch.loaders import DataLoader
+from samestep.torch.loaders import DataLoader, reads_examples
 from samestep.torch.samplers import GlobalBatchSampler
 from samestep.torch.stops import StopRequests
 
@@ -105,7 +105,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's shards of the global batches."""
         args = self.args
-        if not (hasattr(self.train_dataset, "__len__") and hasattr(self.train_dataset, "__getitem__")):
+        if not (hasattr(self.train_dataset, "__len__") and reads_examples(self.train_dataset)):
             kind = type(self.train_dataset).__name__
             raise ValueError(f"train_dataset is a {kind}, without examples by number: it needs __len__ and __getitem__")
         if self._sampler is None:
