@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log, step_losses, trace
+from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log, step_losses, trace, untrusted
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.job_info import JobInfo
 from samestep.options import Options, resume_invariants
@@ -34,6 +34,7 @@ from samestep.untrusted import shown
 LAUNCHER_BYTE = 0
 WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
+BEGUN = "begun"  # file in ``log`` with the name of the job that began the run because of --no-resume
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
@@ -70,7 +71,8 @@ def resolve(
         app: the app's name, which its checkpoints contain.
         options: the parsed options. Their function ``resolve_dataset`` finds the dataset; if it is None, the dataset
             is not checked.
-        fresh: whether --no-resume applies; False in a process that a launcher has restarted.
+        fresh: whether --no-resume applies in any case. In a process that a launcher has restarted, the value is False,
+            and --no-resume applies only if no earlier process of the job has begun the run.
         verify: whether to verify checkpoints, and to report and rename corrupt ones. With False, `resolve` reads only
             manifests.
         reader: passed to `checkpoint.newest`.
@@ -84,11 +86,12 @@ def resolve(
     _check_evaluate_only(options)
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
     saved = None
-    if options.resume or not fresh:
+    if options.resume or (not fresh and _was_begun_by_job(run_dir)):
         warn = _warn_of_damage if verify else _no_warning
         saved = checkpoint.newest(run_dir, warn, verify=verify, reader=reader, groups=groups)
     else:
         archive_previous_run(run_dir)
+        untrusted.write_json(run_dir / "log", BEGUN, {"job": _job_key()}, writer=0)
     dataset, requested = _resolve_data(app, options, saved=saved, verify=verify)
     if saved and verify and not options.evaluate_only:
         quarantine_newer(saved)
@@ -140,7 +143,7 @@ def open_run(
     Args:
         app: name of the app, such as "cifar_ddp".
         options: the run's parsed command-line options.
-        fresh: whether --no-resume applies; False in a process that a launcher has restarted.
+        fresh: as in `resolve`.
         load: function that loads arrays by group and name into the model.
         required: groups without which a checkpoint counts as corrupt.
 
@@ -298,13 +301,23 @@ def _run_dir_of_job(app: str) -> Path:
 
     The folder's name contains a hash of the launcher's name for the job, or else of the host and the launcher's pid.
     """
-    key, is_restarted = env.job_key(os.environ)
-    key = key or f"{socket.gethostname()}-{os.getppid()}"
-    suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
+    _, is_restarted = env.job_key(os.environ)
+    suffix = "-" + hashlib.sha256(_job_key().encode()).hexdigest()[:8]
     earlier = sorted(Path("runs", app).glob(f"*{suffix}*"))
     if earlier and is_restarted:
         return earlier[-1]
     return new(app, suffix)
+
+
+def _job_key() -> str:
+    """Return a name of this process's job, which is the same after a restart by the launcher."""
+    key, _ = env.job_key(os.environ)
+    return key or f"{socket.gethostname()}-{os.getppid()}"
+
+
+def _was_begun_by_job(run_dir: Path) -> bool:
+    """Return whether an earlier process of this job has begun the run because of --no-resume."""
+    return untrusted.read_object(run_dir / "log" / BEGUN).get("job") == _job_key()
 
 
 def archive_previous_run(run_dir: Path) -> None:
