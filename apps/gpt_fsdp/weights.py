@@ -7,6 +7,7 @@ from samestep import NonRetryableError
 from samestep.checkpoint import state_dict_diff
 from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
 from samestep.torch.sharded_state import part_of
+from samestep.torch.weights import check_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -74,8 +75,10 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
     """Return this rank's shards of the optimizer's state, by ``<parameter>.<key>``.
 
     Raises:
-        NonRetryableError: a value is neither a scalar tensor nor a tensor of its parameter's shape.
+        NonRetryableError: a value is neither a scalar tensor nor a tensor of its parameter's shape, or as in
+            `check_parameters`.
     """
+    check_parameters(model, optimizer)
     shards = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():

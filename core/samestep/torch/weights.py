@@ -60,16 +60,11 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     """Return the optimizer's state as arrays named ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
 
     Raises:
-        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype, or a
-            parameter is not part of the model.
+        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype, or as in
+            `check_parameters`.
     """
+    check_parameters(model, optimizer)
     arrays = {}
-    own = set(model.parameters())
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in own:
-                problem = f"{type(optimizer).__name__} trains a parameter of shape {list(parameter.shape)}"
-                raise NonRetryableError(f"{problem} that is not part of the model: no checkpoint has it")
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and not shape_mismatch_error(value, parameter):
@@ -78,6 +73,16 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
                 problem = f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint"
                 raise NonRetryableError(f"{problem}: use another optimizer")
     return arrays
+
+
+def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise NonRetryableError if the optimizer trains a parameter that is not part of the model."""
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in own:
+                problem = f"{type(optimizer).__name__} trains a parameter of shape {list(parameter.shape)}"
+                raise NonRetryableError(f"{problem} that is not part of the model: no checkpoint has it")
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
