@@ -60,8 +60,8 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     """Return the optimizer's state as arrays named ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
 
     Raises:
-        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype, or as in
-            `check_parameters`.
+        NonRetryableError: a value is neither a scalar tensor nor a tensor with its parameter's shape and dtype, or
+            as in `check_parameters`.
     """
     check_parameters(model, optimizer)
     arrays = {}
