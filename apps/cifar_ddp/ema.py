@@ -26,14 +26,14 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
         self._decay = decay
+        self._saved = set(self.model.state_dict())
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         pace = 1 - min(self._decay, (step + 1) / (step + 10))
-        saved = self.model.state_dict().keys()
         averages = named_tensors(self.model)
         for name, current in named_tensors(model).items():
-            if name in saved and current.is_floating_point():
+            if name in self._saved and current.is_floating_point():
                 averages[name].lerp_(current, pace)
             else:  # an integer, such as BatchNorm2d.num_batches_tracked, or a buffer that checkpoints do not contain
                 averages[name].copy_(current)

@@ -83,7 +83,7 @@ class ChatTokenizer:
         if inner.eos_token is None:
             raise ConfigError(f"--model {folder}: its tokenizer has no end token: set eos_token")
         self._inner = inner
-        adds_start = inner("")["input_ids"][:1] == [inner.bos_token_id]
+        adds_start = inner("a")["input_ids"][:1] == [inner.bos_token_id]
         self._start = inner.bos_token if adds_start else ""
         self.end = self._end_of_turn(folder) if inner.chat_template else inner.eos_token
         self.special = [*inner.all_special_tokens, self.end]

@@ -242,7 +242,7 @@ def compute_norms_in_float64(model: nn.Module) -> None:
     """
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
+        if kind.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):  # torch's own computes in float64
             norm = cast(Any, module)
             if not hasattr(norm, "variance_epsilon"):  # transformers names it so in norms that multiply by weight
                 raise ConfigError(f"--dtype float64: the model's {kind} cannot compute in float64: leave it out")

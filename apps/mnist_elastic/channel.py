@@ -85,10 +85,12 @@ class Channel:
         The file descriptor stays open until Python deletes this object, so that no other connection gets its number
         while a thread uses it.
         """
-        end = socket.socket(fileno=self._connection.fileno())
         with contextlib.suppress(OSError):  # the other process has already ended the connection
-            end.shutdown(socket.SHUT_RDWR)
-        end.detach()
+            end = socket.socket(fileno=self._connection.fileno())
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            finally:
+                end.detach()
 
     def _receive_offer(self, values: dict[str, Any], inbox: queue.Queue[Message]) -> None:
         """Put an offer of arrays into the inbox. If the launcher accepts the offer, receive the arrays too."""

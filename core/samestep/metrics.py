@@ -18,6 +18,7 @@ from typing import Any
 from samestep import NonRetryableError, checkpoint, log, untrusted
 from samestep.env import World
 from samestep.job_info import JobInfo
+from samestep.loss_guard import own_scalar
 from samestep.options import Options, as_json
 from samestep.root import Root
 from samestep.step_losses import StepLosses
@@ -96,7 +97,7 @@ def encode(values: Mapping[str, Any]) -> str:
     fields = []
     for name, value in values.items():
         try:
-            fields.append(f"{json.dumps(name)}: {json.dumps(_plain(value))}")
+            fields.append(json.dumps({name: _plain(value)})[1:-1])
         except (TypeError, ValueError) as error:
             raise NonRetryableError(f"{name} cannot be stored as JSON ({error}): pass a number") from error
     return f"{{{', '.join(fields)}}}"
@@ -108,8 +109,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a scalar of numpy, or a tensor
-        value = value.item()
+    value = own_scalar(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

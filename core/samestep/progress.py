@@ -52,8 +52,8 @@ class Progress:
         stored = state.get("train_examples", batches.n)
         if stored != batches.n and first_step < last_step:
             raise ConfigError(
-                f"the checkpoint was trained on {stored:,} examples, not on {batches.n:,}, and the order of examples "
-                "depends on their number: set the data back, or pass another --run-dir"
+                f"the run was trained on {stored:,} examples, not on {batches.n:,}, and their order depends on their "
+                "number: restore the dataset, or pass another --run-dir"
             )
         self.batches = batches
         self.first_step = first_step

@@ -91,7 +91,8 @@ def resolve(
         saved = checkpoint.newest(run_dir, warn, verify=verify, reader=reader, groups=groups)
     else:
         archive_previous_run(run_dir)
-        untrusted.write_json(run_dir / "log", BEGUN, {"job": _job_key()}, writer=0)
+        with checkpoint.writing(run_dir / "log" / BEGUN):
+            checkpoint.write_atomic(run_dir / "log" / BEGUN, env.job_key(os.environ)[0].encode())
     dataset, requested = _resolve_data(app, options, saved=saved, verify=verify)
     if saved and verify and not options.evaluate_only:
         quarantine_newer(saved)
@@ -301,23 +302,26 @@ def _run_dir_of_job(app: str) -> Path:
 
     The folder's name contains a hash of the launcher's name for the job, or else of the host and the launcher's pid.
     """
-    _, is_restarted = env.job_key(os.environ)
-    suffix = "-" + hashlib.sha256(_job_key().encode()).hexdigest()[:8]
+    key, is_restarted = env.job_key(os.environ)
+    key = key or f"{socket.gethostname()}-{os.getppid()}"
+    suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
     earlier = sorted(Path("runs", app).glob(f"*{suffix}*"))
     if earlier and is_restarted:
         return earlier[-1]
     return new(app, suffix)
 
 
-def _job_key() -> str:
-    """Return a name of this process's job, which is the same after a restart by the launcher."""
-    key, _ = env.job_key(os.environ)
-    return key or f"{socket.gethostname()}-{os.getppid()}"
-
-
 def _was_begun_by_job(run_dir: Path) -> bool:
-    """Return whether an earlier process of this job has begun the run because of --no-resume."""
-    return untrusted.read_object(run_dir / "log" / BEGUN).get("job") == _job_key()
+    """Return whether an earlier process of this job has begun the run because of --no-resume.
+
+    The result is also True if the launcher gives the job no name, because a wrong False would lose the job's own steps.
+    """
+    name, _ = env.job_key(os.environ)
+    if not name:
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        return untrusted.read_text(run_dir / "log" / BEGUN) == name
+    return False
 
 
 def archive_previous_run(run_dir: Path) -> None:

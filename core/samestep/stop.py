@@ -69,6 +69,7 @@ class StopRequest:
         self._rank_is_lost = rank_is_lost
         self._read_end = self._write_end = -1
         self._former: dict[int, Any] = {}  # handlers from before `install`, by signal
+        self._former_descriptor = -1  # wakeup descriptor from before `install`, or -1
         self._is_answered = False  # whether `release` was called after an answer to the signal
 
     def install(self) -> None:
@@ -81,14 +82,17 @@ class StopRequest:
             threading.Thread(target=self._signal_thread, name="signals", daemon=True).start()
             child_signals.install()
         child_signals.unblock()
-        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # Python writes a signal's number to the pipe
+        # Python writes a signal's number to the pipe.
+        former_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        if former_descriptor != self._write_end:
+            self._former_descriptor = former_descriptor
         for number in STOP_SIGNALS:
             former = signal.signal(number, lambda number, frame: None)
             self._former.setdefault(number, former)
             signal.siginterrupt(number, False)  # the C++ code of some frameworks fails if a system call is interrupted
 
     def release(self, is_answered: bool) -> None:
-        """Install the former signal handlers again, and end this object's thread.
+        """Install the former signal handlers and wakeup descriptor again, and end this object's thread.
 
         Args:
             is_answered: whether the ranks have agreed on a signal. Otherwise, this process sends a signal that it has
@@ -97,7 +101,7 @@ class StopRequest:
         if not self._former or threading.current_thread() is not threading.main_thread():
             return
         self._is_answered = is_answered
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._former_descriptor)
         for number, handler in self._former.items():
             # A handler from C code is None here, and cannot be installed again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -31,7 +31,7 @@ from urllib.parse import unquote
 from samestep import ConfigError, NonRetryableError
 from samestep.root import try_lock
 
-from samestep_launch.supervise import STOPS, block_signals, print_stderr, read_text
+from samestep_launch.supervise import block_signals, print_stderr, read_text
 
 TRACKERS = "trackers"  # name of the environment of --track, whose requirements are part of this package
 STAMP = "samestep-stamp"
@@ -416,9 +416,6 @@ def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen
     An exception inside the context ends the step and its children.
     """
 
-    def begin() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGHUP])
-
     def end(exception: object, *_: object) -> None:
         if exception is None:
             return
@@ -431,11 +428,8 @@ def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen
 
     with contextlib.ExitStack() as stack:
         with block_signals():  # no signal may arrive before ``end`` is registered
-            step = stack.enter_context(
-                subprocess.Popen(
-                    command, text=True, errors="replace", start_new_session=True, preexec_fn=begin, **settings
-                )
-            )
+            settings |= {"text": True, "errors": "replace", "start_new_session": True}
+            step = stack.enter_context(subprocess.Popen(command, **settings))
             stack.push(end)
         yield step
         step.wait()

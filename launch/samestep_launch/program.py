@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -79,6 +79,7 @@ class Program:
         result of each rank.
         """
         names = vars(self._module)
+        inherited = _files(gc.get_objects())  # files of this package, which the program does not write
         names["__name__"] = STARTED
         _name_as_started(names)
         sys.argv[1:] = arguments
@@ -95,7 +96,7 @@ class Program:
                 code = exit_code(problem)
         if has_left:
             return 0
-        _finish(names)
+        _finish(names, inherited)
         return code
 
 
@@ -180,21 +181,37 @@ def _leaving_returns() -> Iterator[list[bool]]:
         os._exit = leave
 
 
-def _finish(names: Mapping[str, Any]) -> None:
+def _finish(names: Mapping[str, Any], inherited: list[Any]) -> None:
     """Wait for the program's threads and write the contents of its open files, as Python does when a program ends.
 
     Args:
         names: the variables of the program. A file that it opened before the fork must be one of them.
+        inherited: other files that this process had after the fork.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # also ends the threads of executors
+    with contextlib.suppress(BaseException):  # Python also ends after Ctrl-C here
+        threading._shutdown()  # type: ignore[attr-defined]  # also ends the threads of executors
+    ignored = {id(each) for each in inherited}
+    opened = [each for each in _files(gc.get_objects()) if id(each) not in ignored]
+    files = [*opened, *_files(names.values())]
+    # A text file may write into a compressed file, which writes its end into another file when it is closed.
+    for each in files:
+        _try(lambda file: file.flush(), each)
+    for each in files:
+        if isinstance(each, io.BufferedIOBase) and type(each).__module__ != "_io":
+            _try(lambda file: file.close(), each)
+    for each in files:
+        _try(lambda file: file.flush(), each)
+
+
+def _files(objects: Iterable[Any]) -> list[Any]:
+    """Return the files among the objects, without the standard streams."""
     streams = {id(each) for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    objects = [*gc.get_objects(), *names.values()]
-    files = [each for each in objects if issubclass(type(each), _FILE) and id(each) not in streams]
-    compressed = [each for each in files if type(each).__module__ != "_io"]  # writes its end when it is closed
-    writes = [each.flush for each in files] + [each.close for each in compressed] + [each.flush for each in files]
-    for write in writes:  # a text file may write into a compressed file, which writes into another file
-        with contextlib.suppress(Exception):  # Python ignores such an exception too
-            write()
+    return [each for each in objects if issubclass(type(each), _FILE) and id(each) not in streams]
+
+
+def _try(write: Callable[[Any], object], file: Any) -> None:
+    with contextlib.suppress(Exception):  # Python ignores such an exception too
+        write(file)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ This module imports no third-party package.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import signal
@@ -39,6 +40,8 @@ DIAGNOSIS_SECONDS = 10.0  # seconds added to --timeout, so that a watchdog's mor
 START_SECONDS = 60.0  # minimum time limit in seconds for a rank's first heartbeat, because imports are slow
 # Seconds without output after which the script stops reading: a process outside the job may keep the pipe open.
 OUTPUT_SECONDS = 5.0
+MAX_OUTPUT_SECONDS = 600.0  # maximum seconds for which the script waits for the console after a successful job
+LIMITS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # errors because a limit of the system is reached
 PAUSE_SECONDS = 5.0  # a longer gap in seconds between two checks means that this process or the machine was suspended
 HEARTBEAT = {
     "host": untrusted.text(255),
@@ -279,7 +282,10 @@ def run_once(start: Start) -> LauncherEnd:
     forwarding.join(OUTPUT_SECONDS)
     # If the console's reader pauses, wait until the console has all output. A signal ends this wait. After a failure,
     # the thread continues during the next start, because a console that nobody reads must not prevent a restart.
-    while code == 0 and forwarding.is_alive() and forwarder.idle_seconds() < OUTPUT_SECONDS:
+    deadline = time.monotonic() + MAX_OUTPUT_SECONDS
+    while code == 0 and forwarding.is_alive() and time.monotonic() < deadline:
+        if forwarder.idle_seconds() >= OUTPUT_SECONDS:
+            break
         forwarding.join(OUTPUT_SECONDS)
     seek_end(1)
     return LauncherEnd(code, forwarder.ends.describe())
@@ -330,8 +336,8 @@ def _starting(command: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "raise the limit that ulimit -a shows, or end other programs"
-        raise NonRetryableError(f"cannot start {command[0]}: {error.strerror}: {remedy}") from None
+        remedy = ": raise the limit that ulimit -a shows, or end other programs" if error.errno in LIMITS else ""
+        raise NonRetryableError(f"cannot start {command[0]}: {error.strerror}{remedy}") from None
 
 
 def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
@@ -595,8 +601,9 @@ def print_stderr(text: str, end: str = "\n", limit: float | None = None) -> None
     """
     if limit is not None:
         thread = threading.Thread(target=print_stderr, args=(text, end), daemon=True)
-        thread.start()
-        thread.join(limit)
+        with contextlib.suppress(RuntimeError):  # the system has no free thread; the stop is more important
+            thread.start()
+            thread.join(limit)
         return
     seek_end(2)
     # At its exit, Python aborts if a thread still writes to sys.stderr, so write to the descriptor.

@@ -404,12 +404,17 @@ def test_no_resume_no_longer_applies_to_ranks_that_their_launcher_started_again(
     assert not list(run_dir.glob("earlier-*"))
 
 
-def test_no_resume_applies_to_the_first_process_of_a_job_that_opens_the_run_dir(run_dir: Path) -> None:
+def test_no_resume_applies_to_the_first_process_of_a_job_that_opens_the_run_dir(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that the launcher started first may have ended before it opened the run dir."""
-    stopped_after(run_dir, 6)
-    ranks = job(2, options_for(run_dir, "--no-resume"), world={"restart_count": 1})
-    assert [run.resumed_from for run in all_done(ranks)] == [None, None]
-    assert list(run_dir.glob("earlier-*"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    stopped_after(run_dir, 6, "--no-resume")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    for resumed_from in (None, STEPS):
+        ranks = job(2, options_for(run_dir, "--no-resume"), world={"restart_count": 1})
+        assert [run.resumed_from for run in all_done(ranks)] == [resumed_from, resumed_from]
+    assert len(list(run_dir.glob("earlier-*"))) == 1
 
 
 # --- on which data ---------------------------------------------------------------------------------------------------

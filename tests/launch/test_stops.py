@@ -62,6 +62,7 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 for number in supervise.HANDLED:  # a shell's background jobs ignore SIGINT
     signal.signal(number, signal.SIG_DFL)
 supervise.stop_on_signals()
+supervise.REPEATED = 600.0  # this process may be slow
 send(signal.SIGTERM, "first")
 send(signal.SIGTERM, "repeated")
 send(signal.SIGUSR1, "repeated")

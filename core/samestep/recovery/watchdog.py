@@ -35,7 +35,7 @@ from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.launcher_process import LauncherProcess
 from samestep.recovery.progress_clock import ProgressClock
-from samestep.recovery.rank_files import is_in_collective, own_location, stacks
+from samestep.recovery.rank_files import CodeLocation, is_in_collective, own_location, stacks
 from samestep.recovery.straggler import StragglerDetector
 from samestep.root import Root
 from samestep.untrusted import write_json
@@ -314,7 +314,7 @@ class Watchdog(Monitor):
     def values(self) -> dict[str, Any]:
         """Return the values of a heartbeat. ``at`` is the main thread's file, line and function in the program."""
         main = threading.main_thread().ident or 0
-        calls = stacks(main)[main]
+        calls = stacks(main).get(main) or [CodeLocation("", 0, "")]  # at Python's end, no code runs
         waiting = self._collective is not None or is_in_collective(calls)
         return {
             "rank": self._world.rank,

@@ -190,7 +190,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         if torch.compiler.is_compiling() or math.prod(x.shape[2:]) > 1:
             return
         # Reading ``total`` would wait for the GPU in each step.
-        most_micro_batches = getattr(self.rows, "accumulate", 1)
+        most_micro_batches = getattr(self.rows, "accumulate", 1) if self.sums is None else 1
         is_small = self.rows is None or self.rows.rows().size < 2 * most_micro_batches
         if is_small and total <= 1:
             where = "micro-batch" if most_micro_batches > 1 else "global batch"

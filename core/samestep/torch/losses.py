@@ -70,8 +70,8 @@ def global_mean(
     """
     if in_sub_shards:
         raise RuntimeError(
-            "with virtual_ranks, ranks may have different numbers of micro-batches, so global_mean cannot reduce over "
-            "them: use sampler.scale(loss_sum, of=...), with global_sum of the step's weights before the micro-batches"
+            "global_mean cannot be used for micro-batches of virtual ranks: use sampler.scale(loss_sum, of=...), with "
+            "a global_sum of the step's weights"
         )
     check_scalar("loss_sum", loss_sum)
     if (weight_sum is None) == (of is None):

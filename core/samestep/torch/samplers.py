@@ -379,10 +379,10 @@ class GlobalBatchSampler(Sampler[Indices]):
 
         Args:
             loss_sum: sum of the losses of this rank's batch or micro-batch, scalar tensor.
-            of: sum of the losses' weights over all ranks and micro-batches of the step, from `global_sum`; for example
-                the number of tokens. The default is the number of examples. If ``of`` is 0, ``loss_sum`` must be 0.
             grad_scale: factor of the gradient. The default is 1 with ``virtual_ranks``, else the world size, because
                 DDP divides by the world size. Pass 1 if gradients are summed over ranks.
+            of: sum of the losses' weights over all ranks and micro-batches of the step, from `global_sum`; for example
+                the number of tokens. The default is the number of examples. If ``of`` is 0, ``loss_sum`` must be 0.
 
         Returns:
             This rank's part of the mean. The parts of all ranks and micro-batches add up to the mean.

@@ -18,7 +18,7 @@ from samestep.torch.ranks import collective_device, place
 GRACE_PART = 0.25  # fraction of the grace time between two all-reduces
 MAX_STEPS = 64  # maximum number of steps between two all-reduces, because steps may become slower
 
-_is_installed = False  # this variable is global because signal handlers belong to the process
+_installed: StopRequests | None = None  # this variable is global because signal handlers belong to the process
 _exit_code: int | None = None  # exit code of a stopped program; None before a stop
 
 
@@ -37,15 +37,17 @@ class StopRequests:
     """
 
     def __init__(self, grace: float = 20.0) -> None:
-        global _is_installed
+        global _installed
         if not grace > 0:
             raise ValueError(f"grace must be above 0, got {grace}")
-        if _is_installed:
+        if _installed is not None and _installed.signal:  # a stop that has not ended this process, such as a notebook
+            _installed.release()
+        if _installed is not None:
             raise RuntimeError("this process has StopRequests already: pass grace=None to the second Checkpoints")
         if threading.current_thread() is not threading.main_thread():
             print("warning: stop signals save no checkpoint, as this is not the main thread", file=sys.stderr)
-        _is_installed = True
-        self.signal = 0  # the signal that the ranks agreed on, or 0
+        _installed = self
+        self.signal: int = 0  # the signal that the ranks agreed on, or 0
         self.grace = grace
         self._request = StopRequest(grace, _exit_now)
         self._request.install()
@@ -58,8 +60,8 @@ class StopRequests:
 
         If the ranks have agreed on no signal, this process sends a signal that it has received to itself again.
         """
-        global _is_installed
-        _is_installed = False
+        global _installed
+        _installed = None
         self._request.release(is_answered=self.signal != 0)
 
     def step(self) -> int:

@@ -280,10 +280,13 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
             self.checkpoints.stop(signal)
 
     def release_signals(self) -> None:
-        """Let signals end the program at once again: a notebook or an evaluation after the training has no steps."""
-        if self.stops is not None:
+        """Let signals end the program at once again: a notebook or an evaluation after the training has no steps.
+
+        After a stop, the handlers remain, because launchers repeat the signal while the program ends.
+        """
+        if self.stops is not None and not self.stops.signal:
             self.stops.release()
-            self.stops = None
+        self.stops = None
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoints.finish()

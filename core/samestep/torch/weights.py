@@ -82,7 +82,8 @@ def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if parameter not in own:
                 problem = f"{type(optimizer).__name__} trains a parameter of shape {list(parameter.shape)}"
-                raise NonRetryableError(f"{problem} that is not part of the model: no checkpoint has it")
+                remedy = "make it a parameter of the model, or take it out of the optimizer"
+                raise NonRetryableError(f"{problem} that is not part of the model, so no checkpoint has it: {remedy}")
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
