@@ -305,7 +305,7 @@ def test_a_stop_saves_its_step_and_exits_with_the_signals_code(tmp_path: Path) -
 
 
 def test_ranks_reduce_their_votes_within_a_quarter_of_the_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stops, "_is_installed", False)
+    monkeypatch.setattr(stops, "_installed", None)
     monkeypatch.setattr(StopRequest, "install", lambda self: None)
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
