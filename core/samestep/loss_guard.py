@@ -11,6 +11,7 @@ import numpy as np
 
 from samestep import NonRetryableError, log
 from samestep.monitor import Monitor
+from samestep.options import own_scalar
 
 
 class LossGuard:
@@ -89,11 +90,4 @@ def plain_number(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, (int, float)):
         kind = type(value).__name__
         raise NonRetryableError(f"the evaluation's {name} is a {kind}: return a number, such as by item()")
-    return value
-
-
-def own_scalar(value: Any) -> Any:
-    """Return a scalar of numpy, or a tensor of one, as Python's own number; return any other value unchanged."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
     return value

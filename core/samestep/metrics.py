@@ -18,8 +18,7 @@ from typing import Any
 from samestep import NonRetryableError, checkpoint, log, untrusted
 from samestep.env import World
 from samestep.job_info import JobInfo
-from samestep.loss_guard import own_scalar
-from samestep.options import Options, as_json
+from samestep.options import Options, as_json, own_scalar
 from samestep.root import Root
 from samestep.step_losses import StepLosses
 from samestep.trace import TraceFile

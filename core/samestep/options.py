@@ -729,6 +729,13 @@ def _json_scalar(value: Any) -> Any:
     return text
 
 
+def own_scalar(value: Any) -> Any:
+    """Return a scalar of numpy, or a tensor of one, as Python's own number; return any other value unchanged."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
 class _LocalRank(argparse.Action):
     """An action that compares --local-rank with LOCAL_RANK, and does not store the value in the run's options."""
 
