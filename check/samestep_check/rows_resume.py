@@ -237,7 +237,7 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
     """Raise Failed if a module called without gradients, such as a moving average, differs after a resume.
 
     Each name is compared once, at its first call. The comparison ends at the first step with other samples, because
-    later weights differ.
+    later weights differ, and before the first step with other weights, because a called module may have them.
 
     Args:
         runner: the runner of the script, which has the undisturbed run.
@@ -247,6 +247,8 @@ def compare_called(runner: ScriptRunner, again: Sequence[Step], at: int, bound: 
     """
     compared: set[str] = set()
     for k, (wanted, twin, found) in enumerate(zip(runner.steps[at:], runner.twin.steps[at:], again), at):
+        if relative(wanted.weights_before, found.weights_before) > bound:
+            return
         calls = norms_of(wanted.called), norms_of(twin.called), norms_of(found.called)
         _compare_norms(calls, compared, bound, f"before {place_of(found, k).removeprefix('at ')}")
         if found.indices != wanted.indices:
