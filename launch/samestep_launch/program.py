@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -194,13 +194,12 @@ def _finish(names: Mapping[str, Any], inherited: list[Any]) -> None:
     opened = [each for each in _files(gc.get_objects()) if id(each) not in ignored]
     files = [*opened, *_files(names.values())]
     # A text file may write into a compressed file, which writes its end into another file when it is closed.
-    for each in files:
-        _try(lambda file: file.flush(), each)
+    _flush(files)
     for each in files:
         if isinstance(each, io.BufferedIOBase) and type(each).__module__ != "_io":
-            _try(lambda file: file.close(), each)
-    for each in files:
-        _try(lambda file: file.flush(), each)
+            with contextlib.suppress(Exception):  # Python ignores such an exception too
+                each.close()
+    _flush(files)
 
 
 def _files(objects: Iterable[Any]) -> list[Any]:
@@ -209,9 +208,10 @@ def _files(objects: Iterable[Any]) -> list[Any]:
     return [each for each in objects if issubclass(type(each), _FILE) and id(each) not in streams]
 
 
-def _try(write: Callable[[Any], object], file: Any) -> None:
-    with contextlib.suppress(Exception):  # Python ignores such an exception too
-        write(file)
+def _flush(files: Iterable[Any]) -> None:
+    for each in files:
+        with contextlib.suppress(Exception):  # Python ignores such an exception too
+            each.flush()
 
 
 @contextlib.contextmanager

@@ -298,7 +298,9 @@ def _run_launcher(start: Start, errors: int) -> int:
         start: settings of the start.
         errors: descriptor of the launcher's standard error.
     """
-    output = errors if start.keeps_files() and _can_be_opened(1) else 1
+    output = 1
+    if start.keeps_files() and _can_be_opened(1):
+        output = errors
     processes = JobProcesses(start.job)
     stopping = _Stopping(start, processes)
     process = None

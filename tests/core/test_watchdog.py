@@ -251,7 +251,8 @@ def test_no_garbage_is_collected_while_the_frames_of_a_thread_are_read(monkeypat
 
 
 FAILS_ONCE = """
-values, calls = watchdog.Watchdog.values, []
+values = watchdog.Watchdog.values
+calls = []
 def fail_once(dog):
     calls.append(1)
     if len(calls) == 2:
