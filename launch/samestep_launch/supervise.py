@@ -350,15 +350,28 @@ def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
     """
     waiter = threading.Thread(target=process.wait, daemon=True)  # wait(timeout) would poll 20 times a second
     waiter.start()
+    is_reported = False
     while True:
         waiter.join(POLL_SECONDS)
         if not waiter.is_alive():
             return process.wait()
-        # Other machines or earlier starts may have written the file.
-        is_stalled = untrusted.read_object(start.logs / "stalled").get("job") == start.job
+        stalled = untrusted.read_object(start.logs / "stalled")
+        is_stalled = stalled.get("job") == start.job  # other machines or earlier starts may have written the file
+        if is_stalled and not is_reported:
+            is_reported = True
+            _report_from_elsewhere(stalled)
         if is_stalled or start.watch.finds_hang(processes):
             job_processes.send(processes.find(), signal.SIGKILL)
         processes.reap()
+
+
+def _report_from_elsewhere(stalled: Mapping[str, Any]) -> None:
+    """Print the report of another machine's watchdog, whose own error may not reach this console."""
+    host = stalled.get("host", socket.gethostname())
+    if host != socket.gethostname():
+        rank, culprit = stalled.get("rank"), stalled.get("culprit")
+        text = f"error: no progress, reported by rank {rank} on {host}: {culprit}"
+        print_stderr(untrusted.shown(text, limit=untrusted.MAX_LINE), limit=CONSOLE_SECONDS)
 
 
 class HeartbeatWatch:

@@ -637,21 +637,23 @@ def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(
 
 
 def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(project: ScratchProject) -> None:
-    """The script ends the job because of the watchdog's file. The launcher and a rank ignore SIGTERM."""
+    """The script ends the job because of a file of another machine's watchdog. Launcher and rank ignore SIGTERM."""
     code = f"""
 note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
 if attempt == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank({STUBBORN!r}, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
     print("error: rank 1 is stuck", file=sys.stderr, flush=True)
-    (run_dir / "log" / "stalled").write_text(json.dumps({{"job": job_info["job"]}}))
+    stalled = {{"job": job_info["job"], "rank": 1, "host": "other", "culprit": "rank 0 waits"}}
+    (run_dir / "log" / "stalled").write_text(json.dumps(stalled))
     time.sleep(600)
 """
     done = project.run(code)
     assert done.returncode == 0, done.stderr
     assert [note["stalled"] for note in project.notes()] == [False, False]
-    error, warning = done.stderr.splitlines()
+    error, reported, warning = done.stderr.splitlines()
     assert error == "error: rank 1 is stuck"
+    assert reported == "error: no progress, reported by rank 1 on other: rank 0 waits"
     assert "ended with code -9; starting it again" in warning
 
 

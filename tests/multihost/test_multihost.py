@@ -104,8 +104,9 @@ def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
 def exact(harness: Harness) -> list[str]:
     """Return the options of a run of STEPS steps whose losses are compared, with an odd global batch size."""
     app = harness.app
-    size = options_of(app.name).parse([*app.small]).global_batch_size // 2
-    return [*app.exact, *app.variants[0], f"--global-batch-size={size - 1 + size % 2}", f"--max-steps={STEPS}"]
+    name = app.batch_option.removeprefix("--").replace("-", "_")
+    size = getattr(options_of(app.name).parse([*app.small]), name) // 2
+    return [*app.exact, *app.variants[0], f"{app.batch_option}={size - 1 + size % 2}", f"--max-steps={STEPS}"]
 
 
 def check_losses(harness: Harness, folder: Path) -> None:

@@ -260,7 +260,7 @@ class Watchdog(Monitor):
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
         # The launch script ends the job when it finds this file. So this method prints the error before it writes the
         # file. A write to a busy disk may take a second.
-        stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
+        stalled = {"job": self.job, "rank": self._world.rank, "host": socket.gethostname(), "culprit": suspect}
         log.call_with_timeout(3 * _TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
         self._exit()
 
