@@ -41,6 +41,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from arguments import at_least  # noqa: E402
 from samestep import checkpoint  # noqa: E402
 from samestep.recovery import replica_check  # noqa: E402
 from samestep.torch import weights  # noqa: E402
@@ -143,7 +144,7 @@ def shown(values: list[float], digits: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="(default: %(default)s)")
     parser.add_argument("--dir", type=Path, help="on the disk to be measured (default: under the repository's runs/)")
     parser.add_argument("--quick", action="store_true", help="one round, 16 MB in place of 200: that it still runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's milliseconds there, too")

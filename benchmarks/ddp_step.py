@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from arguments import at_least  # noqa: E402
 from data import load  # noqa: E402
 from model import build_model  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
@@ -173,7 +174,7 @@ def check(shards: Shards) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25, help="default: %(default)s")
+    parser.add_argument("--rounds", type=at_least(1), default=25, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="also by torch.compile")
     parser.add_argument("--check", action="store_true", help="time nothing: are the hooks' gradients right?")
     options = parser.parse_args()

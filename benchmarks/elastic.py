@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = [  # app, ranks, and how many of them are killed at once
     ("mnist_elastic", 2, 1),
@@ -111,7 +113,7 @@ class Job:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="default: %(default)s")
     rounds = parser.parse_args().rounds
     pauses: dict[tuple[str, int, int], list[float]] = {}
     absences: dict[str, list[float]] = {method: [] for method in METHODS}

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from arguments import at_least
 from elastic import Job
 
 EVERY = 5.0  # seconds between two readings of the load
@@ -22,8 +23,8 @@ EVERY = 5.0  # seconds between two readings of the load
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of each job (default: %(default)s)")
+    parser.add_argument("--jobs", type=at_least(1), default=4, help="default: %(default)s")
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="ranks of each job (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=25.0, help="default: %(default)g")
     options = parser.parse_args()
     loads = []

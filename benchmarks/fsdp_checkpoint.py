@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "gpt_fsdp")]
 import distributed  # noqa: E402
 import train  # noqa: E402
 import weights  # noqa: E402
+from arguments import at_least  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import checkpoint  # noqa: E402
@@ -110,7 +111,7 @@ def shown(values: list[float], digits: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="(default: %(default)s)")
     parser.add_argument("--dir", type=Path, help="on the disk to be measured (default: under the repository's runs/)")
     parser.add_argument("--quick", action="store_true", help="one round of the smaller model: that it still runs")
     given = parser.parse_args()

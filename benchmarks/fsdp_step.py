@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "gpt_fsdp")]
 import distributed  # noqa: E402
 import train  # noqa: E402
+from arguments import at_least  # noqa: E402
 from data import load  # noqa: E402
 from model import GPT, build_model  # noqa: E402
 from options import Options, parse  # noqa: E402
@@ -92,7 +93,7 @@ def shard(model: GPT) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="default: %(default)s")
     parser.add_argument("--keep-memory", action="store_true", help="free memory stays with the process")
     parser.add_argument("options", nargs="*", help="of the app, after --")
     given = parser.parse_args()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import at_least
 from start_up import shown
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -67,8 +68,10 @@ def measure(steps: int, is_recorded: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
-    parser.add_argument("--steps", type=int, default=1000, help="number of timed steps per process (default: 1000)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="number of rounds (default: 5)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=1000, help="number of timed steps per process (default: 1000)"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of 100 steps")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = {"rank": "a rank", "ranks": "all ranks", "save": "rank 0 during a save"}
 METHODS = ("fork", "exec")
@@ -146,8 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="default: all")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")
-    parser.add_argument("--kills", type=int, default=10, help="per job (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--kills", type=at_least(1), default=10, help="per job (default: %(default)s)")
+    parser.add_argument("--ranks", type=at_least(1), default=3, help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one kill during a save: that it still runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds of all kills there, too")
     options = parser.parse_args()

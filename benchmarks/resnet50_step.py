@@ -24,6 +24,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -129,11 +131,11 @@ def kernels(verbose: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", help="a Python that has torch, torchvision, numpy and safetensors")
-    parser.add_argument("--depth", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--depth", type=at_least(1), default=50)
+    parser.add_argument("--batch", type=at_least(1), default=32)
+    parser.add_argument("--size", type=at_least(1), default=32)
+    parser.add_argument("--steps", type=at_least(1), default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=2)
     parser.add_argument("--weights", type=Path, default=Path(f"/tmp/resnet50_step-{os.getpid()}.safetensors"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

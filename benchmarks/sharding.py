@@ -24,6 +24,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "core"))
 BLOCK = 1 << 20
@@ -119,11 +121,13 @@ def shown(figures: list[Figures], name: str, unit: str, scale: float = 1.0, digi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="fresh processes for each figure (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=3, help="fresh processes for each figure (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, a smaller list: that it still runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures there, too")
     parser.add_argument("--measure", choices=("sharding", "sampler"), help=argparse.SUPPRESS)
-    parser.add_argument("--samples", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--samples", type=at_least(1), help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=1.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:

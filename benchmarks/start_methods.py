@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fork", "exec", "torchrun")
 OPTIONS = {
@@ -131,9 +133,9 @@ def measure(app: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--app", choices=sorted(OPTIONS), default="mnist_ddp", help="(default: %(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=30, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=30, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's seconds there, too")
     parser.add_argument("words", nargs="*", metavar="OPTION", help="options of the app, after --")
     options = parser.parse_args()

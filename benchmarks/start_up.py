@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -95,8 +97,8 @@ def shown(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="(default: %(default)s)")
     parser.add_argument("--venv", action="store_true", help="use .venvs/mnist_ddp; the uncounted start makes it")
     parser.add_argument("--quick", action="store_true", help="one round, none before it: that it still runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's seconds there, too")

@@ -8,9 +8,9 @@ over a rank's shard. All other variants run the app's training step. In variants
 the kit's `samestep.torch.StopRequests` handles these requests.
 
 All variants take turns in one job, ten steps each, with the log line's all-reduce after the tenth step. Times are
-medians, in milliseconds. Differences and ratios compare a variant with the first variant of the same round, and have
-quartiles. The variant with Lightning's broadcast sends rank 0's flag to all ranks in each step. PyTorch Lightning 2.6
-does the same to handle stop requests.
+medians, in milliseconds. Differences and ratios have quartiles, and compare two variants in the same round. The kit
+alone is compared with the loop without the kit, and each other variant with the kit alone. The variant with Lightning's
+broadcast sends rank 0's flag to all ranks in each step. PyTorch Lightning 2.6 does the same to handle stop requests.
 
 With --virtual-ranks, the first two variants have no virtual ranks, and use one thread or a rank's share of the
 processors. Each other variant has V virtual ranks and one thread. The variant's row shows the number of partial sums
@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from arguments import at_least  # noqa: E402
 from data import Split, load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
@@ -122,6 +123,7 @@ VARIANTS = [
     Variant("the kit, and Lightning's broadcast", lightning=True),
     Variant("stop requests, by the kit", kit_stops=True),
 ]
+REFERENCES = {variant.name: VARIANTS[1].name for variant in VARIANTS[2:]}  # for `rows`
 
 
 class Loop:
@@ -205,16 +207,23 @@ def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def rows(taken: dict[str, list[float]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of the milliseconds that `measure` returns."""
-    yield "| a step with | ms | ms more | ratio |\n|---|---|---|---|"
-    reference = next(iter(taken.values()))
+def rows(taken: Mapping[str, list[float]], references: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield the lines of a Markdown table of the milliseconds that `measure` returns.
+
+    Args:
+        taken: the milliseconds, by the name of the variant.
+        references: name of the variant with which another variant is compared; the first variant if it is missing.
+    """
+    yield "| a step with | ms | ms more | ratio | compared with |\n|---|---|---|---|---|"
+    first = next(iter(taken))
     for name, times in taken.items():
-        low, median, high = statistics.quantiles([a / b for a, b in zip(times, reference)], n=4)
-        more = statistics.quantiles([a - b for a, b in zip(times, reference)], n=4)
+        reference = (references or {}).get(name, first)
+        pairs = [*zip(times, taken[reference])]
+        low, median, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        more = statistics.quantiles([a - b for a, b in pairs], n=4)
         difference = f"{more[1]:.2f} ({more[0]:.2f} to {more[2]:.2f})"
         ratio = f"{median:.3f} ({low:.3f} to {high:.3f})"
-        yield f"| {name} | {statistics.median(times):.2f} | {difference} | {ratio} |"
+        yield f"| {name} | {statistics.median(times):.2f} | {difference} | {ratio} | {reference} |"
 
 
 def start(steps: int) -> tuple[Run, Split]:
@@ -253,8 +262,8 @@ def describe_job(run: Run) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--virtual-ranks", type=int, nargs="+", metavar="V", help="measure these instead")
+    parser.add_argument("--rounds", type=at_least(2), default=200, help="default: %(default)s")
+    parser.add_argument("--virtual-ranks", type=at_least(1), nargs="+", metavar="V", help="measure these instead")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
@@ -266,7 +275,7 @@ def main() -> None:
     taken = measure([Loop(variant, run, training) for variant in variants], arguments.rounds)
     if run.world.rank == 0:
         print(describe_job(run), file=console)
-        print("\n".join(rows(taken)), file=console, flush=True)
+        print("\n".join(rows(taken, REFERENCES)), file=console, flush=True)
     end(run)
 
 

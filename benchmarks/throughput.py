@@ -53,6 +53,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least, counts
+
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl (the apps' default)
@@ -368,21 +370,29 @@ def parse() -> argparse.Namespace:
     """Return the options, with ``apps`` and ``contestants`` as lists. Exit if an option is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
-    parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
+    parser.add_argument("--ranks", type=counts, default="1,2,4", help="default: %(default)s")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="those of each app (default: %(default)s)")
     device = "cuda: mnist_ddp's textbook, app and limit alone (default: %(default)s)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--attempts", type=int, default=3, help=f"at a spread below {SPREAD} (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=20, help="steps before those timed (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="steps timed, in tens (default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="default: %(default)s")
+    parser.add_argument(
+        "--attempts", type=at_least(1), default=3, help=f"at a spread below {SPREAD} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up", type=at_least(0), default=20, help="steps before those timed (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=at_least(1), default=200, help="steps timed, in tens (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write all figures here, after each line of the table")
     parser.add_argument("--png", type=Path, help="draw them here")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing, draw an earlier run's --json")
     parser.add_argument("--quick", action="store_true", help="one round of 10 steps at 2 ranks: that it still runs")
     options = parser.parse_args()
+    if options.draw and not options.draw.is_file():
+        sys.exit(f"error: --draw {options.draw}: no such file; name one of --json")
+    if options.draw and not options.png:
+        sys.exit("error: --draw: name the picture with --png")
     if options.quick:
-        options.ranks = "2"
+        options.ranks = [2]
         options.rounds = 1
         options.warm_up = 10
         options.steps = 10
@@ -428,8 +438,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         data = Path(name)
         write_data(data, options.apps)
-        ranks = [int(each) for each in options.ranks.split(",")]
-        for app, n in itertools.product(options.apps, ranks):
+        for app, n in itertools.product(options.apps, options.ranks):
             result = measure(app, n, data, options)
             measured["results"].append(result)
             print(table(result, columns), flush=True)

@@ -38,6 +38,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least, counts
+
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 128
 LIMIT = 1800  # timeout of each run, in seconds
@@ -205,7 +207,7 @@ def load() -> str:
 def compare(bench: Bench) -> None:
     """Run the app and the baseline loop in turns, and print a table."""
     print("| ranks | run | app | textbook | app / textbook | load |\n|---|---|---|---|---|---|")
-    for n in map(int, bench.options.ranks.split(",")):
+    for n in bench.options.ranks:
         ratios = []
         ours = []
         theirs = []
@@ -264,7 +266,7 @@ def inputs(bench: Bench) -> None:
     """Print the app's samples per second with --input memory and --input loader, and whether the losses are equal."""
     print("| ranks | memory | loader, 2 workers | memory / loader | losses | load |\n|---|---|---|---|---|---|")
     warm_up, steps = (1, 2) if bench.options.quick else (20, 100)
-    for n in map(int, bench.options.ranks.split(",")):
+    for n in bench.options.ranks:
         speeds: dict[str, list[float]] = {"memory": [], "loader": []}
         losses = {}
         for _ in range(bench.options.repeats):
@@ -294,12 +296,14 @@ def machine(python: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="1,2", help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--ranks", type=counts, default="1,2", help="default: %(default)s")
+    parser.add_argument("--repeats", type=at_least(1), default=2, help="default: %(default)s")
     parser.add_argument("--target", type=float, default=0.9, help="test accuracy (default: %(default)s)")
-    parser.add_argument("--evaluate-every", type=int, default=100, help="steps (default: %(default)s)")
+    parser.add_argument("--evaluate-every", type=at_least(1), default=100, help="steps (default: %(default)s)")
     parser.add_argument("--cap", type=float, default=6, help="times the app's seconds (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="of the textbook's DataLoaders (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=at_least(0), default=2, help="of the textbook's DataLoaders (default: %(default)s)"
+    )
     parser.add_argument("--data-dir", type=Path, default=ROOT / "data", help="default: %(default)s")
     parser.add_argument("--augment", action="store_true", help="crops and flips for both, and 2 epochs for the app")
     what = parser.add_mutually_exclusive_group()
@@ -308,7 +312,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 steps of everything, once: that it still runs")
     options = parser.parse_args()
     if options.quick:
-        options.ranks = "2"
+        options.ranks = [2]
         options.repeats = 1
         options.evaluate_every = 2
         options.target = 0.05

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from arguments import at_least  # noqa: E402
 from data import Split  # noqa: E402
 from model import build_model  # noqa: E402
 from samestep.run import Run  # noqa: E402
@@ -136,7 +137,7 @@ def loss_cost() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--rounds", type=at_least(2), default=100, help="default: %(default)s")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")

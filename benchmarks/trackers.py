@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 900.0  # timeout of a run, and of the server's start, in seconds
 
@@ -96,9 +98,9 @@ def train_tracked(folder: Path, ranks: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=600, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=600, help="steps of each run (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one round of 40 steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
     options = parser.parse_args()

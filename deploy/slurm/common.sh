@@ -8,18 +8,21 @@ fail() {
 
 CDPATH='' cd -- "$SLURM_SUBMIT_DIR" || fail "there is no $SLURM_SUBMIT_DIR on this node: call sbatch in a folder that all nodes share"
 [ -n "$SLURM_NTASKS_PER_NODE" ] || fail "the job has no --ntasks-per-node, the number of ranks on each node: give it"
+export SLURM_EXPORT_ENV=ALL # srun hands on what this script exports, also in a job of sbatch --export=NONE
 
 # The launch script of an app on every node of the job, as one task of a step; its arguments are the user's options.
 # set_rendezvous goes before.
 on_every_node() {
-  local app=$1
+  local app=$1 wait=60
   shift
   export NNODES=$SLURM_JOB_NUM_NODES
-  unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # a rank's: the one task of a node shares out all of its processors
+  # A rank's: the one task of a node shares out all of its processors and GPUs.
+  unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
+  [ "$app" != mnist_elastic ] || wait=0 # never: its other nodes go on
   # shellcheck disable=SC2016  # the node's bash expands it
   # --wait: a node whose script has ended for good ends the others a minute later, and not at once: they may be saving.
   save_and_requeue srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=0 --wait=60 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+    --kill-on-bad-exit=0 --wait=$wait bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
     "scripts/run_$app.sh" "$SLURM_NTASKS_PER_NODE" --run-dir="$(run_dir "$app")" "$@"
 }
 
@@ -35,6 +38,13 @@ set_rendezvous() {
 
 # Found again by a requeued job, which keeps its number.
 run_dir() { echo "$PWD/runs/$1/slurm-$SLURM_JOB_ID"; }
+
+# One job of an array has the array's own number, which scontrol takes for all of its jobs.
+requeue() {
+  local job=$SLURM_JOB_ID
+  [ -z "${SLURM_ARRAY_TASK_ID-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  scontrol requeue "$job" || fail "job $job was stopped, but is not queued again: sbatch it again"
+}
 
 # Run a command, and end as it does. USR1, which comes before the time is over and at preemption, is passed on to it: the
 # ranks save a step. A job that was stopped so, or by the TERM that its steps alone get when they are preempted, is
@@ -52,7 +62,7 @@ save_and_requeue() {
     [ -z "$interrupted" ]
   do :; done
   if [ -z "$cancelled" ] && { [ $code = 138 ] || [ $code = 143 ]; }; then
-    scontrol requeue "$SLURM_JOB_ID" || fail "job $SLURM_JOB_ID was stopped, but is not queued again: sbatch it again"
+    requeue
   fi
   exit $code
 }

@@ -58,6 +58,14 @@ def test_a_missing_contestant_is_reported(harness: Harness) -> None:
 
 
 @pytest.mark.core_only
+@pytest.mark.parametrize(("name", "option"), [("sharding", "--rounds=0"), ("throughput", "--ranks=1,x")])
+def test_a_wrong_number_is_reported(harness: Harness, name: str, option: str) -> None:
+    outcome = bare(harness, [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), option])
+    assert (outcome.code, "Traceback" in outcome.stderr) == (2, False)
+    assert "is not a whole number of at least 1" in outcome.stderr
+
+
+@pytest.mark.core_only
 @pytest.mark.soak  # the quick tests reduce in a fixed order (tests/mnist_ddp/test_gradient_tree.py)
 def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]

@@ -197,6 +197,30 @@ def test_srun_starts_one_rank_for_each_task(slurm: Site, undisturbed: Callable[.
     assert slurm.result(job)["launcher"] == "slurm"
 
 
+# In its first start, the job that has the array's own number ends as a job that USR1 has stopped.
+ARRAY = """#!/bin/bash
+#SBATCH --nodes=1 --array=0-1 --requeue --open-mode=append
+. "$SLURM_SUBMIT_DIR/deploy/slurm/common.sh"
+export TASK=$SLURM_ARRAY_TASK_ID CODE=0
+if [ "$SLURM_JOB_ID" = "$SLURM_ARRAY_JOB_ID" ] && [ -z "$SLURM_RESTART_COUNT" ]; then
+  sleep 3
+  CODE=138
+fi
+save_and_requeue srun bash -c 'echo "task $TASK"; exit "$CODE"'
+"""
+
+
+def test_a_stopped_job_of_an_array_is_queued_again_without_the_others(slurm: Site) -> None:
+    """The job's srun gets the variables that the script exports, although sbatch exports only PATH and SLURM_CONF."""
+    (slurm.folder / "array.sbatch").write_text(ARRAY)
+    slurm.submit("--export=PATH,SLURM_CONF", "--output=array.out", "--error=array.err", "array.sbatch")
+    deadline = time.monotonic() + 120
+    while slurm.cluster.run("squeue", "--noheader"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert sorted((slurm.folder / "array.out").read_text().splitlines()) == ["task 0", "task 1", "task 1"]
+
+
 def test_mistakes_are_reported_and_not_tried_again(slurm: Site) -> None:
     elsewhere = slurm.harness.folder / "elsewhere"
     elsewhere.mkdir()
