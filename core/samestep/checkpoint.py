@@ -118,6 +118,7 @@ def save(
     keep: int,
     protected_step: int | None = None,
     report: Report = None,
+    check: Callable[[Mapping[str, Arrays]], object] = lambda copies: None,
     before_commit: Callable[[], object] = lambda: None,
 ) -> Path:
     """Save the checkpoint of ``step`` in a thread, and delete old checkpoints.
@@ -136,6 +137,7 @@ def save(
         keep: number of newest checkpoints to keep, at least 1.
         protected_step: step of another checkpoint to keep, or None.
         report: function that logs one line if this call waits for the previous checkpoint; see `wait_for_previous`.
+        check: function that is called with the copies of ``groups``. If it raises an exception, nothing is saved.
         before_commit: function that the thread calls before it renames the folder, to sync other files of the run.
 
     Returns:
@@ -160,6 +162,11 @@ def save(
     body = manifest.seal({**values, "files": files})
     folder = folder_of(run_dir, step)
     snapshot.copy()
+    try:
+        check({group: snapshot.arrays[f"{group}.safetensors"] for group in groups})
+    except BaseException:
+        snapshot.close()
+        raise
 
     def write() -> None:
         with contextlib.closing(snapshot), writing(f"checkpoint {folder}", folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,15 @@ class Replicas:
             RetryableError: an array differs between ranks.
             NonRetryableError: the previous checkpoint could not be written.
         """
-        run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
-        if run.metrics:
-            values = run.state_to_save()
-            folder = run.options.run_dir
-            settings: dict[str, Any] = {"report": log.info, "before_commit": run.metrics.sync}
-            checkpoint.save(folder, run.app, run.step, groups, *values, **settings)
+        check = partial(run.monitor.check_replicas, run.collectives.all_gather, step=run.step)
+        if not run.metrics:
+            check(groups)  # collective
+            return
+        values = run.state_to_save()
+        folder = run.options.run_dir
+        # Rank 0 compares the copies that it writes, because a bit of the arrays may flip after the comparison.
+        settings: dict[str, Any] = {"report": log.info, "check": check, "before_commit": run.metrics.sync}
+        checkpoint.save(folder, run.app, run.step, groups, *values, **settings)  # collective
 
     def finish(self, run: StoredRun) -> None:
         """Wait on rank 0 until the last checkpoint is on the disk.

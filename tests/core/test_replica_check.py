@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samestep import NonRetryableError, RetryableError
+from samestep import NonRetryableError, RetryableError, checkpoint
 from samestep.env import World
 from samestep.options import Options
 from samestep.recovery.replica_check import minority_ranks
 from samestep.recovery.watchdog import Watchdog
+from samestep.replicas import Replicas
 
 
 def start(run_dir: Path, rank: int = 0, restarts: int = 0) -> Watchdog:
@@ -48,6 +50,33 @@ def gathered(rows: list[list[int]]) -> Callable[[Any], Any]:
 def test_equal_replicas_pass(tmp_path: Path) -> None:
     start(tmp_path).check_replicas(gathered([[1, 2]] * 3), {"model": {"a": np.ones(3), "b": np.ones(4)}}, 8)
     start(tmp_path).check_final_weights(SimpleNamespace(all_gather=gathered([[5]] * 3)), "ab" * 32, tmp_path)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_rank_0_compares_what_it_writes(tmp_path: Path, differs: bool) -> None:
+    """A bit of an array flips while the ranks compare their arrays. Then the ranks differ, and nothing is saved."""
+    weights = np.zeros(2)
+
+    def check_replicas(all_gather: Any, groups: Any, step: int) -> None:
+        weights[0] = 1.0
+        assert groups["model"]["w"].tolist() == [0.0, 0.0]
+        if differs:
+            raise RetryableError("rank 1 differs")
+
+    run = SimpleNamespace(
+        monitor=SimpleNamespace(check_replicas=check_replicas),
+        collectives=SimpleNamespace(all_gather=None),
+        options=SimpleNamespace(run_dir=tmp_path),
+        metrics=SimpleNamespace(sync=lambda: None),
+        state_to_save=lambda: ({}, {}, 3),
+        app="toy",
+        step=8,
+    )
+    with contextlib.suppress(RetryableError):
+        Replicas().save(run, {"model": {"w": weights}})  # type: ignore[arg-type]
+    checkpoint.finish()
+    saved = [checkpoint.read(folder).arrays("model")["w"].tolist() for folder in checkpoint.folders(tmp_path)]
+    assert saved == ([] if differs else [[0.0, 0.0]])
 
 
 def test_the_first_array_that_differs_decides(tmp_path: Path) -> None:
