@@ -236,6 +236,34 @@ for build, words in (
     assert outcome.code == 0, outcome
 
 
+def test_spawn_forwards_a_signal_to_all_ranks_that_still_run(harness: Harness) -> None:
+    code = """
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
+import spawn
+from options import parse
+
+def join():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=time.sleep, args=[seconds]) for seconds in (0, 20)]
+for rank in ranks:
+    rank.start()
+ranks[0].join()
+spawn.dist.spawn = lambda *arguments, **settings: SimpleNamespace(processes=ranks, join=join)
+spawn.spawn(None, parse(["--launcher=spawn", "--nprocs=2"]))
+ranks[1].join()
+assert [rank.exitcode for rank in ranks] == [0, -signal.SIGTERM]
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
 # --- recovery with every API and launcher ----------------------------------------------------------------------------
 
 
