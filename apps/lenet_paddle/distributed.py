@@ -1,8 +1,9 @@
-"""Choose a rank's device, join the other ranks, and exchange bytes and NumPy arrays between ranks."""
+"""Choose a rank's device, join the other ranks, exchange arrays, and make the steps the same at any number of ranks."""
 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Callable
@@ -249,6 +250,13 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
     if api == "fleet":
         return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective
     return paddle.DataParallel(model), optimizer  # collective
+
+
+def seed_generators(seed: int) -> None:
+    """Seed ``random``, ``numpy.random`` and Paddle with a 64-bit integer. Call this function before reading a batch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # NumPy rejects larger seeds
+    paddle.seed(seed)
 
 
 class GradientTree:

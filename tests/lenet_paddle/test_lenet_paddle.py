@@ -236,6 +236,73 @@ for build, words in (
     assert outcome.code == 0, outcome
 
 
+def test_random_augmentation_resumes_in_all_loops(harness: Harness) -> None:
+    """The batches draw from three generators. With --virtual-ranks, a micro-batch draws the same on any rank."""
+    code = """
+import random
+from types import SimpleNamespace
+import distributed
+import highlevel
+import numpy as np
+import paddle
+import train
+from options import parse
+from paddle import nn
+from samestep.monitor import Monitor
+from samestep.sharding import GlobalBatches
+from samestep.step_timer import StepTimer
+
+class Augmented:
+    def batch(self, indices, dtype):
+        drawn[tuple(indices)] = [random.random(), np.random.rand(), paddle.rand([1]).item()]
+        return paddle.ones([len(indices), 3, 2, 2]), paddle.zeros([len(indices)], "int64")
+
+class Tree:  # replaces a collective
+    def __init__(self, model, batches):
+        pass
+    def add(self, *sums):
+        pass
+    def all_reduce(self, step, count):
+        return [paddle.zeros([1])] * count
+
+def draws(loop, first_step, rank=0, world_size=1):
+    global drawn
+    drawn = {}
+    words = ["--virtual-ranks=4"] if loop is train.train_virtual_ranks else []
+    run = SimpleNamespace(
+        options=parse(words), monitor=Monitor(), timer=StepTimer(), first_step=first_step, last_step=4
+    )
+    batches = GlobalBatches(40, 8, 1, rank=rank, world_size=world_size, virtual_ranks=run.options.virtual_ranks)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    loop(run, model, optimizer, Augmented(), batches, lambda loss_sum, correct: None)
+    drawn.pop((0,), None)  # the sample before training
+    return drawn
+
+def fit(run, model, optimizer, split, batches, after_step):
+    for images, labels, size in highlevel.Shards(run, split, batches):
+        pass
+
+distributed.GradientTree = Tree
+for loop in (train.train_parallel, train.train_virtual_ranks, fit):
+    whole = draws(loop, 0)
+    assert len(whole) == len({tuple(values) for values in whole.values()})
+    resumed = draws(loop, 2)
+    assert len(resumed) == len(whole) // 2
+    assert resumed.items() <= whole.items(), loop.__name__
+both = draws(train.train_virtual_ranks, 0, 0, 2) | draws(train.train_virtual_ranks, 0, 1, 2)
+assert both == draws(train.train_virtual_ranks, 0)
+assert len(both) == 16
+
+run = SimpleNamespace(options=parse([]), timer=StepTimer(), first_step=0, last_step=1)
+batches = GlobalBatches(1, 8, 1, rank=1, world_size=2)
+((images, labels, size),) = highlevel.Shards(run, Augmented(), batches)
+assert (images.shape, labels.tolist()) == ([1, 3, 2, 2], [highlevel.NO_LABEL])  # the padding row of an empty shard
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
 def test_spawn_forwards_a_signal_to_all_ranks_that_still_run(harness: Harness) -> None:
     code = """
 import multiprocessing
