@@ -153,6 +153,7 @@ def train_parallel(
 def train(run: Run, options: Options, device: str) -> None:
     """Train from the first step, or from the checkpoint if the run resumes."""
     model = build_model(options.dtype, options.seed)
+    distributed.check_layers(model, options, run.world.world_size)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
     run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks

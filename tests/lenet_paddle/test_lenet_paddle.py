@@ -236,6 +236,52 @@ for build, words in (
     assert outcome.code == 0, outcome
 
 
+def test_training_refuses_layers_that_depend_on_the_number_of_ranks(harness: Harness) -> None:
+    code = """
+from types import SimpleNamespace
+import paddle
+import train
+from options import parse
+from paddle import nn
+from samestep import ConfigError
+
+def start(layer, *words, ranks):
+    train.build_model = lambda dtype, seed: nn.Sequential(nn.Linear(4, 4), layer)
+    try:
+        train.train(SimpleNamespace(world=SimpleNamespace(world_size=ranks)), parse(words), "cpu")
+    except ConfigError as problem:
+        return str(problem)
+    except AttributeError as problem:  # this incomplete Run cannot restore
+        return str(problem).partition("no attribute ")[2]
+
+for layer in (nn.Dropout(), nn.Dropout2D(), nn.Dropout3D(), nn.AlphaDropout(), nn.FeatureAlphaDropout(),
+              nn.LSTM(4, 4, 2, dropout=0.1), nn.MultiHeadAttention(4, 2, dropout=0.1)):
+    assert start(layer, ranks=2) == (
+        f"1 ({type(layer).__name__}) drops other values at another number of ranks: set its probability to 0, use "
+        "--virtual-ranks, or train on 1 rank"
+    )
+    assert start(layer, ranks=1) == start(layer, "--virtual-ranks=2", ranks=2) == "'restore'"
+assert start(nn.TransformerEncoderLayer(4, 2, 4), ranks=2).startswith("1.self_attn (MultiHeadAttention) drops ")
+for layer in (nn.BatchNorm(4), nn.BatchNorm1D(4), nn.BatchNorm2D(4), nn.BatchNorm3D(4), nn.SyncBatchNorm(4)):
+    for words, ranks in (([], 2), (["--virtual-ranks=2"], 1)):
+        assert start(layer, *words, ranks=ranks) == (
+            f"1 ({type(layer).__name__}) computes statistics of one rank's samples: use GroupNorm, or freeze the "
+            "statistics by use_global_stats=True"
+        )
+    assert start(layer, ranks=1) == start(layer, "--evaluate-only", "--run-dir=run", ranks=2) == "'restore'"
+for build in (nn.BatchNorm, nn.BatchNorm2D):
+    layer = build(4, use_global_stats=True)
+    assert start(layer, ranks=2) == "'restore'"
+    before = [value.numpy().tobytes() for value in layer.state_dict().values()]
+    layer(paddle.randn([3, 4, 2, 2])).sum().backward()
+    assert [value.numpy().tobytes() for value in layer.state_dict().values()] == before
+for layer in (nn.GroupNorm(2, 4), nn.Dropout(0.0), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 4, 0.0)):
+    assert start(layer, ranks=2) == "'restore'"
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
 def test_random_augmentation_resumes_in_all_loops(harness: Harness) -> None:
     """The batches draw from three generators. With --virtual-ranks, a micro-batch draws the same on any rank."""
     code = """
