@@ -1,8 +1,9 @@
-"""Choose a rank's device, join the other ranks, and exchange bytes and NumPy arrays between ranks."""
+"""Choose a rank's device, join the other ranks, exchange arrays, and make the steps the same at any number of ranks."""
 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Callable
@@ -17,10 +18,13 @@ from numpy.typing import NDArray
 from paddle import Tensor, nn
 from samestep import ConfigError
 from samestep.env import World, processor
+from samestep.options import Options
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMPUTE, StepTimer
 from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
+DROPOUTS = (nn.Dropout, nn.Dropout2D, nn.Dropout3D, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm, nn.BatchNorm1D, nn.BatchNorm2D, nn.BatchNorm3D, nn.SyncBatchNorm)
 SELECTED_GPUS = "FLAGS_selected_gpus"  # variable that selects this rank's GPU; Paddle's launchers set it
 
 
@@ -249,6 +253,37 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
     if api == "fleet":
         return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective
     return paddle.DataParallel(model), optimizer  # collective
+
+
+def check_layers(model: nn.Layer, options: Options, world_size: int) -> None:
+    """Raise ConfigError, with the layer's name, if a layer would train differently at another number of ranks.
+
+    A dropout draws a mask for one rank's rows. With --virtual-ranks, it draws a mask for each micro-batch, which is the
+    same at any number of ranks. A batch norm computes the statistics of one rank's rows, or of one micro-batch.
+    """
+    if options.evaluate_only or (options.virtual_ranks or world_size) == 1:
+        return
+    for name, layer in model.named_sublayers(include_self=True):
+        layer_name = f"{name or 'the model'} ({type(layer).__name__})"
+        probability = layer.p if isinstance(layer, DROPOUTS) else getattr(layer, "dropout", 0)  # also LSTM, attention
+        if not options.virtual_ranks and isinstance(probability, (int, float)) and probability > 0:
+            raise ConfigError(
+                f"{layer_name} drops other values at another number of ranks: set its probability to 0, use "
+                "--virtual-ranks, or train on 1 rank"
+            )
+        # The app calls model.train() after an evaluation, so the layer's own eval() would not last.
+        if isinstance(layer, BATCH_NORMS) and not layer._use_global_stats:
+            raise ConfigError(
+                f"{layer_name} computes statistics of one rank's samples: use GroupNorm, or freeze the statistics by "
+                "use_global_stats=True"
+            )
+
+
+def seed_generators(seed: int) -> None:
+    """Seed ``random``, ``numpy.random`` and Paddle with a 64-bit integer. Call this function before reading a batch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # NumPy rejects larger seeds
+    paddle.seed(seed)
 
 
 class GradientTree:

@@ -66,12 +66,12 @@ class Shards:
         run = self._run
         batches = self._batches
         for step in self._steps:
+            distributed.seed_generators(step_seed(batches.seed, step))
             with run.timer.phase(INPUT):
                 images, labels = self._split.batch(batches.indices(step), run.options.dtype)
                 if not len(labels):  # the shard is empty: use one padding row
-                    images = paddle.zeros([1, 1, 28, 28], images.dtype)
+                    images = paddle.zeros([1, *images.shape[1:]], images.dtype)
                     labels = paddle.full([1], NO_LABEL, "int64")
-            paddle.seed(step_seed(batches.seed, step))
             yield images, labels, paddle.to_tensor(batches.size(step))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import distributed
@@ -23,7 +24,8 @@ def spawn(main: Callable[[], None], options: Options) -> None:
 
     def forward_signal(number: int, frame: object) -> None:
         for process in job.processes:  # each rank then saves a checkpoint and stops
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):  # the rank has ended; others may still train or save
+                os.kill(process.pid, number)
 
     for number in stop.STOP_SIGNALS:
         signal.signal(number, forward_signal)

@@ -101,10 +101,11 @@ def train_virtual_ranks(
     distributed.time_gradients(model, run.timer)
     for step in range(run.first_step, run.last_step):
         for micro_batch in batches.micro_batches(step):
+            k, _ = micro_batch  # each micro-batch draws its own random numbers, whichever rank computes it
+            distributed.seed_generators(step_seed(step_seed(run.options.seed, step), k))
             with run.timer.phase(INPUT):
                 indices = batches.indices(step, micro_batch)
                 images, labels = train_set.batch(indices, run.options.dtype)
-            paddle.seed(step_seed(run.options.seed, step))
             scores = model(images)
             loss_sum = F.cross_entropy(scores, labels, reduction="sum")
             (loss_sum / batches.size(step)).backward()
@@ -134,9 +135,9 @@ def train_parallel(
         distributed.fix_reduction_order(model, lambda: F.cross_entropy(parallel(sample), label).backward())
     distributed.time_gradients(model, run.timer)
     for step in range(run.first_step, run.last_step):
+        distributed.seed_generators(step_seed(run.options.seed, step))  # a resumed run draws the same random numbers
         with run.timer.phase(INPUT):
             images, labels = train_set.batch(batches.indices(step), dtype)
-        paddle.seed(step_seed(run.options.seed, step))  # a resumed run draws the same random numbers
         scores = parallel(images)
         loss_sum = F.cross_entropy(scores, labels, reduction="sum")
         with run.monitor.collective("backward"):  # a Python traceback does not show the wait, which is in C++
@@ -152,6 +153,7 @@ def train_parallel(
 def train(run: Run, options: Options, device: str) -> None:
     """Train from the first step, or from the checkpoint if the run resumes."""
     model = build_model(options.dtype, options.seed)
+    distributed.check_layers(model, options, run.world.world_size)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
     run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks

@@ -236,6 +236,147 @@ for build, words in (
     assert outcome.code == 0, outcome
 
 
+def test_training_refuses_layers_that_depend_on_the_number_of_ranks(harness: Harness) -> None:
+    code = """
+from types import SimpleNamespace
+import paddle
+import train
+from options import parse
+from paddle import nn
+from samestep import ConfigError
+
+def start(layer, *words, ranks):
+    train.build_model = lambda dtype, seed: nn.Sequential(nn.Linear(4, 4), layer)
+    try:
+        train.train(SimpleNamespace(world=SimpleNamespace(world_size=ranks)), parse(words), "cpu")
+    except ConfigError as problem:
+        return str(problem)
+    except AttributeError as problem:  # this incomplete Run cannot restore
+        return str(problem).partition("no attribute ")[2]
+
+for layer in (nn.Dropout(), nn.Dropout2D(), nn.Dropout3D(), nn.AlphaDropout(), nn.FeatureAlphaDropout(),
+              nn.LSTM(4, 4, 2, dropout=0.1), nn.MultiHeadAttention(4, 2, dropout=0.1)):
+    assert start(layer, ranks=2) == (
+        f"1 ({type(layer).__name__}) drops other values at another number of ranks: set its probability to 0, use "
+        "--virtual-ranks, or train on 1 rank"
+    )
+    assert start(layer, ranks=1) == start(layer, "--virtual-ranks=2", ranks=2) == "'restore'"
+assert start(nn.TransformerEncoderLayer(4, 2, 4), ranks=2).startswith("1.self_attn (MultiHeadAttention) drops ")
+for layer in (nn.BatchNorm(4), nn.BatchNorm1D(4), nn.BatchNorm2D(4), nn.BatchNorm3D(4), nn.SyncBatchNorm(4)):
+    for words, ranks in (([], 2), (["--virtual-ranks=2"], 1)):
+        assert start(layer, *words, ranks=ranks) == (
+            f"1 ({type(layer).__name__}) computes statistics of one rank's samples: use GroupNorm, or freeze the "
+            "statistics by use_global_stats=True"
+        )
+    assert start(layer, ranks=1) == start(layer, "--evaluate-only", "--run-dir=run", ranks=2) == "'restore'"
+for build in (nn.BatchNorm, nn.BatchNorm2D):
+    layer = build(4, use_global_stats=True)
+    assert start(layer, ranks=2) == "'restore'"
+    before = [value.numpy().tobytes() for value in layer.state_dict().values()]
+    layer(paddle.randn([3, 4, 2, 2])).sum().backward()
+    assert [value.numpy().tobytes() for value in layer.state_dict().values()] == before
+for layer in (nn.GroupNorm(2, 4), nn.Dropout(0.0), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 4, 0.0)):
+    assert start(layer, ranks=2) == "'restore'"
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
+def test_random_augmentation_resumes_in_all_loops(harness: Harness) -> None:
+    """The batches draw from three generators. With --virtual-ranks, a micro-batch draws the same on any rank."""
+    code = """
+import random
+from types import SimpleNamespace
+import distributed
+import highlevel
+import numpy as np
+import paddle
+import train
+from options import parse
+from paddle import nn
+from samestep.monitor import Monitor
+from samestep.sharding import GlobalBatches
+from samestep.step_timer import StepTimer
+
+class Augmented:
+    def batch(self, indices, dtype):
+        drawn[tuple(indices)] = [random.random(), np.random.rand(), paddle.rand([1]).item()]
+        return paddle.ones([len(indices), 3, 2, 2]), paddle.zeros([len(indices)], "int64")
+
+class Tree:  # replaces a collective
+    def __init__(self, model, batches):
+        pass
+    def add(self, *sums):
+        pass
+    def all_reduce(self, step, count):
+        return [paddle.zeros([1])] * count
+
+def draws(loop, first_step, rank=0, world_size=1):
+    global drawn
+    drawn = {}
+    words = ["--virtual-ranks=4"] if loop is train.train_virtual_ranks else []
+    run = SimpleNamespace(
+        options=parse(words), monitor=Monitor(), timer=StepTimer(), first_step=first_step, last_step=4
+    )
+    batches = GlobalBatches(40, 8, 1, rank=rank, world_size=world_size, virtual_ranks=run.options.virtual_ranks)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    loop(run, model, optimizer, Augmented(), batches, lambda loss_sum, correct: None)
+    drawn.pop((0,), None)  # the sample before training
+    return drawn
+
+def fit(run, model, optimizer, split, batches, after_step):
+    for images, labels, size in highlevel.Shards(run, split, batches):
+        pass
+
+distributed.GradientTree = Tree
+for loop in (train.train_parallel, train.train_virtual_ranks, fit):
+    whole = draws(loop, 0)
+    assert len(whole) == len({tuple(values) for values in whole.values()})
+    resumed = draws(loop, 2)
+    assert len(resumed) == len(whole) // 2
+    assert resumed.items() <= whole.items(), loop.__name__
+both = draws(train.train_virtual_ranks, 0, 0, 2) | draws(train.train_virtual_ranks, 0, 1, 2)
+assert both == draws(train.train_virtual_ranks, 0)
+assert len(both) == 16
+
+run = SimpleNamespace(options=parse([]), timer=StepTimer(), first_step=0, last_step=1)
+batches = GlobalBatches(1, 8, 1, rank=1, world_size=2)
+((images, labels, size),) = highlevel.Shards(run, Augmented(), batches)
+assert (images.shape, labels.tolist()) == ([1, 3, 2, 2], [highlevel.NO_LABEL])  # the padding row of an empty shard
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
+def test_spawn_forwards_a_signal_to_all_ranks_that_still_run(harness: Harness) -> None:
+    code = """
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
+import spawn
+from options import parse
+
+def join():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=time.sleep, args=[seconds]) for seconds in (0, 20)]
+for rank in ranks:
+    rank.start()
+ranks[0].join()
+spawn.dist.spawn = lambda *arguments, **settings: SimpleNamespace(processes=ranks, join=join)
+spawn.spawn(None, parse(["--launcher=spawn", "--nprocs=2"]))
+ranks[1].join()
+assert [rank.exitcode for rank in ranks] == [0, -signal.SIGTERM]
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
 # --- recovery with every API and launcher ----------------------------------------------------------------------------
 
 
