@@ -19,6 +19,8 @@ from samestep.torch.distributed import generator as generator
 from samestep.torch.distributed import set_threads as set_threads
 from torch import Tensor, nn
 
+VERSION: str = horovod.__version__
+
 
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's GPU if Horovod's build supports CUDA.
@@ -50,7 +52,7 @@ def backend(device: torch.device) -> str:
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
     """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
-    return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
+    return {"horovod": VERSION, **metadata, "backend": backend(device)}
 
 
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
@@ -119,15 +121,15 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return an hvd.DistributedOptimizer with the state of ``optimizer``, or ``optimizer`` if --gradients is group.
+    """Return an hvd.DistributedOptimizer of the same parameters, or ``optimizer`` if --gradients is group.
 
     Horovod's optimizer starts the all-reduce of each gradient during `backward`, and waits for the results in `step`.
+    This optimizer begins with an empty state of its own, so load and save checkpoints with the returned optimizer.
     """
     if options.gradients == "group":
         return optimizer
     compressor = getattr(hvd.Compression, options.compression)
     wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compressor, op=hvd.Sum)
-    wrapped.load_state_dict(optimizer.state_dict())  # equal on all ranks; hvd.broadcast_optimizer_state loads a pickle
     return wrapped  # type: ignore[no-any-return]
 
 
