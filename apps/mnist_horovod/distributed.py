@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import horovod
@@ -123,8 +124,8 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
     """Return an hvd.DistributedOptimizer of the same parameters, or ``optimizer`` if --gradients is group.
 
-    Horovod's optimizer starts the all-reduce of each gradient during `backward`, and waits for the results in `step`.
-    This optimizer begins with an empty state of its own, so load and save checkpoints with the returned optimizer.
+    Horovod's optimizer starts the all-reduce of each gradient during `backward`. This optimizer begins with an empty
+    state of its own, so load and save checkpoints with the returned optimizer.
     """
     if options.gradients == "group":
         return optimizer
@@ -133,16 +134,26 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
     return wrapped  # type: ignore[no-any-return]
 
 
-def all_reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Replace gradients by their sums over ranks, in a fixed order, so that a resumed run ends with the same bits.
+def all_reduce_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
+) -> AbstractContextManager[None]:
+    """Replace gradients by their sums over ranks, and return the context in which to call `optimizer.step`.
 
-    If --gradients is optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
+    By default, Horovod's optimizer waits for the sums in `step`, too late for a program that clips gradients. Therefore
+    this function waits for the sums, and the context prevents a second reduction in `step`. If --gradients is group,
+    this function adds in a fixed order, so that a resumed run ends with the same bits.
     """
     if options.gradients == "optimizer":
-        return
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
+        wrapped: Any = optimizer
+        wrapped.synchronize()  # collective
+        context: AbstractContextManager[None] = wrapped.skip_synchronize()
+        return context
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A parameter without a gradient contributes zeros, because another rank may have a gradient. Horovod's optimizer
+    # and virtual ranks do the same.
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
     compressor = getattr(hvd.Compression, options.compression)
     sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compressor, op=hvd.Sum)  # collective
-    for parameter, total in zip(parameters, sums):
+    for parameter, total in zip(trained, sums):
         parameter.grad = total
+    return nullcontext()

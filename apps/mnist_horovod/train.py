@@ -51,8 +51,8 @@ def train_step(
     loss_sum = F.nll_loss(scores, labels, reduction="sum")
     # Scale to the mean over the global batch: shards may differ in size or be empty.
     sampler.scale(loss_sum, grad_scale=1).backward()
-    distributed.all_reduce_gradients(model, options)  # collective: sum of the gradients over ranks
-    optimizer.step()
+    with distributed.all_reduce_gradients(model, optimizer, options):  # collective: sum of the gradients over ranks
+        optimizer.step()
     return loss_sum.detach()
 
 
