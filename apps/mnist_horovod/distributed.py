@@ -10,6 +10,7 @@ from typing import Any
 import horovod
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from options import NO_MPI
 from samestep import ConfigError, log
@@ -19,6 +20,7 @@ from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import generator as generator
 from samestep.torch.distributed import set_threads as set_threads
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 VERSION: str = horovod.__version__
 
@@ -126,12 +128,33 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
 
     Horovod's optimizer starts the all-reduce of each gradient during `backward`. This optimizer begins with an empty
     state of its own, so load and save checkpoints with the returned optimizer.
+
+    Raises:
+        ConfigError: as in `check_batch_norms`.
     """
+    if not options.virtual_ranks:  # with virtual ranks, each sub-shard has its own statistics
+        check_batch_norms(model)
     if options.gradients == "group":
         return optimizer
     compressor = getattr(hvd.Compression, options.compression)
     wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compressor, op=hvd.Sum)
     return wrapped  # type: ignore[no-any-return]
+
+
+def check_batch_norms(model: nn.Module) -> None:
+    """Check that several ranks can compute the statistics of each batch norm.
+
+    Raises:
+        ConfigError: a batch norm is not frozen, and torch has no process group to reduce its statistics.
+    """
+    if hvd.size() == 1 or dist.is_initialized():
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ConfigError(
+                f"{name} is a batch norm, which needs torch's process group, and Horovod has none: freeze it, or use "
+                "GroupNorm"
+            )
 
 
 def all_reduce_gradients(

@@ -32,7 +32,8 @@ import torch
 import torch.nn.functional as F
 import train
 from options import parse
-from samestep.torch import GlobalBatchSampler, weights
+from samestep import ConfigError
+from samestep.torch import GlobalBatchSampler, exact, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -109,10 +110,28 @@ def compare(make, step, clips):
     return found
 
 
+def refusal(call):
+    try:
+        call()
+    except (ConfigError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def wrap(*arguments, freezes=False):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].train(not freezes)
+    return lambda: distributed.wrap(torch.optim.SGD(model.parameters()), model, parse([*arguments]))
+
+
 plain = lambda: nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
 results = {
     "partial": compare(Partial, train.train_step, clips=False),
     "clipped": compare(plain, clipping_train_step(), clips=True),
+    "batch norm": refusal(wrap()),
+    "frozen batch norm": refusal(wrap(freezes=True)),
+    "batch norm of a sub-shard": refusal(wrap("--virtual-ranks=2")),
+    "batch norm of the kit": refusal(lambda: exact(nn.BatchNorm1d(4))(torch.randn(3, 4))),
 }
 if hvd.rank() == 0:
     with open(sys.argv[1], "w") as file:
@@ -163,6 +182,39 @@ def test_a_copy_may_clip_the_sums_before_the_update(output: dict[str, Any], grad
 def test_weights_and_state_have_the_same_bits_with_both_options(output: dict[str, Any]) -> None:
     for found in (output["partial"], output["clipped"]):
         assert found["group"]["digest"] == found["optimizer"]["digest"]
+
+
+# --- batch norm ----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_norm_is_refused_unless_it_needs_no_other_rank(output: dict[str, Any]) -> None:
+    assert output["batch norm"] == (
+        "ConfigError: 1 is a batch norm, which needs torch's process group, and Horovod has none: freeze it, or use "
+        "GroupNorm"
+    )
+    assert output["frozen batch norm"] is None
+    assert output["batch norm of a sub-shard"] is None
+
+
+def test_the_kit_names_a_remedy_that_a_batch_norm_has(output: dict[str, Any]) -> None:
+    message = output["batch norm of the kit"]
+    assert message.startswith("RuntimeError: horovodrun started 2 ranks, but torch has no process group: ")
+    assert message.endswith("init_process_group first, freeze the batch norm by eval(), or use GroupNorm")
+
+
+def test_a_copy_with_batch_norm_ends_with_one_line(harness: Harness) -> None:
+    copy = harness.folder / "copy"
+    shutil.copytree(APP, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    model = (copy / "model.py").read_text()
+    changed = model.replace("nn.Dropout2d(dropout)", "nn.Sequential(nn.BatchNorm2d(20), nn.Dropout2d(dropout))")
+    assert changed != model
+    (copy / "model.py").write_text(changed)
+    command = [*HOROVODRUN, sys.executable, str(copy / "train.py"), "--dataset=mnist-5k", "--max-steps=1"]
+    outcome = bare(harness, command)
+    assert "exit with status code 2" in outcome.stdout, outcome
+    # horovodrun kills the other rank when the first one ends, and prints a traceback of its own.
+    (line,) = {line.partition(">:")[2] for line in outcome.stderr.splitlines() if "]<stderr>:" in line}
+    assert line.startswith("error: conv2_drop.0 is a batch norm, which needs torch's process group, and Horovod has ")
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
