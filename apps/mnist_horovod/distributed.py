@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import horovod
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from options import NO_MPI
 from samestep import ConfigError, log
@@ -18,6 +20,9 @@ from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import generator as generator
 from samestep.torch.distributed import set_threads as set_threads
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+VERSION: str = horovod.__version__
 
 
 def choose_device(requested: str, world: World) -> torch.device:
@@ -50,7 +55,7 @@ def backend(device: torch.device) -> str:
 def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
     """Return the facts about software and machine that affect a run's results, for the header of metrics.jsonl."""
     metadata = torch_distributed.run_metadata(device, model)
-    return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
+    return {"horovod": VERSION, **metadata, "backend": backend(device)}
 
 
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
@@ -119,28 +124,59 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return an hvd.DistributedOptimizer with the state of ``optimizer``, or ``optimizer`` if --gradients is group.
+    """Return an hvd.DistributedOptimizer of the same parameters, or ``optimizer`` if --gradients is group.
 
-    Horovod's optimizer starts the all-reduce of each gradient during `backward`, and waits for the results in `step`.
+    Horovod's optimizer starts the all-reduce of each gradient during `backward`. This optimizer begins with an empty
+    state of its own, so load and save checkpoints with the returned optimizer.
+
+    Raises:
+        ConfigError: as in `check_batch_norms`.
     """
+    if not options.virtual_ranks:  # with virtual ranks, each sub-shard has its own statistics
+        check_batch_norms(model)
     if options.gradients == "group":
         return optimizer
     compressor = getattr(hvd.Compression, options.compression)
     wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compressor, op=hvd.Sum)
-    wrapped.load_state_dict(optimizer.state_dict())  # equal on all ranks; hvd.broadcast_optimizer_state loads a pickle
     return wrapped  # type: ignore[no-any-return]
 
 
-def all_reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Replace gradients by their sums over ranks, in a fixed order, so that a resumed run ends with the same bits.
+def check_batch_norms(model: nn.Module) -> None:
+    """Check that several ranks can compute the statistics of each batch norm.
 
-    If --gradients is optimizer, do nothing, because the optimizer of `wrap` reduces the gradients.
+    Raises:
+        ConfigError: a batch norm is not frozen, and torch has no process group to reduce its statistics.
+    """
+    if hvd.size() == 1 or dist.is_initialized():
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ConfigError(
+                f"{name} is a batch norm, which needs torch's process group, and Horovod has none: freeze it, or use "
+                "GroupNorm"
+            )
+
+
+def all_reduce_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
+) -> AbstractContextManager[None]:
+    """Replace gradients by their sums over ranks, and return the context in which to call `optimizer.step`.
+
+    By default, Horovod's optimizer waits for the sums in `step`, too late for a program that clips gradients. Therefore
+    this function waits for the sums, and the context prevents a second reduction in `step`. If --gradients is group,
+    this function adds in a fixed order, so that a resumed run ends with the same bits.
     """
     if options.gradients == "optimizer":
-        return
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
+        wrapped: Any = optimizer
+        wrapped.synchronize()  # collective
+        context: AbstractContextManager[None] = wrapped.skip_synchronize()
+        return context
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A parameter without a gradient contributes zeros, because another rank may have a gradient. Horovod's optimizer
+    # and virtual ranks do the same.
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
     compressor = getattr(hvd.Compression, options.compression)
     sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compressor, op=hvd.Sum)  # collective
-    for parameter, total in zip(parameters, sums):
+    for parameter, total in zip(trained, sums):
         parameter.grad = total
+    return nullcontext()

@@ -1,8 +1,7 @@
 """Train a small CNN on MNIST with Horovod.
 
     bash scripts/run_mnist_horovod.sh 4                   # does all the set-up, restarts after a failure
-    horovodrun --gloo -np 4 python apps/mnist_horovod/train.py
-    mpirun -np 4 python apps/mnist_horovod/train.py       # needs a Horovod with MPI
+    horovodrun --gloo -np 4 python apps/mnist_horovod/train.py  # or mpirun, with a Horovod that has MPI
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import distributed
-import horovod
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
@@ -53,8 +51,8 @@ def train_step(
     loss_sum = F.nll_loss(scores, labels, reduction="sum")
     # Scale to the mean over the global batch: shards may differ in size or be empty.
     sampler.scale(loss_sum, grad_scale=1).backward()
-    distributed.all_reduce_gradients(model, options)  # collective: sum of the gradients over ranks
-    optimizer.step()
+    with distributed.all_reduce_gradients(model, optimizer, options):  # collective: sum of the gradients over ranks
+        optimizer.step()
     return loss_sum.detach()
 
 
@@ -81,6 +79,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
+    optimizer = distributed.wrap(optimizer, model, options)  # before Parts, which save its state
     parts = Parts(
         load=partial(weights.load, model, optimizer),
         groups=partial(weights.groups, model, optimizer),
@@ -105,7 +104,6 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     # Make dropout independent of the world size, and sums of gradients independent of restarts.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
     exact(model, sampler, timer=run.timer)  # in place
-    optimizer = distributed.wrap(optimizer, model, options)  # a Horovod optimizer with --gradients optimizer
     reduction.time_phases(model, optimizer, run.timer)  # for reports of slow ranks
     update = VirtualRanks(model, sampler).train_step if options.virtual_ranks else partial(train_step, options)
 
@@ -136,7 +134,7 @@ def main() -> None:
     distributed.rendezvous(run.world, device, options.timeout, options.transport)  # collective
     train(run, options, device)
     hvd.shutdown()
-    run.report("horovod", horovod.__version__, distributed.backend(device), device.type)
+    run.report("horovod", distributed.VERSION, distributed.backend(device), device.type)
 
 
 if __name__ == "__main__":

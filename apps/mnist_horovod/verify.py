@@ -204,8 +204,9 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
     images, labels = train_set.batch(indices)
     loss_sum = F.nll_loss(model(images), labels, reduction="sum")
     (loss_sum / batches.size(0)).backward()
-    distributed.all_reduce_gradients(model, Options(gradients="group", compression="none"))
-    optimizer.step()
+    options = Options(gradients="group", compression="none")
+    with distributed.all_reduce_gradients(model, optimizer, options):
+        optimizer.step()
     after = parameters_to_vector(model.parameters())
     return {
         "rank": rank,

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
 from samestep.step_timer import COMMUNICATION, COMPUTE, StepTimer
-from samestep.torch.ranks import Group, all_reduce
+from samestep.torch.ranks import Group, all_reduce, place
 from samestep.torch.samplers import HasRows
+
+# A framework that does not use torch's process group, such as Horovod, cannot reduce the statistics.
+_OTHER_REMEDY = ", freeze the batch norm by eval(), or use GroupNorm"
 
 
 class Normalize(torch.autograd.Function):
@@ -172,6 +175,8 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         alone = self.sums is not None
+        if not alone and not torch.compiler.is_compiling():
+            place(self.group, _OTHER_REMEDY)  # raises RuntimeError without a process group
         # collective, and so is the backward pass
         y, mean, variance, total = Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self.timer, alone, self.group

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from samestep import env
 
 GATHER_MAX_BYTES = 2**22  # maximum bytes that rank 0 gathers at a time
+RANK_ARGUMENTS = ", or pass rank= and world_size="  # a remedy for callers that take these arguments
 Group = Optional["dist.ProcessGroup"]  # None means all ranks
 GroupOrAxis = Union["dist.ProcessGroup", DeviceMesh, None]
 
@@ -26,15 +27,19 @@ class Place(NamedTuple):
     world_size: int
 
 
-def place(group: Group = None) -> Place:
+def place(group: Group = None, other_remedy: str = "") -> Place:
     """Return this process's rank and the world size in a process group; (0, 1) without a process group.
+
+    Args:
+        group: the process group; None means all ranks.
+        other_remedy: end of the error's message, if the caller can work without a group; for example `RANK_ARGUMENTS`.
 
     Raises:
         RuntimeError: a launcher started several ranks, but torch has no process group.
     """
     if has_group():
         return Place(dist.get_rank(group), dist.get_world_size(group))
-    return _place_without_group()
+    return _place_without_group(other_remedy)
 
 
 def process_group(group: GroupOrAxis) -> Group:
@@ -65,12 +70,12 @@ def has_group() -> bool:
 
 
 @cache
-def _place_without_group() -> Place:
+def _place_without_group(other_remedy: str) -> Place:
     world = env.detect()
     if world.world_size > 1:
         raise RuntimeError(
             f"{world.launcher} started {world.world_size} ranks, but torch has no process group: call "
-            "torch.distributed.init_process_group first, or pass rank= and world_size="
+            f"torch.distributed.init_process_group first{other_remedy}"
         )
     return Place(0, 1)
 

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch import losses
 from samestep.torch.batch_rows import rows_of
-from samestep.torch.ranks import Group, GroupOrAxis, Place, has_group, place, process_group
+from samestep.torch.ranks import RANK_ARGUMENTS, Group, GroupOrAxis, Place, has_group, place, process_group
 
 Batch = TypeVar("Batch")
 
@@ -249,7 +249,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             self._go_to(epoch, 0)
 
     def __iter__(self) -> Iterator[Indices]:
-        rank, world_size = self._given or place(self.group)
+        rank, world_size = self._given or place(self.group, RANK_ARGUMENTS)
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
         return self._indices()
 
@@ -484,14 +484,14 @@ class EvalSampler(Sampler[Indices]):
     @property
     def own_blocks(self) -> range:
         """The numbers of this rank's blocks."""
-        rank, world_size = self._given or place(self._group)
+        rank, world_size = self._given or place(self._group, RANK_ARGUMENTS)
         return range(*shard(self.num_blocks, rank, world_size))
 
     def __len__(self) -> int:
         """Return the number of this rank's batches."""
         if not self._is_even:
             return len(self.own_blocks)
-        _, world_size = self._given or place(self._group)
+        _, world_size = self._given or place(self._group, RANK_ARGUMENTS)
         return -(-self.num_blocks // world_size)
 
     def __iter__(self) -> Iterator[Indices]:
