@@ -150,9 +150,9 @@ def check_dropout(model: nn.Cell) -> None:
     for name, cell in model.cells_and_names():
         if not isinstance(cell, DROPOUTS):
             continue
-        p = getattr(cell, "p", None)
-        if p is None:
-            p = getattr(cell, "prob", 1 - getattr(cell, "keep_prob", 1))
+        p = getattr(cell, "prob", 1 - getattr(cell, "keep_prob", 1))
+        if getattr(cell, "p", None) is not None:  # nn.Dropout(p=...) ignores its keep_prob
+            p = cell.p
         if p > 0:
             raise ConfigError(
                 f"the dropout {name} draws masks that neither a resume nor another number of ranks repeats: "
