@@ -63,7 +63,7 @@ class Split:
             images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
             return images, self.labels[indices], weights
 
-        return _pipeline(Source(make, steps, rows), image_size)
+        return self._pipeline(Source(make, steps, rows), image_size)
 
     def evaluation(self, first: int, last: int, rows: int, image_size: int) -> ds.Dataset:
         """Return the samples [first, last) without augmentation, in batches of ``rows``.
@@ -83,7 +83,16 @@ class Split:
             indices = np.minimum(indices, last - 1)
             return self.images[indices], self.labels[indices], weights
 
-        return _pipeline(Source(make, range(first, last, rows), rows), image_size)
+        return self._pipeline(Source(make, range(first, last, rows), rows), image_size)
+
+    def _pipeline(self, source: Source, image_size: int) -> ds.Dataset:
+        """Return the batches of ``source`` with images that MindSpore's compiled transforms resize and normalize."""
+        transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
+        if self.images.shape[1:3] != (image_size, image_size):
+            transforms.insert(0, vision.Resize((image_size, image_size)))
+        dataset = ds.GeneratorDataset(source, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
+        dataset = dataset.map(transforms, "image", num_parallel_workers=1)
+        return dataset.batch(source.rows, num_parallel_workers=1)
 
 
 @dataclass(frozen=True)
@@ -144,16 +153,6 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
     numbers = np.arange(len(images))
     cropped: NDArray[np.uint8] = padded[numbers[:, None, None], rows[:, :, None], columns[:, None, :]]
     return cropped
-
-
-def _pipeline(source: Source, image_size: int) -> ds.Dataset:
-    """Return the batches of ``source`` with images that MindSpore's compiled transforms resize and normalize."""
-    transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
-    if image_size != 32:
-        transforms.insert(0, vision.Resize((image_size, image_size)))
-    dataset = ds.GeneratorDataset(source, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
-    dataset = dataset.map(transforms, "image", num_parallel_workers=1)
-    return dataset.batch(source.rows, num_parallel_workers=1)
 
 
 def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:

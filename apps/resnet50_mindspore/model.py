@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
+from samestep import ConfigError
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout, mint.nn.Dropout2d)
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -140,3 +143,18 @@ def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:
             values = random.uniform(-bound, bound, shape).astype(np.float32)
             parameter.set_data(Tensor(values))
     return model
+
+
+def check_dropout(model: nn.Cell) -> None:
+    """Raise ConfigError if a cell drops values at random, because a checkpoint cannot hold MindSpore's generators."""
+    for name, cell in model.cells_and_names():
+        if not isinstance(cell, DROPOUTS):
+            continue
+        p = getattr(cell, "prob", 1 - getattr(cell, "keep_prob", 1))
+        if getattr(cell, "p", None) is not None:  # nn.Dropout(p=...) ignores its keep_prob
+            p = cell.p
+        if p > 0:
+            raise ConfigError(
+                f"the dropout {name} draws masks that neither a resume nor another number of ranks repeats: "
+                "set its p to 0, or remove it"
+            )

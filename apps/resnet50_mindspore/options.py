@@ -188,7 +188,8 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
 def check_start(options: Options, dataset: str, start: int) -> None:
     """Call `check_steps` with the number of training examples of ``dataset``. The launch script calls this function."""
-    check_steps(options, TRAIN_EXAMPLES[dataset], start)
+    if dataset in TRAIN_EXAMPLES:  # the ranks check other datasets
+        check_steps(options, TRAIN_EXAMPLES[dataset], start)
 
 
 def check_ranks(options: Options, ranks: int) -> None:
@@ -199,7 +200,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     """
     if options.parallel != "data" and ranks == 1:
         raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")
-    features = FEATURES[options.depth]
+    features = FEATURES.get(options.depth, 0)  # 0: unknown, so MindSpore itself checks it
     if options.parallel == "semi-auto" and features % ranks:
         raise ConfigError(f"--parallel semi-auto cannot cut {features} features into {ranks}: choose a divisor as N")
     size = options.global_batch_size

@@ -31,7 +31,7 @@ import weights
 from data import Split, load, train_loops
 from highlevel import fit
 from mindspore import Tensor, nn
-from model import Forward, ResNet, build_loss, build_model
+from model import Forward, ResNet, build_loss, build_model, check_dropout
 from options import Options, check_ranks, check_steps, parse
 from samestep import env, log
 from samestep.data import datasets
@@ -180,6 +180,8 @@ def train(run: Run, options: Options) -> None:
     world = run.world
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
+    if not options.evaluate_only:
+        check_dropout(model)
     optimizer = build_optimizer(options, model)
     parts = Parts(
         load=partial(weights.load, model, optimizer, world),
@@ -187,6 +189,8 @@ def train(run: Run, options: Options) -> None:
         names=("model", "optimizer", "buffers"),
     )
     run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
+    if optimizer.global_step.asnumpy() < 0:  # the checkpoint of an earlier version lacks it
+        optimizer.global_step.set_data(Tensor([run.first_step], ms.int32))
     train_set, test_set = load(options.dataset, options.data_dir)
     n = len(train_set.labels)
     check_steps(options, n, run.first_step)  # repeats the launch script's check, because other launchers do not check

@@ -23,6 +23,7 @@ from distributed import all_gather
 from mindspore import Tensor, nn
 from model import ResNet
 from numpy.typing import NDArray
+from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.env import World
 from samestep.run import Groups
@@ -31,16 +32,19 @@ from samestep.run import Groups
 BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 
 
-def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
+def groups(model: ResNet, optimizer: nn.Optimizer) -> Groups:
     """Return the arrays of a checkpoint, which are equal on all ranks.
 
     "model" contains weights and averaged buffers. "buffers" contains the buffers of each rank [world_size, k].
+
+    Raises:
+        NonRetryableError: as in `optimizer_arrays`.
     """
     arrays, each = averaged(model)  # collective
     return {"model": arrays, "optimizer": optimizer_arrays(optimizer), "buffers": {"each": each}}
 
 
-def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) -> None:
+def load(model: ResNet, optimizer: nn.Optimizer, world: World, groups: Groups) -> None:
     """Load the arrays of `groups`, or only the group "model".
 
     If the world size differs from the checkpoint's, every rank continues with the averaged buffers.
@@ -66,9 +70,13 @@ def model_arrays(model: ResNet) -> Arrays:
     return arrays
 
 
-def optimizer_arrays(optimizer: nn.Momentum) -> Arrays:
-    """Return the optimizer's state by ``<parameter>.momentum_buffer``."""
-    return _arrays(_moments(optimizer))
+def optimizer_arrays(optimizer: nn.Optimizer) -> Arrays:
+    """Return the optimizer's state by ``<parameter>.momentum_buffer``, or else by MindSpore's name.
+
+    Raises:
+        NonRetryableError: the Parameters of the optimizer do not hold all its state, or two of them have the same name.
+    """
+    return _arrays(_state(optimizer))
 
 
 def load_model(model: ResNet, arrays: Arrays) -> None:
@@ -78,21 +86,30 @@ def load_model(model: ResNet, arrays: Arrays) -> None:
         ValueError: names, shapes or dtypes differ from the model's.
     """
     _load(_parameters(model), arrays, model_arrays(model))
-    model.batches_tracked = int(arrays["bn1.num_batches_tracked"])
+    counters = [int(array) for name, array in arrays.items() if name.endswith("num_batches_tracked")]
+    model.batches_tracked = max(counters, default=0)
 
 
-def load_optimizer(optimizer: nn.Momentum, arrays: Arrays) -> None:
+def load_optimizer(optimizer: nn.Optimizer, arrays: Arrays) -> None:
     """Load arrays that `optimizer_arrays` returned.
+
+    Versions up to 0.2 saved only the momenta. The global_step then becomes -1, and the caller must set it.
 
     Raises:
         ValueError: names, shapes or dtypes differ from the optimizer's.
+        NonRetryableError: as in `optimizer_arrays`.
     """
-    _load(_moments(optimizer), arrays, optimizer_arrays(optimizer))
+    state = _state(optimizer)
+    if "global_step" not in arrays:
+        state = {name: parameter for name, parameter in state.items() if "." in name}
+        optimizer.global_step.set_data(Tensor([-1], ms.int32))
+    _load(state, arrays, _arrays(state))
 
 
 def buffers(model: ResNet) -> NDArray[np.float32]:
     """Return all running statistics of this rank as one array [k]."""
-    return np.concatenate([array.ravel() for array in _arrays(_statistics(model)).values()])
+    arrays = _arrays(_statistics(model)).values()
+    return np.concatenate([np.empty(0, np.float32), *(array.ravel() for array in arrays)])
 
 
 def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
@@ -129,10 +146,10 @@ def _split(like: Mapping[str, ms.Parameter | NDArray[Any]], row: NDArray[np.floa
     Raises:
         ValueError: the array's length differs from the sum of the sizes.
     """
-    ends = np.cumsum([each.size for each in like.values()])
-    if row.shape != (ends[-1],):
-        raise ValueError(f"the running statistics have shape {list(row.shape)}, not {[int(ends[-1])]}")
-    parts = np.split(row, ends[:-1])
+    sizes = [each.size for each in like.values()]
+    if row.shape != (sum(sizes),):
+        raise ValueError(f"the running statistics have shape {list(row.shape)}, not {[sum(sizes)]}")
+    parts = np.split(row, np.cumsum(sizes[:-1], dtype=int))
     return {name: part.reshape(like[name].shape) for name, part in zip(like, parts)}
 
 
@@ -146,9 +163,33 @@ def _statistics(model: ResNet) -> dict[str, ms.Parameter]:
     return {name: each for name, each in _parameters(model).items() if name.endswith(kinds)}
 
 
-def _moments(optimizer: nn.Momentum) -> dict[str, ms.Parameter]:
-    names = [f"{_torch_name(parameter.name)}.momentum_buffer" for parameter in optimizer.parameters]
-    return dict(zip(names, optimizer.moments))
+def _state(optimizer: nn.Optimizer) -> dict[str, ms.Parameter]:
+    """Return the optimizer's own Parameters by name, except tables of learning rates, which are no state.
+
+    A table may have another length after a resume, because --epochs may change.
+    """
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, nn.Optimizer):  # MindSpore's experimental optimizers hold learning rates in dicts
+        raise NonRetryableError(
+            f"a checkpoint cannot hold the learning rate of {kind}: use an optimizer of mindspore.nn"
+        )
+    found = {id(parameter): parameter for parameter in optimizer.get_parameters()}
+    for value in vars(optimizer).values():  # get_parameters() omits Parameters in a list
+        if isinstance(value, list):
+            found |= {id(each): each for each in value if isinstance(each, ms.Parameter)}
+    weights = {id(parameter) for parameter in optimizer.parameters}
+    state: dict[str, ms.Parameter] = {}
+    for key, parameter in found.items():
+        name = parameter.name
+        is_table = name.startswith("learning_rate") and parameter.ndim
+        if key in weights or is_table:
+            continue
+        if name.startswith("moments."):
+            name = f"{_torch_name(name.removeprefix('moments.'))}.momentum_buffer"
+        if name in state:
+            raise NonRetryableError(f"{kind} has two Parameters {name}, and a checkpoint holds one: rename one of them")
+        state[name] = parameter
+    return state
 
 
 def _torch_name(name: str) -> str:

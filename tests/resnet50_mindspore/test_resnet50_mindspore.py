@@ -170,11 +170,111 @@ print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
 """
 
 
+DROPS = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+import model
+from mindspore import nn
+nn.ReLU = nn.Dropout
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+COPIES = """
+import json
+from types import SimpleNamespace as World
+import weights
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+from mindspore.experimental import optim
+from model import check_dropout
+from safetensors.numpy import load
+from samestep import ConfigError, NonRetryableError, checkpoint
+
+def build(*more):
+    model = nn.SequentialCell([nn.Dense(2, 3), *more])
+    model.batches_tracked = 0
+    return model
+
+def update(optimizer):
+    optimizer(tuple(Tensor(np.full(each.shape, 0.5, np.float32)) for each in optimizer.parameters))
+
+def resume(groups, model, optimizer):
+    weights.load(model, optimizer, World(rank=0, world_size=1), groups)
+
+def refusal(call, *arguments):
+    try:
+        call(*arguments)
+    except (ConfigError, NonRetryableError, ValueError) as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+def momentum(rate, decay=0.0):
+    return lambda parameters: nn.Momentum(parameters, rate, 0.9, decay)
+
+class Listed(nn.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(0.1, parameters)
+        self.sums = [Parameter(Tensor(np.zeros(each.shape, np.float32)), f"sum.{each.name}") for each in parameters]
+
+    def construct(self, gradients):
+        for i in range(len(self.sums)):
+            self.assignadd(self.sums[i], gradients[i])
+            self.assignadd(self.parameters[i], -self.sums[i])
+
+schedule = nn.CosineDecayLR(0.01, 0.4, 4)
+told = {"resumed": {}}
+made = {"table": momentum([0.1, 0.2, 0.4]), "schedule": momentum(schedule), "decay": momentum(0.1, schedule)}
+made |= {"Adam": nn.Adam, "FTRL": nn.FTRL, "list": Listed}
+saved = {}
+for name, make in made.items():
+    model, other = build(), build()
+    optimizer = make(model.trainable_params())
+    update(optimizer)
+    update(optimizer)
+    groups = weights.groups(model, optimizer)
+    saved[name] = {group: load(checkpoint.serialize(arrays)) for group, arrays in groups.items()}
+    if name == "table":
+        make = momentum([0.1, 0.2, 0.4, 0.8])  # --epochs may change
+    resumed = make(other.trainable_params())
+    resume(saved[name], other, resumed)
+    for each in (optimizer, resumed):
+        update(each)
+    found = [weights.groups(model, optimizer), weights.groups(other, resumed)]
+    told["resumed"][name] = [
+        array.tobytes() == found[1][group][key].tobytes()
+        for group, arrays in found[0].items() for key, array in arrays.items()
+    ]
+
+old = saved["schedule"]["optimizer"]
+saved["schedule"]["optimizer"] = {name: old[name] for name in old if name.endswith(".momentum_buffer")}
+optimizer = made["schedule"](other.trainable_params())
+resume(saved["schedule"], other, optimizer)
+told["old"] = [optimizer.global_step.asnumpy().tolist(), len(saved["schedule"]["optimizer"])]
+told["refused"] = [refusal(resume, saved["schedule"], other, nn.FTRL(other.trainable_params()))]
+told["refused"] += [refusal(weights.optimizer_arrays, optim.Adam(other.trainable_params(), 0.1))]
+optimizer.one = Parameter(Tensor(0.0), "extra")
+optimizer.two = Parameter(Tensor(1.0), "extra")
+told["refused"] += [refusal(weights.optimizer_arrays, optimizer)]
+
+model = build(nn.BatchNorm1d(3))
+model.batches_tracked = 7
+other = build(nn.BatchNorm1d(3))
+weights.load_model(other, weights.model_arrays(model))
+told["counted"] = other.batches_tracked
+
+off = [nn.Dropout(p=0.0), nn.Dropout(1.0), nn.Dropout1d(0.0), nn.Dropout2d(0.0), mint.nn.Dropout(0.0)]
+on = [nn.Dropout(p=0.1), nn.Dropout(), nn.Dropout1d(0.1), nn.Dropout2d(0.1), nn.Dropout3d(0.1), mint.nn.Dropout(0.1)]
+told["dropouts"] = [refusal(check_dropout, build(*off)), *(refusal(check_dropout, build(each)) for each in on)]
+print(json.dumps(told), flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the output of four programs, by name. One process runs them, because the import of MindSpore needs 2 s."""
+    """Return the output of five programs, by name. One process runs them, because the import of MindSpore needs 2 s."""
     folder = tmp_path_factory.mktemp("models")
-    programs = {"MODELS": MODELS, "WEIGHTS": WEIGHTS, "LOSSES": LOSSES, "IMAGES": IMAGES}
+    programs = {"MODELS": MODELS, "WEIGHTS": WEIGHTS, "LOSSES": LOSSES, "IMAGES": IMAGES, "COPIES": COPIES}
     runs = ["import contextlib, io, json, os, runpy", "told = {}"]
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program)
@@ -198,6 +298,31 @@ def test_weights_and_statistics_come_back_from_a_checkpoint(told_of_models: Any)
     assert "running statistics have shape" in output["refused"][0]
     assert output["gathered"]
     assert output["broadcast"] == [0, 1, 5]
+
+
+def test_other_optimizers_and_models_resume(told_of_models: Any) -> None:
+    """A resume repeats updates with schedules, other optimizers, and models without batch norm or without ``bn1``."""
+    output = told_of_models["COPIES"]
+    assert all(all(equal) for equal in output["resumed"].values()), output["resumed"]
+    assert output["old"] == [[-1], 2]
+    assert output["refused"] == [
+        "ValueError: linear.0.bias is missing",
+        "NonRetryableError: a checkpoint cannot hold the learning rate of Adam: use an optimizer of mindspore.nn",
+        "NonRetryableError: Momentum has two Parameters extra, and a checkpoint holds one: rename one of them",
+    ]
+    assert output["counted"] == 7
+
+
+def test_dropout_is_refused(told_of_models: Any, harness: Harness) -> None:
+    accepted, *refused = told_of_models["COPIES"]["dropouts"]
+    assert accepted is None
+    assert len(refused) == 6
+    words = "the dropout 1 draws masks that neither a resume nor another number of ranks repeats: set its p to 0"
+    assert all(message.startswith(f"ConfigError: {words}") for message in refused), refused
+    (harness.folder / "program.py").write_text(DROPS)
+    outcome = bare(harness, [sys.executable, "program.py", TRAIN, *TINY, "--max-steps=1"])
+    assert outcome.code == 2, outcome
+    assert "the dropout relu draws masks" in outcome.stderr.splitlines()[-1]
 
 
 def test_the_models_are_torchvisions(told_of_models: Any) -> None:
@@ -249,6 +374,7 @@ distributed.rendezvous(world, options)
 me = world.rank + 1
 odd = np.array([0x7FF0000000000001 + me, 2**64 - me], np.uint64)  # as float64: a signalling NaN, and another NaN
 rows = [odd, odd.view(np.int64), odd.view(np.float64), odd.view(np.int32), np.array([me], np.float32)]
+assert distributed.all_gather(np.empty(0, np.float32)).shape == (2, 0)
 gathered = [distributed.all_gather(row) for row in rows]
 told = [[str(each.dtype), each.tobytes().hex()] for each in gathered]
 contents = [bytes(range(256))[:n] for n in (0, 1, 3, 4, 255)]
@@ -487,6 +613,13 @@ def test_the_readme_has_the_run_of_mindspores_tutorial(ascend_options: dict[str,
     ascend_options["check_start"](parsed, "cifar10", 0)
 
 
+def test_an_added_depth_or_dataset_is_left_to_the_ranks(ascend_options: dict[str, Any]) -> None:
+    parsed = ascend_options["parse"](["--parallel=semi-auto"])
+    parsed.depth = 34
+    ascend_options["check_ranks"](parsed, 3)
+    ascend_options["check_start"](parsed, "flowers", 0)
+
+
 # --- images --------------------------------------------------------------------------------------------------------
 
 IMAGES = """
@@ -584,6 +717,9 @@ for n in (2, 3, 4):
 plain = next(training.evaluation(0, 8, 8, 32).create_tuple_iterator(num_epochs=1))[0].asnumpy()
 expected = ((training.images[:8] / 255 - MEAN) / STD).transpose(0, 3, 1, 2)
 told["normalised"] = float(abs(plain - expected).max())
+large = Split(np.zeros((4, 40, 40, 3), np.uint8), np.zeros(4, np.int32))
+for size in (32, 40):
+    told[f"from 40 to {size}"] = next(large.evaluation(0, 4, 4, size).create_tuple_iterator(num_epochs=1))[0].shape
 rows = test.evaluation(3, 140, 64, 16).create_tuple_iterator(num_epochs=1)
 told["counted"] = [int((weights.asnumpy() > 0).sum()) for _, _, weights in rows]
 print(json.dumps(told), flush=True)
@@ -606,6 +742,7 @@ def test_an_images_crop_and_flip_depend_on_seed_epoch_and_sample_alone(told_of_m
     assert max(output["weights"]) < 1e-6
     assert output["normalised"] < 1e-5
     assert output["counted"] == [64, 64, 9]
+    assert (output["from 40 to 32"], output["from 40 to 40"]) == ([4, 3, 32, 32], [4, 3, 40, 40])
     # The program counts 195 batches in each of 10 epochs, and requests no batch before the first loop begins.
     # MindSpore's data_sink, with a fake queue to the device, then requests two batches to get types and shapes.
     size, *asked = output["sinking"]

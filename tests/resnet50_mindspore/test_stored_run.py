@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from harness import ROOT, Harness, bare, losses, metrics
 from samestep import checkpoint
 
@@ -55,6 +56,9 @@ def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
     assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]
     assert losses(run_dir)[:2] == losses(STORED / "run")
     found = checkpoint.load_weights(run_dir / "model.safetensors")
+    saved = checkpoint.newest(run_dir, pytest.fail)
+    assert saved
+    assert saved.arrays("optimizer")["global_step"] == 3  # version 0.1 did not save it
     assert found.keys() == stored["model"].keys()
     statistics = [found[name].ravel() for name in found if "running" in name]
     assert np.array_equal(np.sort(np.concatenate(statistics)), np.sort(stored["buffers"]["each"][0]))
