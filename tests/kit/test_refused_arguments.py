@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kit_programs import run_ranks
+from samestep.sharding import GlobalBatches
+from samestep.torch.reduction import gradient_tree
+from torch import nn
 
 PROGRAM = """
 from pathlib import Path
@@ -68,3 +72,10 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     assert sharded.startswith("TypeError: model has a FullyShardedDataParallel, whose state depends on the rank: use")
     assert damaged.startswith("NonRetryableError: ")
     assert damaged.endswith("or move the folder away, or pass another one")
+
+
+def test_gradients_of_other_ranks_than_those_that_train_are_refused() -> None:
+    """A sampler that was created before the process group has the batches of one rank. Here it is the reverse."""
+    batches = GlobalBatches(9, 4, seed=1, rank=0, world_size=2, virtual_ranks=4)
+    with pytest.raises(ValueError, match="the batches are those of 2 ranks, and 1 ranks train: create the sampler"):
+        gradient_tree(nn.Linear(2, 2), batches)

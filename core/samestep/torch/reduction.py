@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
-from samestep.torch.ranks import Group
+from samestep.torch.ranks import Group, place
 from samestep.torch.ranks import ordered_all_reduce as ordered_all_reduce
 from samestep.torch.ranks import use_gather as use_gather
 
@@ -83,9 +83,18 @@ def gradient_tree(
         batches: the run's global batches.
         buffers: tensors that each micro-batch overwrites, such as statistics of a norm. The tree also sums them.
         *collectives: the framework's all_to_all and all_gather; by default the collectives of torch.
+
+    Raises:
+        ValueError: ``batches`` are those of another number of ranks than torch's process group has.
+        RuntimeError: a launcher started several ranks, but torch has no process group.
     """
     if not batches.virtual_ranks:
         return None
+    if not collectives and batches.world_size != place().world_size:
+        raise ValueError(
+            f"the batches are those of {batches.world_size} ranks, and {place().world_size} ranks train: create the "
+            "sampler after torch.distributed.init_process_group, for all ranks"
+        )
     from samestep.torch.virtual_ranks import GradientTree  # runs without virtual ranks do not need this module
 
     if isinstance(model, DistributedDataParallel):
