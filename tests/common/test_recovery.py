@@ -521,6 +521,17 @@ def test_a_resume_that_would_take_other_steps_is_refused(
     assert snapshot(harness.folder / "run") == kept
 
 
+@pytest.mark.soak  # the quick tests resume with each app's default model and optimizer
+def test_a_resume_restores_the_whole_state_of_each_variant(harness: Harness) -> None:
+    for i, variant in enumerate(harness.app.variants):
+        options = [*harness.app.small, *variant, "--max-steps=9"]
+        expected = harness.train(2, *options, run_dir=harness.folder / f"undisturbed-{i}")
+        harness.train(2, *options, "--max-steps=4", run_dir=harness.folder / f"{i}")
+        result = harness.train(2, *options, run_dir=harness.folder / f"{i}")
+        found = result["resumed_from_step"], result["weights_sha256"]
+        assert found == (4, expected["weights_sha256"]), variant
+
+
 @pytest.mark.soak
 def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     assert harness.train(2, *harness.app.small, "--max-steps=3")["steps"] == 3
