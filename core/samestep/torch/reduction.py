@@ -85,15 +85,15 @@ def gradient_tree(
         *collectives: the framework's all_to_all and all_gather; by default the collectives of torch.
 
     Raises:
-        ValueError: ``batches`` are those of another number of ranks than torch's process group has.
+        ValueError: ``batches`` have another number of ranks than torch's process group.
         RuntimeError: a launcher started several ranks, but torch has no process group.
     """
     if not batches.virtual_ranks:
         return None
     if not collectives and batches.world_size != place().world_size:
         raise ValueError(
-            f"the batches are those of {batches.world_size} ranks, and {place().world_size} ranks train: create the "
-            "sampler after torch.distributed.init_process_group, for all ranks"
+            f"the batches are for {batches.world_size} ranks, and {place().world_size} ranks train: create the sampler "
+            "after torch.distributed.init_process_group, for all ranks"
         )
     from samestep.torch.virtual_ranks import GradientTree  # runs without virtual ranks do not need this module
 
