@@ -388,7 +388,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of 10 steps at 2 ranks: that it still runs")
     options = parser.parse_args()
     if options.draw and not options.draw.is_file():
-        sys.exit(f"error: --draw {options.draw}: no such file; name one of --json")
+        sys.exit(f"error: --draw {options.draw}: no such file; name a file that --json wrote")
     if options.draw and not options.png:
         sys.exit("error: --draw: name the picture with --png")
     if options.quick:

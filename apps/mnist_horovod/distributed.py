@@ -10,7 +10,6 @@ from typing import Any
 import horovod
 import horovod.torch as hvd
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from options import NO_MPI
 from samestep import ConfigError, log
@@ -19,6 +18,7 @@ from samestep.options import Options
 from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import generator as generator
 from samestep.torch.distributed import set_threads as set_threads
+from samestep.torch.ranks import has_group
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -132,7 +132,8 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
     Raises:
         ConfigError: as in `check_batch_norms`.
     """
-    if not options.virtual_ranks:  # with virtual ranks, each sub-shard has its own statistics
+    # With virtual ranks, each sub-shard has its own statistics. An evaluation uses the running statistics.
+    if not (options.virtual_ranks or options.evaluate_only):
         check_batch_norms(model)
     if options.gradients == "group":
         return optimizer
@@ -147,7 +148,7 @@ def check_batch_norms(model: nn.Module) -> None:
     Raises:
         ConfigError: a batch norm is not frozen, and torch has no process group to reduce its statistics.
     """
-    if hvd.size() == 1 or dist.is_initialized():
+    if hvd.size() == 1 or has_group():
         return
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
@@ -166,15 +167,16 @@ def all_reduce_gradients(
     this function waits for the sums, and the context prevents a second reduction in `step`. If --gradients is group,
     this function adds in a fixed order, so that a resumed run ends with the same bits.
     """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:  # another rank may have a gradient
+            parameter.grad = torch.zeros_like(parameter)
     if options.gradients == "optimizer":
         wrapped: Any = optimizer
         wrapped.synchronize()  # collective
         context: AbstractContextManager[None] = wrapped.skip_synchronize()
         return context
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A parameter without a gradient contributes zeros, because another rank may have a gradient. Horovod's optimizer
-    # and virtual ranks do the same.
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    gradients = [parameter.grad for parameter in trained]
     compressor = getattr(hvd.Compression, options.compression)
     sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compressor, op=hvd.Sum)  # collective
     for parameter, total in zip(trained, sums):

@@ -29,7 +29,7 @@ Batch = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Split:
-    """A dataset of images uint8 [n, 32, 32, 3] and labels int32 [n]."""
+    """A dataset of square images uint8 [n, height, height, 3] and labels int32 [n]."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int32]
@@ -132,13 +132,13 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
     An image's crop and flip depend only on (seed, epoch, index). They are the same on any rank and after a resume.
 
     Args:
-        images: images uint8 [m, 32, 32, 3].
+        images: images uint8 [m, height, height, 3].
         indices: indices of the images in the training set, int64 [m].
         seed: seed of the run.
         epoch: number of the epoch, from 0.
 
     Returns:
-        Images uint8 [m, 32, 32, 3].
+        Images uint8 [m, height, height, 3].
     """
     z = sample_bits(seed, epoch, indices)
     choices = np.uint64(2 * PADDING + 1)

@@ -366,7 +366,10 @@ def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
 
 
 def _report_from_elsewhere(stalled: Mapping[str, Any]) -> None:
-    """Print the report of another machine's watchdog, whose own error may not reach this console."""
+    """Print the report of another machine's watchdog, whose own error may not reach this console.
+
+    If it does, as on Slurm, the console shows the report twice.
+    """
     host = stalled.get("host", socket.gethostname())
     if host != socket.gethostname():
         rank, culprit = stalled.get("rank"), stalled.get("culprit")

@@ -77,5 +77,5 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 def test_gradients_of_other_ranks_than_those_that_train_are_refused() -> None:
     """A sampler that was created before the process group has the batches of one rank. Here it is the reverse."""
     batches = GlobalBatches(9, 4, seed=1, rank=0, world_size=2, virtual_ranks=4)
-    with pytest.raises(ValueError, match="the batches are for 2 ranks, and 1 ranks train: create the sampler"):
+    with pytest.raises(ValueError, match="the batches are for 2 ranks, and the process group has 1: create"):
         gradient_tree(nn.Linear(2, 2), batches)

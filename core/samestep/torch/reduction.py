@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
-from samestep.torch.ranks import Group, place
+from samestep.torch.ranks import Group, has_group
 from samestep.torch.ranks import ordered_all_reduce as ordered_all_reduce
 from samestep.torch.ranks import use_gather as use_gather
 
@@ -86,14 +86,14 @@ def gradient_tree(
 
     Raises:
         ValueError: ``batches`` have another number of ranks than torch's process group.
-        RuntimeError: a launcher started several ranks, but torch has no process group.
     """
     if not batches.virtual_ranks:
         return None
-    if not collectives and batches.world_size != place().world_size:
+    world_size = dist.get_world_size() if has_group() else 1
+    if not collectives and batches.world_size != world_size:
         raise ValueError(
-            f"the batches are for {batches.world_size} ranks, and {place().world_size} ranks train: create the sampler "
-            "after torch.distributed.init_process_group, for all ranks"
+            f"the batches are for {batches.world_size} ranks, and the process group has {world_size}: create the "
+            "sampler after torch.distributed.init_process_group, without group="
         )
     from samestep.torch.virtual_ranks import GradientTree  # runs without virtual ranks do not need this module
 
