@@ -13,16 +13,16 @@ export SLURM_EXPORT_ENV=ALL # srun hands on what this script exports, also in a 
 # The launch script of an app on every node of the job, as one task of a step; its arguments are the user's options.
 # set_rendezvous goes before.
 on_every_node() {
-  local app=$1 wait=60
+  local app=$1
   shift
   export NNODES=$SLURM_JOB_NUM_NODES
   # A rank's: the one task of a node shares out all of its processors and GPUs.
   unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
-  [ "$app" != mnist_elastic ] || wait=0 # never: its other nodes go on
   # shellcheck disable=SC2016  # the node's bash expands it
   # --wait: a node whose script has ended for good ends the others a minute later, and not at once: they may be saving.
+  # With ENDS_AFTER=0 they go on.
   save_and_requeue srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=0 --wait=$wait bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+    --kill-on-bad-exit=0 --wait="${ENDS_AFTER:-60}" bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
     "scripts/run_$app.sh" "$SLURM_NTASKS_PER_NODE" --run-dir="$(run_dir "$app")" "$@"
 }
 

@@ -212,7 +212,7 @@ def test_a_copy_with_batch_norm_ends_with_one_line(harness: Harness) -> None:
     command = [*HOROVODRUN, sys.executable, str(copy / "train.py"), "--dataset=mnist-5k", "--max-steps=1"]
     outcome = bare(harness, command)
     assert "exit with status code 2" in outcome.stdout, outcome
-    # horovodrun kills the other rank when the first one ends, and prints a traceback of its own. Horovod may also print.
+    # horovodrun kills the other rank when the first one ends, and prints a traceback of its own. Horovod may print too.
     (line,) = {line.partition(">:")[2] for line in outcome.stderr.splitlines() if "]<stderr>:error: " in line}
     assert line.startswith("error: conv2_drop.0 is a batch norm, which needs torch's process group, and Horovod has ")
 
