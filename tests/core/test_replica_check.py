@@ -73,7 +73,7 @@ def test_rank_0_compares_what_it_writes(tmp_path: Path, differs: bool) -> None:
         step=8,
     )
     with contextlib.suppress(RetryableError):
-        Replicas().save(run, {"model": {"w": weights}})  # type: ignore[arg-type]
+        Replicas().save(run, {"model": {"w": weights}})
     checkpoint.finish()
     saved = [checkpoint.read(folder).arrays("model")["w"].tolist() for folder in checkpoint.folders(tmp_path)]
     assert saved == ([] if differs else [[0.0, 0.0]])
