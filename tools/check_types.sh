@@ -29,9 +29,9 @@ for app in apps/*/; do
     check "$app" benchmarks/loops "$(basename "$loop")"
   fi
 done
-check apps/resnet50_mindspore:benchmarks/loops . benchmarks/resnet50_step.py
+check apps/resnet50_mindspore:benchmarks/loops:benchmarks . benchmarks/resnet50_step.py
 check apps/mnist_ddp:benchmarks . benchmarks/[!fr]*.py benchmarks/rec*.py
-check apps/gpt_fsdp . benchmarks/fsdp_*.py
+check apps/gpt_fsdp:benchmarks . benchmarks/fsdp_*.py
 check benchmarks/loops:benchmarks/elsewhere . benchmarks/elsewhere
 check . benchmarks/loops accelerate_loop.py lightning_loop.py textbook_ddp.py
 check apps/cifar_ddp benchmarks/loops time_to_accuracy.py
