@@ -32,7 +32,8 @@ def test_the_benchmark_of_throughput_prints_a_row_and_its_speeds(harness: Harnes
 
 
 @pytest.mark.core_only
-def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
+def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # where the program finds its types of arguments
     script = runpy.run_path(str(ROOT / "benchmarks" / "throughput.py"))
     steady, wide, wider = ({"app": [100.0, 100.0], "limit": [100.0, fastest]} for fastest in (129.0, 140.0, 200.0))
 
