@@ -10,6 +10,7 @@ from typing import Any
 import horovod
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from options import NO_MPI
 from samestep import ConfigError, log
@@ -18,7 +19,6 @@ from samestep.options import Options
 from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import generator as generator
 from samestep.torch.distributed import set_threads as set_threads
-from samestep.torch.ranks import has_group
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -148,7 +148,7 @@ def check_batch_norms(model: nn.Module) -> None:
     Raises:
         ConfigError: a batch norm is not frozen, and torch has no process group to reduce its statistics.
     """
-    if hvd.size() == 1 or has_group():
+    if hvd.size() == 1 or dist.is_initialized():
         return
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
