@@ -100,9 +100,11 @@ def train_virtual_ranks(
     tree = distributed.GradientTree(model, batches)
     distributed.time_gradients(model, run.timer)
     for step in range(run.first_step, run.last_step):
+        seed = step_seed(run.options.seed, step)
         for micro_batch in batches.micro_batches(step):
-            k, _ = micro_batch  # each micro-batch draws its own random numbers, whichever rank computes it
-            distributed.seed_generators(step_seed(step_seed(run.options.seed, step), k))
+            # Each micro-batch draws its own random numbers, whichever rank computes it.
+            number, _ = micro_batch
+            distributed.seed_generators(step_seed(seed, number))
             with run.timer.phase(INPUT):
                 indices = batches.indices(step, micro_batch)
                 images, labels = train_set.batch(indices, run.options.dtype)

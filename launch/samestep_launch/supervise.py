@@ -370,11 +370,12 @@ def _report_from_elsewhere(stalled: Mapping[str, Any]) -> None:
 
     If it does, as on Slurm, the console shows the report twice.
     """
-    host = stalled.get("host", socket.gethostname())
-    if host != socket.gethostname():
-        rank, culprit = stalled.get("rank"), stalled.get("culprit")
-        text = f"error: no progress, reported by rank {rank} on {host}: {culprit}"
-        print_stderr(untrusted.shown(text, limit=untrusted.MAX_LINE), limit=CONSOLE_SECONDS)
+    here = socket.gethostname()
+    host = stalled.get("host", here)
+    if host == here:
+        return
+    text = f"error: no progress, reported by rank {stalled.get('rank')} on {host}: {stalled.get('culprit')}"
+    print_stderr(untrusted.shown(text, limit=untrusted.MAX_LINE), limit=CONSOLE_SECONDS)
 
 
 class HeartbeatWatch:

@@ -70,6 +70,11 @@ class App:
     skipped_marks: Sequence[str] = ()
     name: str = ""
 
+    @property
+    def batch_field(self) -> str:
+        """The attribute of the parsed options that `batch_option` sets."""
+        return self.batch_option.removeprefix("--").replace("-", "_")
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -37,8 +37,7 @@ def test_it_has_the_common_options_and_what_a_result_repeats(harness: Harness, m
     common = Parser()
     add_common(common, epochs=1, global_batch_size=1, lr="", datasets=("mnist-5k",), devices=("auto",))
     parsed = module.parse([])
-    batch_size = harness.app.batch_option.removeprefix("--").replace("-", "_")
-    expected = vars(common.parse([])).keys() - {"global_batch_size"} | {batch_size}
+    expected = vars(common.parse([])).keys() - {"global_batch_size"} | {harness.app.batch_field}
     assert expected <= vars(parsed).keys()
     assert set(parsed.RESULT_FIELDS) <= vars(parsed).keys()
     assert parsed.lr is not None  # the app's default is recorded and saved in checkpoints

@@ -104,8 +104,7 @@ def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
 def exact(harness: Harness) -> list[str]:
     """Return the options of a run of STEPS steps whose losses are compared, with an odd global batch size."""
     app = harness.app
-    name = app.batch_option.removeprefix("--").replace("-", "_")
-    size = getattr(options_of(app.name).parse([*app.small]), name) // 2
+    size = getattr(options_of(app.name).parse([*app.small]), app.batch_field) // 2
     return [*app.exact, *app.variants[0], f"{app.batch_option}={size - 1 + size % 2}", f"--max-steps={STEPS}"]
 
 

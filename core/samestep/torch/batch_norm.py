@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
 from samestep.step_timer import COMMUNICATION, COMPUTE, StepTimer
-from samestep.torch.ranks import Group, all_reduce, place
+from samestep.torch.ranks import Group, all_reduce, has_group, place
 from samestep.torch.samplers import HasRows
 
 # A framework that does not use torch's process group, such as Horovod, cannot reduce the statistics.
@@ -175,8 +175,8 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         alone = self.sums is not None
-        if not alone and not torch.compiler.is_compiling():
-            place(self.group, _OTHER_REMEDY)  # raises RuntimeError without a process group
+        if not (alone or torch.compiler.is_compiling() or has_group()):
+            place(self.group, _OTHER_REMEDY)  # raises RuntimeError if there are several ranks
         # collective, and so is the backward pass
         y, mean, variance, total = Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self.timer, alone, self.group
