@@ -149,7 +149,7 @@ class Copy:
         files["tests/conftest.py"] = read("tests/conftest.py").partition(BESIDE_OTHER_APPS)[0].rstrip() + "\n"
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
-        of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change.*?(?=^set )")
+        of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change[^\n]*\n(?:#[^\n]*\n)*")
         changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # a project does not contain tools/changed.py
         pattern = f"(?ms){'|'.join((*of_repository, changed))}"
         files["scripts/test.sh"] = re.sub(pattern, "", files["scripts/test.sh"])

@@ -138,10 +138,8 @@ def load_tokenizer(options: Options) -> Tokenizer:
     if folder is None:
         return ByteTokenizer()
     if not folder.is_dir():
-        raise ConfigError(
-            f"--model {options.model} is not in {folder}: start the app by scripts/run_llm_finetune.sh, which "
-            "downloads it"
-        )
+        script = "scripts/run_llm_finetune.sh"
+        raise ConfigError(f"--model {options.model} is not in {folder}: start the app by {script}, which downloads it")
     try:
         inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -14,8 +14,8 @@ HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs, and HOROVOD_WITH_MPI=1 adds 
 environment's MPI to the MPI whose mpicxx is on PATH. If both are missing, it installs Open MPI from the package index.
 
 The program caches the wheel in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME), for environments with equal
-versions. Install apps/mnist_horovod/requirements.in into the environment first. The build needs a C++20 compiler and
-make, and downloads CMake. The build needs some minutes and 2.5 GB of memory.
+versions. Install apps/mnist_horovod/requirements.in into the environment first. The build needs a C++20 compiler,
+make, some minutes and 2.5 GB of memory. It downloads CMake.
 """
 
 from __future__ import annotations

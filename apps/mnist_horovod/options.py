@@ -122,7 +122,8 @@ def has_mpi_launcher(environ: Mapping[str, str]) -> bool:
 def check_slurm(options: Options, environ: Mapping[str, str]) -> None:
     """Raise ConfigError if HOROVOD_HOSTS=slurm cannot start the ranks."""
     if not environ.get("SLURM_JOB_ID"):
-        raise ConfigError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
+        command = "sbatch deploy/slurm/mnist_horovod.sbatch"
+        raise ConfigError(f"HOROVOD_HOSTS=slurm, but this is no Slurm job: {command}")
     check_hosts({**environ, "HOROVOD_HOSTS": ""})
     if options.transport != "mpi":
         raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")

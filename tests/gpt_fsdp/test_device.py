@@ -83,4 +83,5 @@ print(json.dumps([*devices, sorted({key.rpartition(".")[2] for key in state}), e
 
 def test_a_step_an_evaluation_and_a_restored_state_stay_on_the_device() -> None:
     state = ["exp_avg", "exp_avg_sq", "step"]  # a fused AdamW reads its step on the device
-    assert told_by("gpt_fsdp", PROGRAM) == [["meta"], ["meta"], state, "Cannot copy out of meta tensor; no data!"]
+    problem = "Cannot copy out of meta tensor; no data!"
+    assert told_by("gpt_fsdp", PROGRAM) == [["meta"], ["meta"], state, problem]

@@ -56,7 +56,8 @@ os._exit(0)
 def run(harness: Harness, mesh: str, ranks: int) -> tuple[int, list[object]]:
     """Run the program at a mesh. Return the step that it restored, and digests of weights and optimizer state."""
     program = harness.folder / "program.py"
-    program.write_text(PROGRAM.format(app=str(ROOT / "apps" / "gpt_fsdp"), folder=str(harness.folder / "kit")))
+    app = str(ROOT / "apps" / "gpt_fsdp")
+    program.write_text(PROGRAM.format(app=app, folder=str(harness.folder / "kit")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     outcome = bare(harness, [*launcher, str(program), mesh])
     assert outcome.code == 0, outcome

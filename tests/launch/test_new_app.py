@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,17 @@ def check_ruff(root: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
+def imported_tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module tools/new_app.py, which is in ``sys.modules`` until the end of the test."""
+    spec = importlib.util.spec_from_file_location("new_app", REPOSITORY / "tools" / "new_app.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "new_app", tool)
+    spec.loader.exec_module(tool)
+    return tool
+
+
 def check_script(root: Path, name: str) -> None:
     """Check --help and --dry-run of a copy's launch script."""
     script = str(root / "scripts" / f"run_{name}.sh")
@@ -157,6 +169,18 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path, soak: bool) -> None:
     check_ruff(root)
     done = python(root, "-m", "pytest", "-q", "tests/test_docs.py", "tests/test_layout.py", limit=300)
     assert done.returncode == 0, done.stdout
+
+
+def test_lines_with_a_name_of_any_length_are_formatted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formatter would join or split no line of a copy of any app, with the longest and the shortest name."""
+    tool = imported_tool(monkeypatch)
+    shutil.copy(REPOSITORY / "ruff.toml", tmp_path)
+    for app, letter in zip(APPS, string.ascii_lowercase):
+        longest = letter * 18
+        files = tool.Copy(app, longest, wheel="samestep.whl").files()
+        short = {path.replace(longest, letter): text.replace(longest, letter) for path, text in files.items()}
+        tool.write(tmp_path, {**files, **short})
+    check_ruff(tmp_path)
 
 
 @pytest.mark.soak  # the quick tests run test_each_app_under_a_name_of_its_own
@@ -236,12 +260,7 @@ def test_a_mistake_is_one_line(
     repository: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """main() reports the mistake before it reads anything; the shell script only finds a Python."""
-    spec = importlib.util.spec_from_file_location("new_app", REPOSITORY / "tools" / "new_app.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "new_app", tool)
-    spec.loader.exec_module(tool)
+    tool = imported_tool(monkeypatch)
     monkeypatch.setattr(tool, "ROOT", repository)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     (tmp_path / "full").mkdir()

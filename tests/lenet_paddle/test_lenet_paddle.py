@@ -1,4 +1,4 @@
-"""Test the features of lenet_paddle: three APIs, two launchers, two counts of correct predictions, and VisualDL."""
+"""Test the features of lenet_paddle: three APIs, two launchers, two counts of predictions, and VisualDL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that the tutorial's twenty lines of Horovod in apps/mnist_horovod/steps do not change the program's steps."""
+"""Test that the tutorial's twenty lines in apps/mnist_horovod/steps do not change the program's steps."""
 
 from __future__ import annotations
 
