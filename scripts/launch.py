@@ -32,6 +32,6 @@ elif wheel:
         print(f"error: {package.origin} hides the package samestep: take it off PYTHONPATH", file=sys.stderr)
         sys.exit(2)
 
-from samestep_launch.app import main  # noqa: E402
+from samestep_launch.app import leave, main  # noqa: E402
 
-sys.exit(main(root, sys.argv[1:]))
+leave(main(root, sys.argv[1:]))

@@ -33,7 +33,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep import ConfigError, __version__
 from samestep.env import Launcher, startable_launchers
@@ -51,7 +51,7 @@ from samestep.options import (
 )
 
 from samestep_launch import program as programs
-from samestep_launch.app import MAX_RANKS, check_arguments, check_notice, check_run_dir, look_up, run_safely
+from samestep_launch.app import MAX_RANKS, check_arguments, check_notice, check_run_dir, leave, look_up, run_safely
 from samestep_launch.imports import check_imports
 from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
 from samestep_launch.machine import check_interface
@@ -59,9 +59,9 @@ from samestep_launch.machine import check_interface
 LAUNCHERS = startable_launchers()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command ``samestep run`` and return the exit code."""
-    return run_safely(lambda: _main(arguments))
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run the command ``samestep run`` and exit with its exit code."""
+    leave(run_safely(lambda: _main(arguments)))
 
 
 def _main(arguments: Sequence[str]) -> int:
