@@ -132,7 +132,7 @@ def run_safely(run: Callable[[], int]) -> int:
 def leave(code: int) -> NoReturn:
     """Print what is left in the buffers, and exit at once.
 
-    Threads of this process may wait for messages of other machines. Python's orderly end can crash if they go on then.
+    Threads of this process may wait for messages of other machines. They can crash Python's orderly end.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the console is closed
