@@ -105,7 +105,7 @@ class Copy:
         return any(re.search(name_pattern(other), text) for other in others)
 
     def _is_about_more(self, text: str) -> bool:
-        of_repository = r'"(benchmarks|deploy|docs|stored)"|ROOT / "tools"|\bimport wrong_ways\b'
+        of_repository = r'"(benchmarks|deploy|docs|stored)"|ROOT / "tools"|\bimport (wrong_ways|commands)\b'
         return self.names_another_app(text) or re.search(of_repository, text) is not None
 
     def files(self) -> dict[str, str]:

@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 from amounts import amount
-from harness import Harness, Outcome, faulty, metrics
+from harness import Harness, Outcome, faulty, metrics, options_of
 
 PHASES = ("input", "computing", "optimizer")
 # With these options, steps are much shorter than an app's ``delay``, and few epochs end.
 SHORT = ("--global-batch-size=12", "--epochs=100", "--checkpoint-every=0", "--log-every=10")
 WITHIN = 50 + 10  # steps: a straggler must be slow for 50 steps, and ranks synchronize every 10
+
+
+@pytest.fixture(autouse=True)
+def _search(harness: Harness) -> None:
+    """Skip the tests for an app that searches for no stragglers, because the work of its ranks differs."""
+    if not options_of(harness.app.name).parse([]).straggler:
+        pytest.skip(f"{harness.app.name} sets --straggler to 0")
 
 
 def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, str, int, int]], ms: int) -> Outcome:

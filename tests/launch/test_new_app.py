@@ -36,6 +36,7 @@ LEFT_BEHIND = {
         "test_docs_programs.py",
         "test_first_run.py",
         "test_gpu_proof.py",
+        "test_readme.py",
         "test_torchvision.py",
     },
     "mnist_horovod": {"test_and_mnist_ddp.py"},

@@ -114,7 +114,7 @@ class _Slow:
                 self.make_slow(optimizer, "step", "optimizer")
 
     def make_batches_slow(self, batches: Any) -> None:
-        """Wrap `GlobalBatches.indices`, the first call of each step. By then, the app has imported its framework."""
+        """Wrap the method `indices`, the first call of each step. By then, the app has imported its framework."""
         self.make_slow(batches, "indices", "input")
         indices = batches.indices
 
@@ -141,10 +141,16 @@ def _strike_before_change(method: str) -> None:
     setattr(Root, method, strike_or_change)
 
 
-def _strike_at_a_step() -> None:
+def _kinds_of_batches() -> list[Any]:
+    """Return the classes that have a method `indices` of their own."""
+    from samestep.data.token_batches import TokenBatches
     from samestep.sharding import GlobalBatches
 
-    indices = GlobalBatches.indices
+    return [GlobalBatches, TokenBatches]
+
+
+def _strike_at_a_step(batches: Any) -> None:
+    indices = batches.indices
 
     def indices_or_strike(self: Any, step: int, *micro_batch: Any) -> Any:
         if step == _fault.get("step"):
@@ -157,7 +163,7 @@ def _strike_at_a_step() -> None:
             _tell_addresses(_fault.pop("tell"))
         return indices(self, step, *micro_batch)
 
-    GlobalBatches.indices = indices_or_strike  # type: ignore[assignment,method-assign]
+    batches.indices = indices_or_strike
 
 
 def _strike_at_a_beat() -> None:
@@ -182,14 +188,16 @@ def _strike_at_a_beat() -> None:
 
 
 def _arm() -> None:
-    from samestep import env, sharding
+    from samestep import env
     from samestep.job_info import JobInfo
 
     rank = JobInfo.from_environ(os.environ).rank  # an elastic launcher passes the rank in the job info
     if rank is None:
         rank = env.detect(os.environ).rank
     if "slow" in _fault:
-        _Slow(rank).make_batches_slow(sharding.GlobalBatches)
+        slow = _Slow(rank)
+        for batches in _kinds_of_batches():
+            slow.make_batches_slow(batches)
     if "modules" in _fault:
         _list_modules_at_exit(f"{_fault['modules']}-{rank}")
     if rank != _fault.get("rank"):
@@ -197,7 +205,8 @@ def _arm() -> None:
     if "audit" in _fault:
         _strike_before_change({"os.mkdir": "make_folder", "open": "create", "os.rename": "rename"}[_fault["audit"]])
     if not _fault.keys().isdisjoint({"step", "differ", "flip", "tell"}):
-        _strike_at_a_step()
+        for batches in _kinds_of_batches():
+            _strike_at_a_step(batches)
     if not _fault.keys().isdisjoint({"updates", "evaluating"}):
         _strike_at_a_beat()
 
