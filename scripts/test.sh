@@ -12,8 +12,10 @@ set -euo pipefail
 CDPATH='' cd -- "$scripts/.."
 packages=(tox==4.67.13 tox-uv==1.37.1 uv==0.13.9)
 venv=.venvs/tox
+# The programs of an environment name its path. tox does not reinstall a changed file of the same name.
+stamp="${packages[*]} $PWD $(cksum vendor/samestep-*.whl 2>/dev/null || :)"
 
-if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "${packages[*]}" ]; then
+if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$stamp" ]; then
   for python in python3.11 python3; do
     if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
       break
@@ -25,10 +27,10 @@ if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "${packages[*]}" ]; then
     exit 2
   fi
   echo "making $venv with ${packages[*]}"
-  rm -rf "$venv"
+  rm -rf "$venv" .tox
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}"
-  echo "${packages[*]}" >"$venv/samestep-stamp"
+  echo "$stamp" >"$venv/samestep-stamp"
 fi
 # uv installs the environments. It does not read pip's configuration, so pip's settings become variables of uv.
 settings=$("$venv/bin/python" -m pip config list)
@@ -42,7 +44,7 @@ done
 export UV_INDEX_STRATEGY=unsafe-best-match  # as pip does: the best version of any index
 case ${1:-} in
 -h | --help | -l | --list)
-  sed -n '2,/^set /s/^# //p' "$0"
+  sed -n '2,/^set /s/^# //p' scripts/test.sh
   exec "$venv/bin/tox" list
   ;;
 esac

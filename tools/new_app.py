@@ -6,8 +6,8 @@
 The tool renames the app in files, paths and commands, except in paths to files that the tool does not copy. The tool
 writes READMEs from templates. It omits programs that measure figures of the app's README, and their tests. It also
 omits each test file that mentions another app, `stored` runs of an earlier version, or a folder that only the
-repository has (benchmarks, deploy, docs). The copy runs the tests that the app leaves to other apps. `skipped_marks` in
-the copy's app_spec.py therefore keeps only the marks `core_only` and `slow`.
+repository has, such as benchmarks and docs. The copy runs the tests that the app leaves to other apps. `skipped_marks`
+in the copy's app_spec.py therefore keeps only the marks `core_only` and `slow`.
 
 The tool runs on the system's Python, and needs only the standard library. pip builds the wheel.
 """
@@ -43,6 +43,7 @@ GENERATED_PAGES = {
     "docs/messages.md": "docs/messages.py",
 }
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
+TEST_FILES = re.compile(r"conftest\.py|test_.*")  # not imported by other files
 OF_README = {"wrong_ways.py"}  # programs that measure figures of an app's README; the tool does not copy that README
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
@@ -105,7 +106,8 @@ class Copy:
         return any(re.search(name_pattern(other), text) for other in others)
 
     def _is_about_more(self, text: str) -> bool:
-        of_repository = r'"(benchmarks|deploy|docs|stored)"|ROOT / "tools"|\bimport (wrong_ways|commands)\b'
+        folders = r'"(benchmarks|deploy|docs|stored)"|"tests" / "check"|ROOT / "tools"'
+        of_repository = rf"{folders}|\bimport (wrong_ways|commands)\b"
         return self.names_another_app(text) or re.search(of_repository, text) is not None
 
     def files(self) -> dict[str, str]:
@@ -120,7 +122,17 @@ class Copy:
         if about in files:
             files[about] = self._about()
         files[spec] = re.sub(r'(?s)\A""".*?"""', f'"""Describe {self.name} for the common cases."""', text)
-        return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
+        files[f"apps/{self.name}/README.md"] = self.fill("app_readme.txt")
+        return self._naming_samestep(files)
+
+    def _naming_samestep(self, files: dict[str, str]) -> dict[str, str]:
+        """Return the files of a project with "of Samestep" after each page of docs/ that a script in deploy/ names."""
+        if not self.wheel:
+            return files
+        return {
+            path: re.sub(r"\bdocs/\w+\.md", r"\g<0> of Samestep", text) if path.startswith("deploy/") else text
+            for path, text in files.items()
+        }
 
     def _about(self) -> str:
         """Return the copy's about.json, which places the copy after its origin in the tables of apps."""
@@ -142,7 +154,8 @@ class Copy:
     def project_files(self) -> dict[str, str]:
         """Return the files that a project needs besides the copy and the wheel. No file mentions another app."""
         helpers = [path for path in files_under("tests/common") if not Path(path).name.startswith("test_")]
-        helpers += [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*.py") if path.name != "conftest.py"]
+        shared = [path for path in ROOT.glob("tests/*.py") if not TEST_FILES.fullmatch(path.name)]
+        helpers += [str(path.relative_to(ROOT)) for path in shared]
         cases = [path for path in files_under("tests/common") if path not in helpers]
         texts = [read(path) for path in [*cases, "tests/conftest.py", *self.paths] if path.startswith("tests/")]
         files = {path: read(path) for path in [*PROJECT_FILES, *cases, *used_helpers(helpers, texts)]}
@@ -150,10 +163,11 @@ class Copy:
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
         of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change[^\n]*\n(?:#[^\n]*\n)*")
-        changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # a project does not contain tools/changed.py
-        pattern = f"(?ms){'|'.join((*of_repository, changed))}"
+        blocks = r"^if \[ .[^\n]* = --(?:fast|changed) \].*?^fi\n"  # a project lacks their environments and tools
+        pattern = f"(?ms){'|'.join((*of_repository, blocks))}"
         files["scripts/test.sh"] = re.sub(pattern, "", files["scripts/test.sh"])
-        return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
+        files |= {"tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
+        return self._naming_samestep(files)
 
     def environment(self, section: str) -> str:
         """Return a section of tox.ini for the copy, with the copy's requirements and tests, and the common tests."""
@@ -168,7 +182,7 @@ class Copy:
         for line in wanted:
             line = re.sub(r"^description = .*", f"description = {self.origin}, driven through its launch script", line)
             line = re.sub(r'"testpaths=([^"]*)"', of_copy, line)
-            lines.append(line.replace("-e .", f"vendor/{self.wheel}") if self.wheel else line)
+            lines.append(line.replace("-e .", "{[samestep]wheel}") if self.wheel else line)
         return self.rename("\n".join(lines))
 
     def _test_files(self) -> list[str]:

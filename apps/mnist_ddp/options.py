@@ -114,8 +114,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     if os.environ.get("PYTHON"):
         return
     if options.input == "torchvision" and "torchvision" not in Path(__file__).with_name("requirements.in").read_text():
-        cifar = "`bash scripts/run_cifar_ddp.sh 1 --max-steps 0` makes .venvs/cifar_ddp/bin/python"
-        raise ConfigError(f"--input torchvision: name a Python with torch and {TORCHVISION} by PYTHON=; {cifar}")
+        raise ConfigError(f"--input torchvision: name a Python with torch and {TORCHVISION} by PYTHON=")
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")
     if options.backend == "nccl" and not has_driver:
         raise ConfigError("--backend nccl: this machine has no NVIDIA driver: use --backend gloo")

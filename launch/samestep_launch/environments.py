@@ -183,7 +183,7 @@ class Environment:
             version,
             [_requirement_lines(lock) for lock in locks],
             sorted(built),
-            hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else source_path(self.root),
+            [hashlib.sha256(wheel.read_bytes()).hexdigest(), str(self.root)] if wheel else source_path(self.root),
             [setup, *((self.source / name).read_text() for name in built_from)],
         ]
         if settings:

@@ -258,12 +258,13 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
 def find_script(app: str) -> Path | None:
     """Return the launch script of an app; None if it is not found.
 
-    The function searches the project of this file, the working directory and the parents of the working directory.
+    The function searches the project of this file, the folders that hold this Python's environment, and the working
+    directory with its parents.
     """
     if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", app):
         return None
     here = Path.cwd()
-    for root in (Path(__file__).resolve().parents[2], here, *here.parents):
+    for root in (Path(__file__).resolve().parents[2], *Path(sys.prefix).parents, here, *here.parents):
         script = root / "scripts" / f"run_{app}.sh"
         if script.is_file() and (root / "apps" / app / "train.py").is_file():
             return script

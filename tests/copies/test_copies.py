@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import APPS
-from repository import REPOSITORY, clone, run_fresh
+from repository import clone, run_fresh
 
 IN_MATRIX = "mnist_lightning"  # the quick tests copy only this app, whose tests are the fastest
 # The quick tests collect all tests of the copy, and run one with the launch script and two with plain Python.
@@ -41,11 +41,7 @@ def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: b
     if soak:
         run_fresh(folder, tmp_path / "testing", 7200, "bash", "scripts/test.sh", "-e", environments)
         return
-    # Use this repository's tox and this environment's packages, because an installation is slower than the tests.
-    tox = REPOSITORY / ".venvs" / "tox"
-    if tox.exists():
-        (folder / ".venvs").mkdir()
-        (folder / ".venvs" / "tox").symlink_to(tox)
     run_fresh(folder, tmp_path / "lint", 300, "bash", "scripts/test.sh", "-e", "lint")
+    # Use this environment's packages, because an installation is slower than the tests.
     words = [sys.executable, "-m", "pytest", "--app=my_copy", "--device=cpu", *SOME]
     run_fresh(folder, tmp_path / "testing", 300, *words, PYTHON=sys.executable)

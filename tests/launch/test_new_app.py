@@ -37,6 +37,8 @@ LEFT_BEHIND = {
         "test_first_run.py",
         "test_gpu_proof.py",
         "test_readme.py",
+        "test_replay_after_kill.py",
+        "test_signals.py",
         "test_torchvision.py",
     },
     "mnist_horovod": {"test_and_mnist_ddp.py"},

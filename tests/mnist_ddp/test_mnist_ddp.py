@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, Harness, bare, losses, relative_difference, write_fashion
-from samestep import checkpoint
+from samestep import checkpoint, run
 from samestep.data import datasets
 from samestep.env import processor
 from samestep.sharding import GlobalBatches
@@ -63,7 +63,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     assert relative_difference(curve, losses(harness.folder / "run")) < 1e-9
     assert f"3 ranks on {harness.device}: {processor()}, steps 70 to 100" in outcome.stdout.splitlines()[0]
     lines = (harness.folder / "run" / "log" / "rank-2.log").read_text().splitlines()
-    place = rf"INFO\|\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\|{re.escape(str(ROOT))}/core/samestep/run\.py\|\d+\| "
+    place = rf"INFO\|\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\|{re.escape(run.__file__)}\|\d+\| "
     assert re.match(place + "rank 2 on ", lines[0])
     assert [line for line in lines if re.match(place + "epoch 3/4  step 96 ", line)]
 

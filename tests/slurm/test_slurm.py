@@ -227,7 +227,7 @@ def test_mistakes_are_reported_and_not_tried_again(slurm: Site) -> None:
     job = slurm.submit(str(SCRIPTS / "mnist_ddp.sbatch"), cwd=elsewhere)
     assert slurm.finish(job, "FAILED")["ExitCode"] == "2:0"
     reported = (elsewhere / f"{job}.err").read_text()
-    assert reported == f"error: {elsewhere} is not Samestep's folder: call sbatch there\n"
+    assert reported == f"error: {elsewhere} is not the project's folder: call sbatch there\n"
 
     job = slurm.train("mnist_ddp", "--lr=-1")
     assert slurm.finish(job, "FAILED")["ExitCode"] == "2:0"
