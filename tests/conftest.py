@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent / "common"))
 
 from harness import APPS, ROOT, Harness, app_spec, faulty
 from interrupts import Interrupts
-from samestep_observe.replay_job import NOT_REPLAYED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     app = app_spec(config.getoption("--app"))
     applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
     applies["fixed_world"] = app.launcher != "torchft"
-    applies["replayed"] = app.name not in NOT_REPLAYED
+    applies["replayed"] = app.launcher not in ("msrun", "torchft")
     applies["virtual_ranks"] = app.virtual_ranks is not None
     applies["stored_run"] = any((ROOT / f"tests/{app.name}/stored").glob("*/options"))
     marks = [mark for mark, does in applies.items() if not does]

@@ -44,7 +44,8 @@ GENERATED_PAGES = {
 }
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 TEST_FILES = re.compile(r"conftest\.py|test_.*")  # not imported by other files
-OF_README = {"wrong_ways.py"}  # programs that measure figures of an app's README; the tool does not copy that README
+# Programs that measure figures of an app's README, and tests of README.md. The tool copies no README.
+OF_README = {"wrong_ways.py", "test_readme.py"}
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
     *("tools/lock.py", "tools/quick_imports.py", "tools/run_tox.py"),
@@ -106,8 +107,7 @@ class Copy:
         return any(re.search(name_pattern(other), text) for other in others)
 
     def _is_about_more(self, text: str) -> bool:
-        folders = r'"(benchmarks|deploy|docs|stored)"|"tests" / "check"|ROOT / "tools"'
-        of_repository = rf"{folders}|\bimport (wrong_ways|commands)\b"
+        of_repository = r'"(benchmarks|deploy|docs|stored)"|"tests" / "check"|ROOT / "tools"|\bimport wrong_ways\b'
         return self.names_another_app(text) or re.search(of_repository, text) is not None
 
     def files(self) -> dict[str, str]:
@@ -192,6 +192,7 @@ class Copy:
         files = [path for folder in test_folders(self.origin) for path in files_under(f"tests/{folder.name}")]
         texts = {path: read(path) for path in files}
         own = [path for path, text in texts.items() if always.search(path) or not self._is_about_more(text)]
+        own = [path for path in own if Path(path).name not in OF_README]
         cases = [path for path in own if always.search(path) or Path(path).name.startswith("test_")]
         helpers = used_helpers([path for path in own if path not in cases], [texts[path] for path in cases])
         self.left_behind = [path for path in files if path not in (*cases, *helpers)]

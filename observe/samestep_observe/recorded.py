@@ -86,6 +86,11 @@ class RecordedRun:
         return run_reader.app_of(self.header, self.result)
 
     @property
+    def can_be_replayed(self) -> bool:
+        """Whether `samestep replay` can run a step again: not with MindSpore, and not if ranks come and go (torchft)."""
+        return "mindspore" not in self.header and get_object(self.header, "world").get("launcher") != "torchft"
+
+    @property
     def ranks(self) -> int:
         """The number of ranks; 1 if it is unknown."""
         return run_reader.world_size_of(self.header, self.result) or 1

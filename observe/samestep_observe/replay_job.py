@@ -30,7 +30,6 @@ from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, read_los
 
 INSIDE = Path(__file__).with_name("inside")
 # Apps that cannot be replayed. Their steps depend on more than seed, step and weights, or the apps do not use `Run`.
-NOT_REPLAYED = ("collectives_lab", "mnist_elastic", "resnet50_mindspore")
 DROPPED = ("--track", "--visualdl")  # options that a replay leaves out together with their values
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
 STOP_SECONDS = 20.0  # seconds from the stop of this process until the replay is killed
@@ -244,7 +243,7 @@ def start_words(plan: Plan, command: Command, program: Path | None) -> list[str]
     app = plan.run.app
     if program is not None:
         return [sys.executable, "-m", "samestep", "run", f"-n{plan.ranks}"]
-    if app in NOT_REPLAYED:
+    if not plan.run.can_be_replayed:
         raise ConfigError(f"{plan.run.folder} is a run of {app}, whose steps samestep replay cannot run again")
     script = find_script(app)
     if script is None:

@@ -16,7 +16,6 @@ from samestep.untrusted import shown
 
 from samestep_observe import run_reader
 from samestep_observe.recorded import RecordedRun, has_same_bits
-from samestep_observe.replay_job import NOT_REPLAYED
 from samestep_observe.run_reader import count_of, finite_number, get_object, non_negative_int
 
 METRICS = "metrics.jsonl"
@@ -75,7 +74,7 @@ def check_metrics(run: RecordedRun) -> Iterator[Finding]:
         yield Finding(METRICS, claim, problems[0])
         return
     yield _finding(METRICS, f"{claim}, each step once", order_problems(lines))
-    if run.app not in NOT_REPLAYED:  # the apps of NOT_REPLAYED may log at other steps
+    if run.can_be_replayed:  # other runs may log at other steps
         yield _finding(METRICS, "no line is missing", gaps(run, steps))
 
 
@@ -153,8 +152,8 @@ def _without_line(steps: Iterable[int], present: Set[int]) -> Iterator[str]:
 
 def check_losses(run: RecordedRun) -> Iterator[Finding]:
     """Check that log/losses.bin has each step once, and the same losses as metrics.jsonl."""
-    if run.app in NOT_REPLAYED or "command" not in run.header:
-        return  # the app records no losses of single steps, or an earlier version wrote the run
+    if not run.can_be_replayed or "command" not in run.header:
+        return  # the run records no losses of single steps, or an earlier version wrote the run
     records = step_losses.read(run.folder)
     yield _finding(step_losses.NAME, f"{count_of(len(records), 'step')}, each once", _loss_problems(run, records))
     yield _finding(step_losses.NAME, f"the losses of {METRICS}", _unlike_losses(run, records))
@@ -318,7 +317,7 @@ def _unlike_weights(run: RecordedRun) -> Iterator[str]:
         saved = checkpoint.read(folder)
     except CorruptCheckpoint:
         return  # the checkpoint is missing, or `check_checkpoints` reports it
-    if saved.pieces or "model" not in saved.contents or run.app in NOT_REPLAYED:
+    if saved.pieces or "model" not in saved.contents or not run.can_be_replayed:
         return  # the checkpoint has shards, or its weights have other names
     arrays = safetensors.numpy.load(saved.contents["model"])
     if checkpoint.weights_sha256(arrays) != digest:

@@ -47,7 +47,13 @@ LEFT_BEHIND = {
     "lenet_paddle": set(),
     "llm_finetune": {"test_finetune_proof.py", "test_measured_tables.py", "test_wrong_ways.py"},
     "mnist_elastic": set(),
-    "resnet50_mindspore": {"test_depth_50.py", "test_stored_run.py", "mindspore_side.py", "torchvision_side.py"},
+    "resnet50_mindspore": {
+        "test_depth_50.py",
+        "test_readme.py",
+        "test_stored_run.py",
+        "mindspore_side.py",
+        "torchvision_side.py",
+    },
 }
 MEASURING = "wrong_ways.py"  # prints figures of the app's README, so it is not copied
 SPECS = "import harness, json; print(json.dumps({n: harness.app_spec(n).__dict__ for n in harness.APPS}))"

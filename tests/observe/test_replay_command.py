@@ -22,7 +22,7 @@ import rundirs
 from samestep import ConfigError, checkpoint, manifest, step_losses, trace
 from samestep_observe import diff, replay, replay_export, replay_report, report, run_reader, traces, verify
 from samestep_observe.recorded import Comparison, RecordedRun, compare
-from samestep_observe.replay_job import kept_arguments, make_plan, start_words
+from samestep_observe.replay_job import find_script, kept_arguments, make_plan, start_words
 from samestep_observe.run_reader import MetricsReader, read_losses
 
 STEP = rundirs.STEPS
@@ -138,6 +138,17 @@ def test_a_run_dir_never_names_the_program_to_start(made: dict[str, Path]) -> No
     assert start_words(plan, run.command, Path("mine.py")) == [sys.executable, "-m", "samestep", "run", "-n1"]
 
 
+def test_launch_script_is_found_by_the_place_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project has the package in an environment, and the caller may be in any folder."""
+    script = tmp_path / "scripts" / "run_my_app.sh"
+    for path in (script, tmp_path / "apps" / "my_app" / "train.py"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    assert find_script("my_app") is None
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venvs" / "my_app"))
+    assert find_script("my_app") == script
+
+
 def change_header(run_dir: Path, **values: Any) -> None:
     """Change the header of metrics.jsonl; None removes a value."""
     first, *others = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -148,7 +159,8 @@ def change_header(run_dir: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("header", "step", "expected"),
     [
-        ({"app": "mnist_elastic"}, 1, "whose steps samestep replay cannot run again"),
+        ({"mindspore": "2.10.0"}, 1, "whose steps samestep replay cannot run again"),
+        ({"world": {"launcher": "torchft"}}, 1, "whose steps samestep replay cannot run again"),
         ({"command": None}, 1, "an earlier version of samestep wrote it"),
         ({"command": {"arguments": "rm"}}, 1, "does not say how it was started"),
         ({}, STEP + 1, f"has the steps 1 to {STEP}, not {STEP + 1}"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from layouts import TORCHVISION, digest
 from processes import free_port
 from samestep import ConfigError, checkpoint
 from samestep.data import datasets
-from samestep.sharding import GlobalBatches
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 TRAIN = str(APP / "train.py")
@@ -575,15 +572,6 @@ def test_weights_that_mindspore_has_cut_are_gathered(told_of_ranks: Any) -> None
     assert told_of_ranks["evaluated"]
 
 
-@pytest.fixture
-def ascend_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the globals of options.py on a machine that appears to have Ascend's driver."""
-    found = runpy.run_path(str(APP / "options.py"))
-    (tmp_path / "davinci_manager").touch()
-    monkeypatch.setitem(found["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
-    return found
-
-
 def test_ascends_driver_decides(ascend_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_TABLE_FILE", "/some/rank_table.json")
     seed = ["--parallel=auto", "--api=highlevel", "--sink-size=5"]  # from MindSpore's tutorial
@@ -600,17 +588,6 @@ def test_ascends_driver_decides(ascend_options: dict[str, Any], monkeypatch: pyt
     monkeypatch.delenv("RANK_TABLE_FILE")
     parsed = ascend_options["parse"](["--device=cpu"])
     assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("cpu", 32, 300)
-
-
-def test_the_readme_has_the_run_of_mindspores_tutorial(ascend_options: dict[str, Any]) -> None:
-    readme = (APP / "README.md").read_text().replace("\\\n", "")
-    (command,) = (line for line in readme.splitlines() if "--drop-remainder" in line and line.startswith("RANK_TABLE"))
-    words = shlex.split(command)
-    parsed = ascend_options["parse"](words[words.index("8") + 1 :])
-    batches = GlobalBatches(50_000, parsed.global_batch_size, parsed.seed, 0, 8, drop_last=parsed.drop_remainder)
-    assert (batches.steps_per_epoch, parsed.epochs, len(batches.indices(0))) == (195, 10, 32)
-    assert (parsed.image_size, parsed.depth, parsed.lr, parsed.momentum) == (224, 50, 0.01, 0.9)
-    ascend_options["check_start"](parsed, "cifar10", 0)
 
 
 def test_an_added_depth_or_dataset_is_left_to_the_ranks(ascend_options: dict[str, Any]) -> None:
