@@ -87,7 +87,10 @@ class RecordedRun:
 
     @property
     def can_be_replayed(self) -> bool:
-        """Whether `samestep replay` can run a step again: not with MindSpore, nor if ranks come and go (torchft)."""
+        """Whether `samestep replay` can run a step again: not with MindSpore, nor if ranks come and go (torchft).
+
+        Their steps depend on more than seed, step and weights.
+        """
         return "mindspore" not in self.header and get_object(self.header, "world").get("launcher") != "torchft"
 
     @property

@@ -29,7 +29,6 @@ from samestep_observe.recorded import Command, RecordedRun, differences, setting
 from samestep_observe.run_reader import MetricsReader, SavedCheckpoint, read_losses
 
 INSIDE = Path(__file__).with_name("inside")
-# Apps that cannot be replayed. Their steps depend on more than seed, step and weights, or the apps do not use `Run`.
 DROPPED = ("--track", "--visualdl")  # options that a replay leaves out together with their values
 MOST_SHARDS = 10_000  # maximum number of recorded ranks whose samples are listed
 STOP_SECONDS = 20.0  # seconds from the stop of this process until the replay is killed
