@@ -12,7 +12,7 @@ from typing import Any
 from harness import Harness
 from processes import environments, parent
 from samestep.job_info import JobInfo
-from test_mnist_elastic import SHORT, check_same, heartbeats, waits_for  # type: ignore[import-not-found]
+from test_mnist_elastic import SHORT, check_same, heartbeats, waits_for  # type: ignore[import-not-found,unused-ignore]
 
 
 def test_a_killed_rank_is_forked_again_from_the_process_that_has_imported_train(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import Harness, bare
 from processes import listening_ports
-from test_mnist_elastic import SHORT, check_same, heartbeats, members, waits_for  # type: ignore[import-not-found]
+from test_mnist_elastic import SHORT, check_same, heartbeats, members, waits_for  # type: ignore[import-not-found,unused-ignore]
 
 STRANGER, PROOFS, FLOOD = (str(Path(__file__).parent / name) for name in ("stranger.py", "proofs.py", "flood.py"))
 FEW_BYTES = 1000  # more than a challenge or an error of HTTP; the model has 87,000 bytes
