@@ -122,17 +122,7 @@ class Copy:
         if about in files:
             files[about] = self._about()
         files[spec] = re.sub(r'(?s)\A""".*?"""', f'"""Describe {self.name} for the common cases."""', text)
-        files[f"apps/{self.name}/README.md"] = self.fill("app_readme.txt")
-        return self._naming_samestep(files)
-
-    def _naming_samestep(self, files: dict[str, str]) -> dict[str, str]:
-        """Return the files of a project with "of Samestep" after each page of docs/ that a script in deploy/ names."""
-        if not self.wheel:
-            return files
-        return {
-            path: re.sub(r"\bdocs/\w+\.md", r"\g<0> of Samestep", text) if path.startswith("deploy/") else text
-            for path, text in files.items()
-        }
+        return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
 
     def _about(self) -> str:
         """Return the copy's about.json, which places the copy after its origin in the tables of apps."""
@@ -153,9 +143,8 @@ class Copy:
 
     def project_files(self) -> dict[str, str]:
         """Return the files that a project needs besides the copy and the wheel. No file mentions another app."""
-        helpers = [path for path in files_under("tests/common") if not Path(path).name.startswith("test_")]
-        shared = [path for path in ROOT.glob("tests/*.py") if not TEST_FILES.fullmatch(path.name)]
-        helpers += [str(path.relative_to(ROOT)) for path in shared]
+        shared = [*files_under("tests/common"), *(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*.py"))]
+        helpers = [path for path in shared if not TEST_FILES.fullmatch(Path(path).name)]
         cases = [path for path in files_under("tests/common") if path not in helpers]
         texts = [read(path) for path in [*cases, "tests/conftest.py", *self.paths] if path.startswith("tests/")]
         files = {path: read(path) for path in [*PROJECT_FILES, *cases, *used_helpers(helpers, texts)]}
@@ -166,8 +155,7 @@ class Copy:
         blocks = r"^if \[ .[^\n]* = --(?:fast|changed) \].*?^fi\n"  # a project lacks their environments and tools
         pattern = f"(?ms){'|'.join((*of_repository, blocks))}"
         files["scripts/test.sh"] = re.sub(pattern, "", files["scripts/test.sh"])
-        files |= {"tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
-        return self._naming_samestep(files)
+        return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
 
     def environment(self, section: str) -> str:
         """Return a section of tox.ini for the copy, with the copy's requirements and tests, and the common tests."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -571,15 +570,6 @@ def test_weights_that_mindspore_has_cut_are_gathered(told_of_ranks: Any) -> None
     assert told_of_ranks["whole"] == ["None", "None"]
     assert told_of_ranks["different"] == []
     assert told_of_ranks["evaluated"]
-
-
-@pytest.fixture
-def ascend_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the globals of options.py on a machine that appears to have Ascend's driver."""
-    found = runpy.run_path(str(APP / "options.py"))
-    (tmp_path / "davinci_manager").touch()
-    monkeypatch.setitem(found["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
-    return found
 
 
 def test_ascends_driver_decides(ascend_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
