@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--app", choices=APPS, default="mnist_ddp", help="the app that tests/common drives")
     parser.addoption("--device", default="cpu", help="its --device")
     parser.addoption("--start-method", choices=("fork", "exec"), help="its --start-method, if it has one")
-    parser.addoption("--every-case", action="store_true", help="all cases, with the matrix's low counts")
+    parser.addoption("--every-case", action="store_true", help="all cases, with low counts")
     parser.addoption("--soak", action="store_true", help="the high counts, for hours rather than minutes")
 
 
@@ -40,15 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(100_000, 50, 100)  # with higher thresholds, garbage of passed tests would hold open files
     for mark in (
-        "soak: not in the matrix; runs with --soak or --every-case",
-        "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
+        "soak: only with --soak or --every-case",
+        "core_only: core alone decides it, so few apps run it",
         "torchrun: of apps that torchrun starts",
         "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
         "virtual_ranks: of apps that have --virtual-ranks",
         "replayed: of apps whose steps samestep replay runs again",
         "fixed_world: of apps whose world size stays the same during a run",
-        "slow: scripts/test.sh --fast leaves it out; an app may leave it to the soak",
+        "slow: its start or its steps take long; an app may leave it to the soak",
         "best, faults, kills, launcher, stall, stragglers, weights: an app may leave it to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):

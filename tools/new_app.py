@@ -52,7 +52,12 @@ PROJECT_FILES = (
     *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
     *("mypy.ini", "pytest.ini", "ruff.toml"),
 )
-BESIDE_OTHER_APPS = "# --- several apps"  # the code of tests/conftest.py from this line on runs further apps
+# A project lacks the rest of these files from this line on.
+ONLY_IN_REPOSITORY = {
+    "tests/conftest.py": "# --- several apps",
+    "mypy.ini": "# --- only in the repository",
+    "ruff.toml": "# --- only in the repository",
+}
 
 
 class UsageError(Exception):
@@ -148,7 +153,8 @@ class Copy:
         cases = [path for path in files_under("tests/common") if path not in helpers]
         texts = [read(path) for path in [*cases, "tests/conftest.py", *self.paths] if path.startswith("tests/")]
         files = {path: read(path) for path in [*PROJECT_FILES, *cases, *used_helpers(helpers, texts)]}
-        files["tests/conftest.py"] = read("tests/conftest.py").partition(BESIDE_OTHER_APPS)[0].rstrip() + "\n"
+        for path, line in ONLY_IN_REPOSITORY.items():
+            files[path] = read(path).partition(line)[0].rstrip() + "\n"
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
         of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change[^\n]*\n(?:#[^\n]*\n)*")
@@ -195,7 +201,8 @@ class Copy:
             for pin in re.findall(r"^  ([\w-]+==\S+)$", lint[0], re.MULTILINE)
             if not re.match("check-jsonschema|import-linter|shellcheck", pin)
         ]
-        head = self.fill("project_tox.txt", base=base[0], pins="\n  ".join(pins))
+        listed = ", ".join(["lint", *listed_environments(tox, self.origin, self.name)])
+        head = self.fill("project_tox.txt", base=base[0], pins="\n  ".join(pins), listed=listed)
         return "\n\n".join([head.strip(), *map(self.environment, own), *locks]) + "\n"
 
 
@@ -246,6 +253,14 @@ def find_environments(tox: str, name: str) -> list[str]:
     found = re.findall(rf"(?ms)^\[testenv{name}(?:-[^\n]*)?\].*?(?=^\[|\Z)", tox)
     require(found, f"tox.ini has no section [testenv{name}-...]: add one")
     return [each.strip() for each in found]
+
+
+def listed_environments(tox: str, origin: str, name: str) -> list[str]:
+    """Return the environments of the origin that tox runs by default, with the copy's ``name`` for the origin's."""
+    (environments,) = re.findall(r"(?m)^env_list = (.*)", tox)
+    ends = re.findall(rf"\b{origin}(-\w+)", environments)
+    require(ends, f"{origin} has no place in tox.ini's env_list: add it")
+    return [f"{name}{end}" for end in ends]
 
 
 def provenance() -> str:
@@ -299,12 +314,11 @@ def changed_lists(copy: Copy) -> dict[str, str]:
     tox = read("tox.ini")
     sections = find_environments(tox, f":{origin}")
     tox = tox.replace(sections[-1], "\n\n".join([sections[-1], *map(copy.environment, sections)]))
-    names = [end for line in re.findall(r"(?m)^env_list = (.*)", tox) for end in re.findall(rf"\b{origin}(-\w+)", line)]
-    require(names, f"{origin} has no place in tox.ini's env_list: add it")
+    names = listed_environments(tox, origin, copy.name)
     record = json.loads(read("tools/python_versions.json"))
     record = dict(sorted({**record, copy.name: record[origin]}.items()))
     return {
-        "tox.ini": re.sub(r"(?m)^env_list = .*", rf"\g<0>{''.join(f', {copy.name}{each}' for each in names)}", tox),
+        "tox.ini": re.sub(r"(?m)^env_list = .*", rf"\g<0>, {', '.join(names)}", tox),
         "tools/python_versions.json": json.dumps(record, indent=2) + "\n",
     }
 

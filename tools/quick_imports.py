@@ -13,6 +13,7 @@ framework. The program saves time in two ways:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -66,9 +67,16 @@ def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
             yield Path(importlib.util.cache_from_source(path)), store / f"{digest}.{TAG}.pyc"
 
 
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make imports of frameworks faster in a test environment.")
+    parser.add_argument("store", type=Path, help="folder of bytecode for all environments, which is made if missing")
+    parser.add_argument("folder", type=Path, help="site-packages of the environment")
+    parser.add_argument("modules", nargs="*", metavar="module", help="import name of a package to compile")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    store = Path(sys.argv[1])
-    store.mkdir(parents=True, exist_ok=True)
-    folder = Path(sys.argv[2])
-    (folder / "fewer_collections.pth").write_text(FEWER_COLLECTIONS)
-    compile_modules(store, folder, sys.argv[3:])
+    options = parse()
+    options.store.mkdir(parents=True, exist_ok=True)
+    (options.folder / "fewer_collections.pth").write_text(FEWER_COLLECTIONS)
+    compile_modules(options.store, options.folder, options.modules)

@@ -6,8 +6,7 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
 Schedule, augmentation, dropout and batch normalization depend on the step's number, the seed and the global batch, but
-not on the ranks. The step is therefore the same at any world size, and after a restart. README.md shows how common
-mistakes change the losses.
+not on the ranks. The step is therefore the same at any world size, and after a restart.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """

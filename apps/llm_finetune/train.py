@@ -7,7 +7,7 @@
 A step's loss is the mean over the target tokens of its global batch. The targets are the tokens of the assistant's
 texts, and the end token of each text. The samples of a global batch, their micro-batches and the number of targets
 depend only on the data, the options and the step. The step is therefore the same at any world size, and after a
-restart. README.md shows how common mistakes change the losses.
+restart.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the other ranks.
 """
@@ -37,6 +37,7 @@ from samestep.run import Parts, Run
 from samestep.sharding import shard
 from samestep.torch import DataLoader, distributed, reduction, updates
 from samestep.torch.token_sampler import GlobalTokenBatchSampler
+from samestep.torch.weights import frozen_arrays
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_ranks import VirtualRanks
@@ -133,6 +134,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         load=partial(weights.load, options, model, optimizer),
         groups=partial(weights.groups, model, optimizer),
         watch=partial(updates.watch, weights.trained_parameters(model)),
+        frozen=partial(frozen_arrays, model),
     )
     run.restore(distributed, parts)  # collective: rank 0 reads the checkpoint for all ranks
 

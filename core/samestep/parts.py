@@ -53,6 +53,8 @@ class Parts:
         names: the names of the groups, including "model". A checkpoint counts as corrupt if a group is missing.
         evaluated: the group with the weights that an evaluation uses and --keep-best stores; set by `Run.restore`.
         watch: function that connects a `samestep.trace.Trace` to the optimizer's updates, for --trace-every.
+        frozen: function that returns the arrays that training does not change and a checkpoint does not contain, or
+            checksums of them. All ranks compare these arrays at each save. With Shards, nothing calls the function.
     """
 
     load: Callable[[Any], None]
@@ -60,6 +62,7 @@ class Parts:
     names: Sequence[str] = ("model", "optimizer")
     evaluated: str = "model"
     watch: Callable[[Trace], None] | None = None
+    frozen: Callable[[], Arrays] | None = None
 
 
 class StateToSave(NamedTuple):

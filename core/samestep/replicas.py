@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,11 @@ class Replicas:
             RetryableError: an array differs between ranks.
             NonRetryableError: the previous checkpoint could not be written.
         """
-        check = partial(run.monitor.check_replicas, run.collectives.all_gather, step=run.step)
+        frozen = {"frozen": run.parts.frozen()} if run.parts.frozen else {}
+
+        def check(groups: Groups) -> None:
+            run.monitor.check_replicas(run.collectives.all_gather, {**groups, **frozen}, step=run.step)  # collective
+
         if not run.metrics:
             check(groups)  # collective
             return

@@ -54,12 +54,16 @@ def test_equal_replicas_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_rank_0_compares_what_it_writes(tmp_path: Path, differs: bool) -> None:
-    """A bit of an array flips while the ranks compare their arrays. Then the ranks differ, and nothing is saved."""
+    """A bit of an array flips while the ranks compare their arrays. Then the ranks differ, and nothing is saved.
+
+    Rank 0 also compares the frozen arrays, which it does not write.
+    """
     weights = np.zeros(2)
 
     def check_replicas(all_gather: Any, groups: Any, step: int) -> None:
         weights[0] = 1.0
         assert groups["model"]["w"].tolist() == [0.0, 0.0]
+        assert groups["frozen"]["base"].tolist() == [1.0, 1.0]
         if differs:
             raise RetryableError("rank 1 differs")
 
@@ -68,6 +72,7 @@ def test_rank_0_compares_what_it_writes(tmp_path: Path, differs: bool) -> None:
         collectives=SimpleNamespace(all_gather=None),
         options=SimpleNamespace(run_dir=tmp_path),
         metrics=SimpleNamespace(sync=lambda: None),
+        parts=SimpleNamespace(frozen=lambda: {"base": np.ones(2)}),
         state_to_save=lambda: ({}, {}, 3),
         app="toy",
         step=8,

@@ -345,6 +345,10 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path, soak
         check_words(root, name)
         check_script(root, name)
         check_ruff(root)
+        tox = (root / "tox.ini").read_text()
+        assert re.findall(r"(?m)^env_list = (.*)", tox) == [
+            f"lint, {name}-cpu, {name}-mpi" if app == "mnist_horovod" else f"lint, {name}-cpu"
+        ]
         assert {each: spec["skipped_marks"] for each, spec in specs(root).items()} == {
             name: ["core_only", "slow"] if app == "resnet50_mindspore" else ["core_only"]
         }

@@ -13,7 +13,7 @@ SPEC = App(
     # About 17,000 tokens in global batches of 1,200 make 15 steps per epoch.
     small=(*TINY, *LORA, "--step-tokens=1200", "--epochs=2", "--checkpoint-every=5", "--log-every=1"),
     exact=(*TINY, "--dtype=float64", "--log-every=1", "--epochs=100"),
-    variants=[("--lora=0", "--lr=0.003", "--weight-decay=0.1"), LORA],
+    variants=[(*TINY, "--lora=0", "--lr=0.003", "--weight-decay=0.1"), (*TINY, *LORA)],
     batch_option="--step-tokens",
     resume_invariants=[
         "--lora=2",
@@ -33,7 +33,7 @@ SPEC = App(
         "--schedule=constant",
         "--dataset=definitions",
     ],
-    defaults=(*TINY, "--lora=0", "--lr=0.01", "--log-every=1", "--epochs=3"),
+    defaults=(*TINY, "--lora=0", "--lr=0.003", "--log-every=1", "--epochs=10"),
     parts=(20, 3),
     exact_steps=(30, 6),
     virtual_ranks=4,

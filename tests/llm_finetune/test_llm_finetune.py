@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import Harness, losses, metrics, relative_difference, told_by
+from harness import Harness, Shape, faulty, losses, metrics, relative_difference, told_by
 
 STEPS = 6
 EXACT = (
@@ -122,6 +124,19 @@ def test_ranks_that_are_killed_end_with_the_bits_of_one(harness: Harness) -> Non
     for name in ("weights_sha256", "test_loss", "train_loss"):
         assert result[name] == reference[name]
     assert losses(run_dir) == losses(harness.folder / "reference")
+
+
+def test_a_frozen_weight_that_changes_is_named_and_undone(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """The weight makes the gradients of all ranks wrong, and equal. No checkpoint contains it."""
+    reference = undisturbed(2)
+    every = Shape.of(reference).every
+    outcome = harness.run(2, *harness.app.small, **faulty({"rank": 1, "differ": every + 1, "frozen": True}))
+    result = harness.checked(outcome, 2)
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    assert (result["restarts"], result["resumed_from_step"]) == (1, every)
+    assert outcome.errors[0].startswith(f"error: ranks 0 and 1 differ at step {2 * every}, first in frozen base_model.")
 
 
 WEIGHTS = """

@@ -133,3 +133,23 @@ def test_a_restored_counter_is_where_the_optimizer_reads_it(setting: str) -> Non
         key: value.device.type for key, value in optimizer.state[dict(model.named_parameters())["0.weight"]].items()
     }
     assert found == {"step": "cpu" if setting == "foreach" else "meta", "exp_avg": "meta"}
+
+
+def test_frozen_arrays_are_all_that_has_no_gradient() -> None:
+    model = small_model()
+    model[2].weight.requires_grad_(False)
+    arrays = weights.frozen_arrays(model)
+    assert arrays.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight"}
+    assert arrays["2.weight"].tobytes() == model[2].weight.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool])
+def test_a_flip_of_any_bit_changes_the_sum_of_words(dtype: torch.dtype) -> None:
+    """A tensor on a GPU is compared by this sum."""
+    values = torch.ones(3, dtype=dtype)
+    before = weights.sum_of_words(values).item()
+    content = values.view(torch.uint8)
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        assert weights.sum_of_words(values).item() != before
+        content[bit // 8] ^= 1 << bit % 8

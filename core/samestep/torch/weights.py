@@ -43,6 +43,29 @@ def model_arrays(model: nn.Module) -> Arrays:
     return {name: _array(name, tensor) for name, tensor in model.state_dict().items()}
 
 
+def frozen_arrays(model: nn.Module) -> Arrays:
+    """Return the bits of each weight and buffer of the model's state_dict that has no gradient, by name.
+
+    Ranks compare these arrays, so a tensor on a GPU is only represented by a checksum, int64 [1], computed there.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    return {name: _bits(tensor.detach()) for name, tensor in tensors.items() if not tensor.requires_grad}
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    """Return the bytes of a tensor on the CPU, or `sum_of_words` of a tensor on another device."""
+    if tensor.device.type == "cpu":
+        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return sum_of_words(tensor).cpu().numpy()
+
+
+def sum_of_words(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as words of at most 32 bits, int64 [1]. A flip of any bit changes the sum."""
+    values = tensor.contiguous().reshape(-1)
+    word = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
+    return values.view(word).sum(dtype=torch.int64).reshape(1)
+
+
 def _array(name: str, tensor: Tensor) -> NDArray[Any]:
     """Return a tensor as an array.
 

@@ -10,7 +10,8 @@ SAMESTEP_FAULT holds a JSON object. ``rank`` is the rank that has the fault. The
 
 These keys send no signal. ``slow`` and ``modules`` need no ``rank``:
 
-* ``differ``: one weight of this rank changes at the beginning of this step, counted from 0 (torch only).
+* ``differ``: one weight of this rank changes at the beginning of this step, counted from 0 (torch only). With
+  ``frozen``, it is a weight that training does not change.
 * ``flip``: one bit of this rank's shard of a weight flips at the beginning of this step, counted from 0 (torch only).
 * ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list ``slow``, the rank sleeps ``seconds`` in
   the phase of each step from ``from`` to ``to`` - 1.
@@ -44,9 +45,12 @@ def _strike() -> None:
 
 
 def _change_a_weight() -> None:
+    """Change one weight of the smallest convolution, or of the smallest matrix if the model has no convolution."""
     import torch
 
-    weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter and found.ndim == 4]
+    parameters = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
+    weights = [found for found in parameters if found.requires_grad != ("frozen" in _fault)]
+    weights = [found for found in weights if found.ndim == max(each.ndim for each in weights)]
     with torch.no_grad():
         min(weights, key=torch.numel).view(-1)[7] += 0.5
 
