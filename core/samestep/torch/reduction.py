@@ -99,6 +99,7 @@ def gradient_tree(
 
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = False  # has the effect of no_sync()
+        model.broadcast_buffers = False  # ranks have different numbers of forward passes, or none
     return GradientTree(model, batches, buffers, *collectives)
 
 
