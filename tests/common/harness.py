@@ -52,6 +52,7 @@ class App:
     resume_invariants: Sequence[str] = ()  # Options that change a small run. A resume must refuse each of them.
     virtual_ranks: int | None = 3  # The most ranks with --virtual-ranks in a soak; None if the app refuses the option.
     defaults: Sequence[str] = ()  # Options that limit a run with the defaults to a few minutes.
+    evaluates_first: bool = False  # Whether a new run logs an evaluation before its first step.
     parts: tuple[int, int] = (32, 3)  # Numbers of batches in the training set, for `Shape.odd_batch`.
     exact_steps: Sequence[int] = (100, 6)  # Numbers of steps of the first variant, and of the others.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.

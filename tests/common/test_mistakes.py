@@ -23,7 +23,7 @@ MISTAKES = [
     ("2", ["--epochs", "-3"], {}, "--epochs: '-3'"),
     ("2", ["--lr", "nan"], {}, "--lr: 'nan'"),
     ("2", ["--lr=0"], {}, "--lr: '0'"),
-    ("2", ["--global-batch-size", "0"], {}, "--global-batch-size: '0'"),
+    ("2", ["{batch_option}", "0"], {}, "{batch_option}: '0'"),
     ("2", ["--seed=-1"], {}, "--seed: '-1'"),
     ("2", ["--seed=99999999999999999999999"], {}, "--seed"),
     ("2", ["--timeout=inf"], {}, "--timeout"),
@@ -50,14 +50,15 @@ def test_a_mistake_is_one_line(
     file = harness.folder / "a-file"
     missing = harness.folder / "missing"
     file.write_text("not what was expected")
-    given = [option.format(file=file, missing=missing) for option in options]
+    batch_option = harness.app.batch_option
+    given = [option.format(file=file, missing=missing, batch_option=batch_option) for option in options]
     command = ["bash", str(ROOT / "scripts" / f"run_{harness.app.name}.sh"), *([n] if n else []), *given]
     outcome = harness.start_command(command, harness.folder, **environ).finish(limit=20)
     assert outcome.code == 2, outcome
     assert outcome.stdout == ""
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
     assert outcome.stderr.startswith("error: ")
-    assert words in outcome.stderr
+    assert words.format(batch_option=batch_option) in outcome.stderr
     assert not list(harness.folder.glob("runs/*")), "a mistake must not leave a run dir"
 
 

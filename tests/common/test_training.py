@@ -14,10 +14,10 @@ from amounts import amount
 from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_difference
 from samestep import checkpoint, env
 
-# The fields that every result has.
+# The fields that every result has, besides the size of the global batch.
 RESULT_KEYS = set(
     "app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs "
-    "steps global_batch_size seed train_loss test_loss test_examples seconds samples_per_second restarts "
+    "steps seed train_loss test_loss test_examples seconds samples_per_second restarts "
     "resumed_from_step weights_sha256 run_dir".split()
 )
 
@@ -28,7 +28,7 @@ RESULT_KEYS = set(
 def test_the_defaults_reach_the_limit_of_their_metric(harness: Harness, n: int) -> None:
     outcome = harness.run(n, "--data-dir=nowhere", *harness.app.defaults)
     result = harness.checked(outcome, n)
-    assert set(result) >= RESULT_KEYS | {harness.app.metric}
+    assert set(result) >= RESULT_KEYS | {harness.app.batch_field, harness.app.metric}
     assert result["dataset"] == harness.app.dataset
     if harness.app.metric_limit is not None:
         reached = result[harness.app.metric]
@@ -48,7 +48,8 @@ def test_the_defaults_reach_the_limit_of_their_metric(harness: Harness, n: int) 
     wanted = parsed.dataset or parsed.default_dataset
     notices = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]
     assert len(notices) == (wanted != harness.app.dataset)
-    assert len(outcome.stdout.splitlines()) == 1 + sum("test_loss" in line for line in lines) + 1
+    evaluations = harness.app.evaluates_first + sum("test_loss" in line for line in lines)
+    assert len(outcome.stdout.splitlines()) == 1 + evaluations + 1
 
 
 def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, Any]]) -> None:

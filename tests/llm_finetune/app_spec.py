@@ -34,6 +34,7 @@ SPEC = App(
         "--dataset=definitions",
     ],
     defaults=(*TINY, "--lora=0", "--lr=0.003", "--log-every=1", "--epochs=10"),
+    evaluates_first=True,
     parts=(20, 3),
     exact_steps=(30, 6),
     virtual_ranks=4,

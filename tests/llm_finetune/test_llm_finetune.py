@@ -113,7 +113,8 @@ def test_a_model_that_mixes_the_samples_of_a_row_is_refused() -> None:
 def test_ranks_that_are_killed_end_with_the_bits_of_one(harness: Harness) -> None:
     """Kill one of 3 ranks, and resume on 2 ranks, in float32 with LoRA and dropout.
 
-    A step has one or two micro-batches, so that some ranks have none. The model has a buffer, which DDP would broadcast.
+    A step has one or two micro-batches, so that some ranks have none. The model has a buffer, which DDP would
+    broadcast.
     """
     options = [*harness.app.small, "--max-steps=20", "--virtual-ranks=3", "--micro-tokens=1000"]
     reference = harness.train(1, *options, run_dir=harness.folder / "reference")
