@@ -40,7 +40,7 @@ SPEC = App(
     exact_steps=(6, 4),
     first_steps=("--depth=10", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
     first_tolerance=1e-4,
-    diverges=("--lr=1e30", "--freeze-bn"),  # batch normalization would keep the loss finite
+    diverges=("--lr=9e37", "--freeze-bn"),  # batch normalization would keep the loss finite
     patience=40,
     kills=5,
     virtual_ranks=None,
