@@ -60,7 +60,7 @@ class App:
     diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss soon becomes NaN or infinite.
     patience: int = 20  # A --timeout, in seconds, that only a hung rank exceeds.
     delay: int = 60  # The sleep of a slow rank, in ms: much longer than a step of few samples.
-    slow_phases: Sequence[str] = ("input", "computing", "optimizer")  # The phases of which the app times each rank.
+    slow_phases: Sequence[str] = ("input", "computing", "optimizer")  # The phases that the app times on each rank.
     kills: int = 20  # The number of kills of each kind at random steps in a soak.
     replayed_steps: int = 3  # The number of random steps that a soak replays.
     launcher: str = "torchrun"  # The launcher that the app's launch script starts.
