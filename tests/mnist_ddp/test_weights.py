@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-def small_model() -> nn.Module:
+def small_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
