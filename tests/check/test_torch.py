@@ -111,12 +111,39 @@ for closure in (None, lose_a_rank, None):
 
 def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
     """Ranks of Horovod Elastic catch the exception of a step and continue."""
-    config: dict[str, Any] = {name: str(tmp_path) for name in ("work", "source", "records")} | {"checkpoint": "none"}
+    assert len(recorded_steps(tmp_path, STEPS)) == 2
+
+
+RESTORED = """
+import torch
+for order in ((0, 1), (1, 0)):
+    weights = [torch.full((3,), 0.1 * k, requires_grad=True) for k in (1, 2)]
+    optimizer = torch.optim.Adam(weights)
+    for k in order:
+        values = torch.full((3,), 0.3 * k + 0.7)
+        names = ("exp_avg", "exp_avg_sq", "step") if k else ("step", "exp_avg_sq", "exp_avg")
+        state = {"step": torch.tensor(2.0), "exp_avg": values, "exp_avg_sq": values.square()}
+        optimizer.state[weights[k]] = {name: state[name] for name in names}
+        weights[k].grad = torch.full((3,), 0.2)
+    optimizer.step()
+"""
+
+
+def test_the_order_in_which_a_rank_restores_its_state_is_no_difference(tmp_path: Path) -> None:
+    first, second = recorded_steps(tmp_path, RESTORED)
+    assert first["weights"] == second["weights"]
+    assert first["digest"] == second["digest"]
+
+
+def recorded_steps(folder: Path, program: str) -> list[dict[str, Any]]:
+    """Run a program under the recorder, and return the events of its steps."""
+    config: dict[str, Any] = {name: str(folder) for name in ("work", "source", "records")} | {"checkpoint": "none"}
     config |= {"allowed": [tempfile.gettempdir()]}  # torch searches for a writable folder
     environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_INSIDE": json.dumps(config)}
-    subprocess.run([sys.executable, "-c", STEPS], env=environ, timeout=60, check=True)
-    (record,) = tmp_path.glob("*.jsonl")
-    assert record.read_text().count('"event": "step"') == 2
+    subprocess.run([sys.executable, "-c", program], env=environ, timeout=60, check=True)
+    (record,) = folder.glob("*.jsonl")
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    return [event for event in events if event["event"] == "step"]
 
 
 @pytest.mark.soak

@@ -385,16 +385,22 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _state(optimizer: Any) -> dict[str, list[Any]]:
-    """Return the tensors of an optimizer's state, by name."""
+    """Return the tensors of an optimizer's state, by name, in the order of its parameters.
+
+    After a resume, the order of the state itself may differ between ranks.
+    """
     is_tensor = sys.modules["torch"].is_tensor
     found: dict[str, list[Any]] = {}
-    for state in optimizer.state.values():
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    states = sorted(optimizer.state.items(), key=lambda item: places.get(id(item[0]), len(places)))
+    for _, state in states:
         if not hasattr(state, "items"):  # an optimizer may also have other state than a dictionary for each parameter
             continue
         for name, value in state.items():
             if is_tensor(value):
                 found.setdefault(str(name), []).append(value)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _buffers() -> dict[str, list[Any]]:
