@@ -64,6 +64,7 @@ class App:
     kills: int = 20  # The number of kills of each kind at random steps in a soak.
     replayed_steps: int = 3  # The number of random steps that a soak replays.
     launcher: str = "torchrun"  # The launcher that the app's launch script starts.
+    refused_machines: str | None = None  # Words of the error that rejects NNODES=2; None if the app accepts it.
     preload: Sequence[str] = ("torch",)  # Modules with a slow import; see rank_server.py.
     compared: bool = True  # Whether all ranks hold the same weights and compare them.
     # Marks of tests that pytest skips for this app, except with --soak or --every-case. ``core_only``: core alone

@@ -10,5 +10,6 @@ from mnist_spec import MNIST
 SPEC = replace(
     MNIST,
     launcher="horovodrun",
+    refused_machines="NNODES=2 is not for Horovod",
     skipped_marks=("core_only", "best", "kills", "stall", "stragglers", "weights"),
 )
