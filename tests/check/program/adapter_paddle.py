@@ -12,7 +12,7 @@ def watch(run: Any) -> None:
 
     def synced(self: Any, *arguments: Any, **sums: Any) -> Any:  # called at each step with --log-every=1
         actions = sync(self, *arguments, **sums)
-        record_step(lr=self.options.lr, loss=self.step_sync.totals.loss / self.progress.batch_size)
+        record_step(lr=self.options.lr, loss=self.step_sync.totals.loss / self.progress.num_losses)
         return actions
 
     run.Run.sync = synced
