@@ -52,12 +52,7 @@ PROJECT_FILES = (
     *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
     *("mypy.ini", "pytest.ini", "ruff.toml"),
 )
-# A project lacks the rest of these files from this line on.
-ONLY_IN_REPOSITORY = {
-    "tests/conftest.py": "# --- several apps",
-    "mypy.ini": "# --- only in the repository",
-    "ruff.toml": "# --- only in the repository",
-}
+END_OF_PROJECT = re.compile(r"(?m)^# --- .*new_app\.sh leaves the rest of this file out of a project")
 
 
 class UsageError(Exception):
@@ -152,9 +147,8 @@ class Copy:
         helpers = [path for path in shared if not TEST_FILES.fullmatch(Path(path).name)]
         cases = [path for path in files_under("tests/common") if path not in helpers]
         texts = [read(path) for path in [*cases, "tests/conftest.py", *self.paths] if path.startswith("tests/")]
-        files = {path: read(path) for path in [*PROJECT_FILES, *cases, *used_helpers(helpers, texts)]}
-        for path, line in ONLY_IN_REPOSITORY.items():
-            files[path] = read(path).partition(line)[0].rstrip() + "\n"
+        paths = [*PROJECT_FILES, "tests/conftest.py", *cases, *used_helpers(helpers, texts)]
+        files = {path: project_part(read(path)) for path in paths}
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
         of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change[^\n]*\n(?:#[^\n]*\n)*")
@@ -253,6 +247,12 @@ def find_environments(tox: str, name: str) -> list[str]:
     found = re.findall(rf"(?ms)^\[testenv{name}(?:-[^\n]*)?\].*?(?=^\[|\Z)", tox)
     require(found, f"tox.ini has no section [testenv{name}-...]: add one")
     return [each.strip() for each in found]
+
+
+def project_part(text: str) -> str:
+    """Return the part of a file that a project needs: up to the line END_OF_PROJECT, or the full text without one."""
+    end = END_OF_PROJECT.search(text)
+    return text[: end.start()].rstrip() + "\n" if end else text
 
 
 def listed_environments(tox: str, origin: str, name: str) -> list[str]:

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the sbatch scripts beside it. docs/slurm.md of Samestep says what the cluster must grant.
+# Sourced by the sbatch scripts beside it. docs/slurm.md of Samestep lists what the cluster must allow.
 
 fail() {
   echo "error: $*" >&2

@@ -50,7 +50,8 @@ def _change_a_weight() -> None:
 
     parameters = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
     weights = [found for found in parameters if found.requires_grad != ("frozen" in _fault)]
-    weights = [found for found in weights if found.ndim == max(each.ndim for each in weights)]
+    most = max(found.ndim for found in weights)
+    weights = [found for found in weights if found.ndim == most]
     with torch.no_grad():
         min(weights, key=torch.numel).view(-1)[7] += 0.5
 
