@@ -73,8 +73,23 @@ def check_paths(config: pytest.Config) -> None:
         )
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Succeed without a selected test if MATRIX_MATCHED is set. tools/run_tox.py checks that an environment has one."""
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
+    """Let a session end although another pytest ends at the same moment.
+
+    Its last step deletes a link that every pytest of this user shares, and the other one may have deleted it already
+    (``cleanup_dead_symlinks`` of pytest 9.2).
+    """
+    succeed_without_a_selected_test(session, exitstatus)
+    try:
+        yield
+    except FileNotFoundError as error:
+        if Path(error.filename).name != "pytest-current":
+            raise
+
+
+def succeed_without_a_selected_test(session: pytest.Session, exitstatus: int) -> None:
+    """Succeed if MATRIX_MATCHED is set. tools/run_tox.py checks that an environment has a selected test."""
     matched = os.environ.get("MATRIX_MATCHED")
     if not matched or hasattr(session.config, "workerinput"):
         return

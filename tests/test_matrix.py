@@ -60,6 +60,24 @@ def test_long(harness, n):
 """
 
 
+# A plugin that deletes pytest's link to the newest folder at the worst moment, as a second pytest can.
+SECOND_PYTEST = """
+from pathlib import Path
+
+unlink = Path.unlink
+
+
+def unlink_second(path, missing_ok=False):
+    if path.name == "pytest-current":
+        unlink(path, missing_ok=True)
+    unlink(path, missing_ok)
+
+
+def pytest_configure():
+    Path.unlink = unlink_second
+"""
+
+
 def environ(**more: str) -> dict[str, str]:
     """Return the environment without the variables of this test run, as in a shell."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SAMESTEP_", "TOX_"))}
@@ -140,6 +158,16 @@ def test_pytest_without_a_path_names_the_script() -> None:
         assert done.stdout == ""
         (line,) = done.stderr.strip().splitlines()
         assert "run `bash scripts/test.sh`" in line
+
+
+def test_a_second_pytest_that_ends_does_not_fail_this_one(tmp_path: Path) -> None:
+    (tmp_path / "second.py").write_text(SECOND_PYTEST)
+    (tmp_path / "test_passed.py").write_text("def test_passed(tmp_path): pass")
+    roots = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"}
+    words = ["-p", "second", "-p", "conftest", f"--rootdir={tmp_path}", "-o", "tmp_path_retention_policy=failed"]
+    done = ran(tmp_path, sys.executable, "-m", "pytest", *words, environ=environ(**roots), limit=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "1 passed" in done.stdout
 
 
 def test_the_fast_environments_run_each_app_of_pytorch() -> None:
