@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from samestep import ConfigError, NonRetryableError, manifest, untrusted
+from samestep.checksums import Checksums
 from samestep.root import LinkError, Root
 from samestep.snapshot import Snapshot
 from samestep.untrusted import shown
@@ -118,7 +119,7 @@ def save(
     keep: int,
     protected_step: int | None = None,
     report: Report = None,
-    check: Callable[[Mapping[str, Arrays]], object] = lambda copies: None,
+    compare: Callable[[Checksums], object] | None = None,
     before_commit: Callable[[], object] = lambda: None,
 ) -> Path:
     """Save the checkpoint of ``step`` in a thread, and delete old checkpoints.
@@ -137,7 +138,8 @@ def save(
         keep: number of newest checkpoints to keep, at least 1.
         protected_step: step of another checkpoint to keep, or None.
         report: function that logs one line if this call waits for the previous checkpoint; see `wait_for_previous`.
-        check: function that is called with the copies of ``groups``. If it raises an exception, nothing is saved.
+        compare: function that is called with the checksums of the copies, by group and name. If it raises an exception,
+            nothing is saved.
         before_commit: function that the thread calls before it renames the folder, to sync other files of the run.
 
     Returns:
@@ -161,12 +163,13 @@ def save(
     values = {"app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
     body = manifest.seal({**values, "files": files})
     folder = folder_of(run_dir, step)
-    snapshot.copy()
-    try:
-        check({group: snapshot.arrays[f"{group}.safetensors"] for group in groups})
-    except BaseException:
-        snapshot.close()
-        raise
+    snapshot.copy(with_checksums=compare is not None)
+    if compare:
+        try:
+            compare({group: snapshot.checksums[f"{group}.safetensors"] for group in groups})
+        except BaseException:
+            snapshot.close()
+            raise
 
     def write() -> None:
         with contextlib.closing(snapshot), writing(f"checkpoint {folder}", folder):

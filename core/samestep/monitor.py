@@ -9,6 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from samestep.checksums import Checksums
 from samestep.env import World
 from samestep.options import Options
 
@@ -76,12 +77,12 @@ class Monitor:
             NonRetryableError: a loss is NaN or infinite, as in an earlier start at this step.
         """
 
-    def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Raise RetryableError on every rank unless all ranks have the same bits in every array of ``groups``.
+    def check_replicas(self, all_gather: AllGather, checksums: Checksums, step: int) -> None:
+        """Raise RetryableError on every rank unless all ranks have the same checksums.
 
         Args:
             all_gather: function that gathers an array from all ranks.
-            groups: arrays by group and name.
+            checksums: checksums of this rank's arrays, by group and name.
             step: number of updates done.
         """
 

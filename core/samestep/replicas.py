@@ -8,7 +8,8 @@ from typing import Any
 
 import safetensors.numpy
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, checksums, log
+from samestep.checksums import Checksums
 from samestep.parts import Groups, StoredRun
 
 
@@ -71,18 +72,18 @@ class Replicas:
             RetryableError: an array differs between ranks.
             NonRetryableError: the previous checkpoint could not be written.
         """
-        frozen = {"frozen": run.parts.frozen()} if run.parts.frozen else {}
+        frozen = checksums.of_groups({"frozen": run.parts.frozen()} if run.parts.frozen else {})
 
-        def check(groups: Groups) -> None:
-            run.monitor.check_replicas(run.collectives.all_gather, {**groups, **frozen}, step=run.step)  # collective
+        def compare(own: Checksums) -> None:
+            run.monitor.check_replicas(run.collectives.all_gather, {**own, **frozen}, step=run.step)  # collective
 
         if not run.metrics:
-            check(groups)  # collective
+            compare(checksums.of_groups(groups))  # collective
             return
         values = run.state_to_save()
         folder = run.options.run_dir
         # Rank 0 compares the copies that it writes, because a bit of the arrays may flip after the comparison.
-        settings: dict[str, Any] = {"report": log.info, "check": check, "before_commit": run.metrics.sync}
+        settings: dict[str, Any] = {"report": log.info, "compare": compare, "before_commit": run.metrics.sync}
         checkpoint.save(folder, run.app, run.step, groups, *values, **settings)  # collective
 
     def finish(self, run: StoredRun) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep import checksums
 from samestep.safetensors_layout import layout
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -24,7 +25,7 @@ class Snapshot:
     Attributes:
         sizes: number of bytes of each file, by file name.
         contents: bytes of each file, by file name; empty before `copy` and after `close`.
-        arrays: the copied arrays by file name and array name, as views of ``contents``.
+        checksums: `samestep.checksums.checksum` of each copied array, by file name and array name. Empty before `copy`.
     """
 
     def __init__(self, files: Mapping[str, Arrays]) -> None:
@@ -35,7 +36,7 @@ class Snapshot:
         """
         self.sizes: dict[str, int] = {}
         self.contents: dict[str, memoryview] = {}
-        self.arrays: dict[str, dict[str, NDArray[Any]]] = {}
+        self.checksums: dict[str, dict[str, int]] = {}
         self._files = files
         self._layouts = {name: layout(arrays) for name, arrays in files.items()}
         self._memory: NDArray[np.uint8] | None = None
@@ -43,34 +44,39 @@ class Snapshot:
             header, _ = self._layouts[name]
             self.sizes[name] = len(header) + sum(array.nbytes for array in arrays.values())
 
-    def copy(self) -> None:
-        """Copy the arrays, so that they may change afterwards. Call this method once."""
+    def copy(self, with_checksums: bool = False) -> None:
+        """Copy the arrays, so that they may change afterwards. Call this method once.
+
+        Args:
+            with_checksums: whether to compute ``checksums``, which takes less time during the copy than afterwards.
+        """
         self._memory = _take(sum(size + _ALIGNMENT for size in self.sizes.values()))
         begin = 0
         for name, size in self.sizes.items():
             content = self._memory[begin : begin + size]
-            self.arrays[name] = self._fill(name, content)
+            self.checksums[name] = self._fill(name, content, with_checksums)
             self.contents[name] = content.data
             begin += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._files = {}  # the thread that writes the copy must not be the last owner of a framework's memory
 
-    def _fill(self, name: str, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Write the header and the arrays of a file to ``content``, and return the copied arrays by name."""
+    def _fill(self, name: str, content: NDArray[np.uint8], with_checksums: bool) -> dict[str, int]:
+        """Write the header and the arrays of a file to ``content``, and return the copies' checksums by name."""
         header, places = self._layouts[name]
         content[: len(header)] = np.frombuffer(header, np.uint8)
-        copies = {}
+        sums = {}
         for array_name, array in self._files[name].items():
             first = places[array_name]
             stored_dtype = array.dtype.newbyteorder("<")
             copied = content[first : first + array.nbytes].view(stored_dtype).reshape(array.shape)
-            copied[...] = array
-            copies[array_name] = copied
-        return copies
+            if with_checksums:
+                sums[array_name] = checksums.copy(array, copied)
+            else:
+                copied[...] = array
+        return sums
 
     def close(self) -> None:
-        """Release the memory for later snapshots, and empty ``contents`` and ``arrays``."""
+        """Release the memory for later snapshots, and empty ``contents``."""
         self.contents.clear()
-        self.arrays.clear()
         if self._memory is not None:
             _free.append(self._memory)
             self._memory = None

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from samestep import checksums
 from samestep.checkpoint import Arrays, serialize
 from samestep.safetensors_layout import layout
 from samestep.snapshot import Snapshot
@@ -40,14 +41,15 @@ def test_a_snapshot_is_the_file_of_the_arrays_as_they_were() -> None:
     optimizer: dict[str, Any] = {"step": np.int64(7), "bytes": np.arange(5, dtype=np.uint8)}
     files = {"model.safetensors": model, "optimizer.safetensors": optimizer, "empty.safetensors": {}}
     expected = {name: serialize(arrays) for name, arrays in files.items()}
-    for _ in range(2):  # the second snapshot reuses the memory of the first
+    expected_sums = checksums.of_groups(files)
+    for with_checksums in (False, True):  # the second snapshot reuses the memory of the first
         snapshot = Snapshot(files)
-        snapshot.copy()
+        snapshot.copy(with_checksums)
         before = whole.copy()
         whole[...] = -1
         assert {name: bytes(content) for name, content in snapshot.contents.items()} == expected
         assert snapshot.sizes == {name: len(content) for name, content in expected.items()}
-        np.testing.assert_array_equal(snapshot.arrays["model.safetensors"]["turned"], before.T)
+        assert not with_checksums or snapshot.checksums == expected_sums
         snapshot.close()
         whole[...] = before
         assert not snapshot.contents

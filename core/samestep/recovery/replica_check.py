@@ -21,35 +21,9 @@ from samestep.job_info import JobInfo
 from samestep.options import Options
 from samestep.untrusted import integer, read_object, write_json
 
-_BLOCK = 2**15  # 64-bit words per block, so that a block fits into a processor's cache
-_HALF = np.uint64(32)  # bits
 _NOTE = "not-finite"  # file in log/ with the step of a NaN or infinite loss, and the number of earlier starts
 _RESTART = "a restart resumes from an earlier checkpoint"
 _REPEATED = "which not all ranks compute alike: broadcast buffers, and seed random numbers independently of the rank"
-
-
-def checksum(array: NDArray[Any]) -> int:
-    """Return the sum, modulo 2**64, of an array's bytes as 32-bit words. A flip of any single bit changes the sum.
-
-    The words are half as wide as the sum, so that two sign bits that become 1 do not cancel. The sum is much faster
-    than SHA-256.
-
-    NumPy adds 64-bit words faster than it widens 32-bit words. So this function adds the 64-bit words of each block,
-    and separately their upper halves.
-    """
-    content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
-    whole = len(content) // 8 * 8
-    words = content[:whole].view(np.uint64)
-    upper = np.empty(min(_BLOCK, len(words)), np.uint64)
-    total = 0
-    upper_total = 0
-    for begin in range(0, len(words), _BLOCK):
-        block = words[begin : begin + _BLOCK]
-        total += int(np.add.reduce(block))
-        upper_total += int(np.add.reduce(np.right_shift(block, _HALF, out=upper[: len(block)])))
-    rest = content[whole:].tobytes()
-    total += int.from_bytes(rest[:4], "little") + int.from_bytes(rest[4:], "little")
-    return (total - (upper_total << 32) + upper_total) % 2**64
 
 
 def quarantine_newest(run_dir: Path) -> None:

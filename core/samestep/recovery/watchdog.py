@@ -27,6 +27,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from samestep import NonRetryableError, log
+from samestep.checksums import Checksums
 from samestep.env import World
 from samestep.events import HANG, append_event
 from samestep.job_info import JobInfo
@@ -153,13 +154,13 @@ class Watchdog(Monitor):
             if not math.isfinite(value):
                 raise replica_check.not_finite(name, value, step, self._options, self._world)
 
-    def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Compare the arrays of all ranks by checksums.
+    def check_replicas(self, all_gather: AllGather, checksums: Checksums, step: int) -> None:
+        """Compare the checksums of all ranks' arrays.
 
         Args:
             all_gather: collective that gathers an array from each rank. The method calls this function once, with one
                 checksum per tensor, int64 [tensors]. The result is int64 [world_size, tensors].
-            groups: arrays by group and name, with the same names on all ranks.
+            checksums: checksums of this rank's arrays by group and name, with the same names on all ranks.
             step: number of updates done, for the error.
 
         Raises:
@@ -167,13 +168,13 @@ class Watchdog(Monitor):
         """
         names = []
         own = []
-        for group in sorted(groups):
-            for name in sorted(groups[group]):
+        for group in sorted(checksums):
+            for name in sorted(checksums[group]):
                 names.append(f"{group} {name}")
-                own.append(replica_check.checksum(groups[group][name]))
-        checksums = all_gather(np.array(own, np.uint64).view(np.int64))
-        if (checksums != checksums[0]).any():
-            raise replica_check.unequal(checksums, step, names)
+                own.append(checksums[group][name])
+        of_ranks = all_gather(np.array(own, np.uint64).view(np.int64))
+        if (of_ranks != of_ranks[0]).any():
+            raise replica_check.unequal(of_ranks, step, names)
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
         """Compare the digests of all ranks' final weights.
