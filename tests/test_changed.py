@@ -55,10 +55,16 @@ def test_a_change_needs_what_its_paths_need(paths: list[str], environments: list
     assert CHANGED["needed"](paths) == environments
 
 
+def jobs_of(workflow: str) -> list[str]:
+    """Return the environments of a workflow's jobs."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"]
+    return [environment for job in jobs.values() for environment in job["strategy"]["matrix"]["environment"]]
+
+
 def test_ci_has_a_job_for_each_environment() -> None:
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
-    listed = [environment for job in jobs.values() for environment in job["strategy"]["matrix"]["environment"]]
-    assert sorted(listed) == sorted(matrix())
+    assert sorted(jobs_of("tests.yml")) == sorted(matrix())
+    soak = runpy.run_path(str(ROOT / "tools" / "soak.py"))
+    assert sorted(jobs_of("soak.yml")) == sorted(soak["environments"]())
 
 
 # --- revisions, in a repository of its own ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
     bash scripts/test.sh -e soak                         # all environments; takes hours
     bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # keeps the other environments' results
     bash scripts/test.sh -e soak -- mnist_ddp-cpu:exec   # tests of faults, with --start-method exec
+    bash scripts/test.sh -e soak -- --low-counts core    # quick and slow tests with low counts; keeps the page as it is
     python tools/soak.py --page                          # only makes the page, from docs/soak.json
 
 The program also writes the results to docs/soak.json. Its exit code is 1 if a test failed. It needs only the standard
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -51,13 +52,19 @@ def environments() -> list[str]:
     return [*(name for name in names if name not in WITHOUT_SLOW_TESTS), BY_EXEC]
 
 
-def run(environment: str, folder: Path) -> dict[str, Any]:
-    """Run an environment's tests with --soak, which includes the slow tests, and return the environment's results."""
+def run(environment: str, folder: Path, counts: str = "--soak") -> dict[str, Any]:
+    """Run an environment's quick and slow tests, and return the environment's results.
+
+    Args:
+        environment: name in `environments`.
+        folder: folder for pytest's report.
+        counts: option of pytest: ``--soak`` for high counts, or ``--every-case`` for low counts.
+    """
     report = folder / "report.xml"
     table = folder / "table"
     table.write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOX_")}
-    environ |= {"PYTEST_ADDOPTS": f"--soak --junitxml={report}", "MATRIX_SOAK_TABLE": str(table)}
+    environ |= {"PYTEST_ADDOPTS": f"{counts} --junitxml={report}", "MATRIX_SOAK_TABLE": str(table)}
     command = ["bash", "scripts/test.sh", "-e", environment.partition(":")[0], *WORDS.get(environment, [])]
     begun = time.monotonic()
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
@@ -105,15 +112,29 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def low_counts(chosen: Sequence[str]) -> int:
+    """Run all cases of the environments with low counts, print the results, and return the exit code."""
+    results = {}
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = run(name, Path(folder), "--every-case")
+    for name, row in results.items():
+        print(f"{name}: {row['passed']} passed, {row['failed']} failed, {row['minutes']} minutes")
+    return int(any(row["failed"] for row in results.values()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environments", nargs="*", metavar="ENVIRONMENT", help=", ".join(environments()))
     parser.add_argument("--page", action="store_true", help="make the page, and run no tests")
+    parser.add_argument("--low-counts", action="store_true", help="run all cases with low counts, and write no file")
     options = parser.parse_args()
     chosen = options.environments or environments()
     unknown = {*chosen} - {*environments()}
     if unknown:
         parser.error(f"unknown environments: {', '.join(sorted(unknown))}")
+    if options.low_counts:
+        return low_counts(chosen)
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.page:
         PAGE.write_text(page(results))
