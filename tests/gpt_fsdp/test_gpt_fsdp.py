@@ -425,7 +425,7 @@ def test_the_markov_model_is_the_one_counted_by_hand() -> None:
 @pytest.mark.soak  # the quick tests compare losses with a plain loop
 def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
     """Train on four ranks with the default options."""
-    outcome = harness.run(4)
+    outcome = harness.start(4).finish(limit=900)
     assert outcome.code == 0, outcome
     print(f"{outcome.seconds:.0f} s")  # pytest -rP shows this time
     assert outcome.result["bits_per_byte"] < outcome.result["markov_bits_per_byte"] < 3.2
