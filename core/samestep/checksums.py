@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Checksums = Mapping[str, Mapping[str, int]]  # by group and name
 _BLOCK = 2**15  # 64-bit words per block, so that a block fits into a processor's cache
 _HALF = np.uint64(32)  # bits
+_COPIED = 2**20  # bytes that `copy` copies before it adds them: few calls, and the bytes are still in the cache
 
 
 def checksum(array: NDArray[Any]) -> int:
@@ -55,8 +56,8 @@ def copy(array: NDArray[Any], target: NDArray[Any]) -> int:
     content = array.reshape(-1).view(np.uint8)
     copied = target.reshape(-1).view(np.uint8)
     total = 0
-    for begin in range(0, len(content), 8 * _BLOCK):
-        block = slice(begin, begin + 8 * _BLOCK)
+    for begin in range(0, len(content), _COPIED):
+        block = slice(begin, begin + _COPIED)
         copied[block] = content[block]
-        total += checksum(copied[block])  # now, while the block is still in the cache
+        total += checksum(copied[block])
     return total % 2**64

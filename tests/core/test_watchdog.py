@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -248,6 +249,26 @@ def test_no_garbage_is_collected_while_the_frames_of_a_thread_are_read(monkeypat
     assert len(calls) == len(collects) > 0
     assert not any(collects)
     assert gc.isenabled()
+
+
+def test_no_local_variable_lives_longer_because_its_thread_was_read() -> None:
+    """A heartbeat reads the main thread during a forward pass, whose activations must not outlive this pass."""
+
+    class Activation:
+        pass
+
+    def forward() -> weakref.ref[Activation]:
+        activation = Activation()
+        heartbeat = threading.Thread(target=stacks)
+        heartbeat.start()
+        heartbeat.join()
+        return weakref.ref(activation)
+
+    gc.disable()
+    try:
+        assert forward()() is None
+    finally:
+        gc.enable()
 
 
 FAILS_ONCE = """

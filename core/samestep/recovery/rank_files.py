@@ -77,10 +77,14 @@ def stacks(thread: int | None = None) -> dict[int, list[CodeLocation]]:
     with _reading_frames:
         was_enabled = gc.isenabled()
         gc.disable()
+        frames: dict[int, FrameType] = {}
         try:
             frames = sys._current_frames()
             return {ident: _calls(frame) for ident, frame in frames.items() if thread in (None, ident)}
         finally:
+            # One of the frames is this function's own frame, which owns the dictionary. Without this line, this cycle
+            # would keep all threads' local variables, such as activations, until a garbage collection.
+            frames.clear()
             if was_enabled:
                 gc.enable()
 
