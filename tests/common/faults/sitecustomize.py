@@ -52,8 +52,10 @@ def _change_a_weight() -> None:
     weights = [found for found in parameters if found.requires_grad != ("frozen" in _fault)]
     most = max(found.ndim for found in weights)
     weights = [found for found in weights if found.ndim == most]
+    smallest = min(weights, key=torch.numel)
+    place = torch.unravel_index(torch.tensor(7), smallest.shape)  # a channels_last weight has no flat view
     with torch.no_grad():
-        min(weights, key=torch.numel).view(-1)[7] += 0.5
+        smallest[place] += 0.5
 
 
 def _flip_a_bit_of_a_shard() -> None:
