@@ -41,6 +41,7 @@ SPEC = App(
     defaults=("--log-every=1",),
     parts=(40, 3),
     exact_steps=(50, 6),
+    first_steps=("--lr=0.01",),  # at 0.1, rounding in float32 grows to 1e-3 in five steps
     virtual_ranks=4,
     replayed_steps=10,
     delay=30,  # ms that a slow rank sleeps in each of three micro-batches

@@ -95,11 +95,12 @@ def test_zero_steps_keep_the_weights_and_evaluate_them(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     trained = undisturbed(2)
-    weights = Path(trained["run_dir"]) / "model.safetensors"
-    copied = harness.train(2, *harness.app.small, "--max-steps=0", f"--init-from={weights}")
+    average = Path(trained["run_dir"]) / "model-ema.safetensors"
+    evaluated = average if average.exists() else average.with_name("model.safetensors")
+    copied = harness.train(2, *harness.app.small, "--max-steps=0", f"--init-from={evaluated}")
     assert copied["steps"] == 0
     assert copied["train_loss"] is None
-    assert copied["weights_sha256"] == trained["weights_sha256"]
+    assert copied["weights_sha256"] == checkpoint.weights_sha256(checkpoint.load_weights(evaluated))
     assert copied["test_loss"] == trained["test_loss"]
 
 
