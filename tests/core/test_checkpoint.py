@@ -32,7 +32,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from samestep import ConfigError, NonRetryableError, checkpoint, rundir, snapshot, untrusted
+from samestep import ConfigError, NonRetryableError, RetryableError, checkpoint, checksums, rundir, snapshot, untrusted
 from samestep.checkpoint import Arrays, Checkpoint, CorruptCheckpoint
 from samestep.recovery import replica_check
 
@@ -638,6 +638,24 @@ def test_saves_reuse_one_copy(tmp_path: Path) -> None:
     )
     checkpoint.finish()
     assert snapshot._free[0] is memory
+
+
+def test_a_save_whose_comparison_fails_writes_nothing_and_frees_its_copy(tmp_path: Path) -> None:
+    snapshot._free.clear()
+    groups = {"model": {"w": np.ones(3)}}
+    compared: list[Any] = []
+    saved = checkpoint.save(tmp_path, "toy", 1, groups, {}, {}, keep=3, compare=compared.append)
+    checkpoint.finish()
+    assert compared == [checksums.of_groups(groups)]
+
+    def fail(own: Any) -> None:
+        raise RetryableError("rank 1 differs")
+
+    with pytest.raises(RetryableError):
+        checkpoint.save(tmp_path, "toy", 2, groups, {}, {}, keep=3, compare=fail)
+    assert len(snapshot._free) == 1
+    checkpoint.finish()
+    assert checkpoint.folders(tmp_path) == [saved]
 
 
 def test_a_wait_for_the_checkpoint_before_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
