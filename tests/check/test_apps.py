@@ -20,7 +20,7 @@ PADDLE = WORKERS | dict.fromkeys(("resume-optimizer", "odd-batch", "replicas"), 
 APPS: dict[str, tuple[str, tuple[str, ...], str | None, dict[str, str]]] = {
     "mnist_ddp": ("torchrun", MNIST, None, WORKERS),
     "cifar_ddp": ("torchrun", ("--dataset=synthetic-cifar10", "--global-batch-size=101"), "adapter", WORKERS),
-    "mnist_lightning": ("torchrun", MNIST, "adapter", WORKERS),
+    "mnist_lightning": ("torchrun", MNIST, None, WORKERS),
     "mnist_horovod": ("horovodrun", MNIST, None, WORKERS),
     "lenet_paddle": ("paddle", (*MNIST, "--log-every=1"), "adapter_paddle", PADDLE),
 }
