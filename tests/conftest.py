@@ -84,7 +84,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[N
     try:
         yield
     except FileNotFoundError as error:
-        if Path(error.filename).name != "pytest-current":
+        if not str(error.filename).endswith("/pytest-current"):
             raise
 
 
