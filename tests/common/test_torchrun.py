@@ -236,7 +236,8 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
     fault = {"rank": 1, "differ": at - 2, "signal": 0}
     outcome = harness.run(2, *harness.app.small, "--max-restarts=0", **faulty(fault))
     assert outcome.code == 1, outcome
-    assert re.match(rf"error: ranks 0 and 1 differ at step {at}, first in (model|ema) \S+: not saved", outcome.errors[0])
+    differ = rf"error: ranks 0 and 1 differ at step {at}, first in (model|ema) \S+: not saved"
+    assert re.match(differ, outcome.errors[0])
     assert [error for error in outcome.errors[1:] if "the job ended with code 1" not in error] == []
     assert "RESULT" not in outcome.stdout
     kept = sorted(int(path.name[5:]) for path in (harness.folder / "run" / "checkpoints").iterdir())
