@@ -52,34 +52,36 @@ def environments() -> list[str]:
     return [*(name for name in names if name not in WITHOUT_SLOW_TESTS), BY_EXEC]
 
 
-def run(environment: str, folder: Path, counts: str = "--soak") -> dict[str, Any]:
+def run(environment: str, counts: str) -> dict[str, Any]:
     """Run an environment's quick and slow tests, and return the environment's results.
 
     Args:
         environment: name in `environments`.
-        folder: folder for pytest's report.
         counts: option of pytest: ``--soak`` for high counts, or ``--every-case`` for low counts.
     """
-    report = folder / "report.xml"
-    table = folder / "table"
-    table.write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOX_")}
-    environ |= {"PYTEST_ADDOPTS": f"{counts} --junitxml={report}", "MATRIX_SOAK_TABLE": str(table)}
     command = ["bash", "scripts/test.sh", "-e", environment.partition(":")[0], *WORDS.get(environment, [])]
-    begun = time.monotonic()
-    code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
-    suite = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}  # noqa: S314 - pytest wrote it
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        table = Path(folder, "table")
+        table.write_text("")
+        environ |= {"PYTEST_ADDOPTS": f"{counts} --junitxml={report}", "MATRIX_SOAK_TABLE": str(table)}
+        begun = time.monotonic()
+        code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
+        seconds = time.monotonic() - begun
+        suite = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}  # noqa: S314 - pytest wrote it
+        lines = table.read_text().splitlines()
     tests = int(suite.get("tests", 0))
     skipped = int(suite.get("skipped", 0))
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     return {
         "passed": tests - skipped - failed,
         "failed": max(failed, int(code != 0)),
-        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "minutes": round(seconds / 60, 1),
         "date": time.strftime("%Y-%m-%d"),
         "cores": len(os.sched_getaffinity(0)),
         "commit": commit(),
-        "table": sorted(table.read_text().splitlines()),
+        "table": sorted(lines),
     }
 
 
@@ -114,10 +116,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def low_counts(chosen: Sequence[str]) -> int:
     """Run all cases of the environments with low counts, print the results, and return the exit code."""
-    results = {}
-    for name in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = run(name, Path(folder), "--every-case")
+    results = {name: run(name, "--every-case") for name in chosen}
     for name, row in results.items():
         print(f"{name}: {row['passed']} passed, {row['failed']} failed, {row['minutes']} minutes")
     return int(any(row["failed"] for row in results.values()))
@@ -140,8 +139,7 @@ def main() -> int:
         PAGE.write_text(page(results))
         return 0
     for name in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = run(name, Path(folder))
+        results[name] = run(name, "--soak")
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         PAGE.write_text(page(results))
     print(PAGE.read_text())
